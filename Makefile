@@ -1,0 +1,44 @@
+# make demo   install into .venv and generate text with the bundled model
+# make test   install into .venv and run lint, type check and tests
+# Needs only Python 3.11 or newer, make and a C++ compiler (g++).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# Without an NVIDIA driver the CPU build is enough; with one, take the newest CUDA build that is supported.
+TORCH := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo 'torch>=2.11,<2.16'; else echo 'torch==2.13.0'; fi)
+
+.PHONY: demo test lint typecheck unit clean
+
+demo: $(VENV)/.installed
+	$(BIN)/compiled-engine demo
+
+test: lint typecheck unit
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Against an installed wheel, which has the layout that users get.
+typecheck: $(VENV)/.installed
+	rm -rf build .build
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --target .build/site .
+	cd .build && MYPYPATH=site ../$(BIN)/mypy --config-file ../pyproject.toml -p compiled_engine
+	rm -rf build .build
+
+unit: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or newer is needed; found $$($(PYTHON) --version). Try: make PYTHON=python3.12 ..."; exit 1; }
+	@command -v g++ >/dev/null || { echo "g++ is needed: the compiler writes C++ on a CPU"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip 'setuptools>=77' wheel
+	$(BIN)/python -m pip install --quiet '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build .build *.egg-info

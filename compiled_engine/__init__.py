@@ -1,0 +1,36 @@
+"""compiled_engine: an LLM inference engine whose centre is the compiler.
+
+Names are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compiled_engine.llm import LLM
+    from compiled_engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from compiled_engine.sampling.params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+
+_MODULES = {
+    "LLM": "compiled_engine.llm",
+    "CompletionOutput": "compiled_engine.outputs",
+    "Logprob": "compiled_engine.outputs",
+    "RequestOutput": "compiled_engine.outputs",
+    "SamplingParams": "compiled_engine.sampling.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return import_module("importlib.metadata").version("compiled-engine")
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

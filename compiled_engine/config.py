@@ -1,0 +1,118 @@
+"""The resolved configuration: frozen, complete, and never rewritten.
+
+`resolve.py` turns what a user asked for into these values; every part of the engine reads them from here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: `kind` is default | linear | dynamic-free kinds llama3 | yarn."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
+
+    `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
+    """
+
+    path: Path
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    attention_out_bias: bool
+    mlp_bias: bool
+    sliding_windows: tuple[int | None, ...]
+    dtype: torch.dtype
+    max_model_len: int
+    load_format: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The paged KV cache. `num_blocks` None means: as many as the memory budget holds."""
+
+    block_size: int
+    num_blocks: int | None
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first)."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    policy: str
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Whether and how the model is compiled. `passes` are the enabled FX passes in their fixed order."""
+
+    enabled: bool
+    passes: tuple[str, ...]
+    cache_dir: Path | None
+
+
+class GraphMode(Enum):
+    """Which batches replay a CUDA graph."""
+
+    NONE = "none"
+    FULL_DECODE_ONLY = "full_decode_only"
+
+
+@dataclass(frozen=True)
+class GraphConfig:
+    """CUDA graphs: the mode, and the batch sizes (in requests) to capture, ascending."""
+
+    mode: GraphMode
+    capture_sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything. `reasons` maps a dotted field name to why it has its value, for those that were "auto"."""
+
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    compile: CompileConfig
+    graph: GraphConfig
+    device: torch.device
+    attention_backend: str
+    reasons: dict[str, str]

@@ -1,0 +1,40 @@
+"""What goes into and comes out of the engine core: plain, serialisable data; no API object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.step import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """A tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
+
+    `eos_token_ids` end generation unless sampling_params.ignore_eos.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+
+
+@dataclass(frozen=True)
+class EngineOutput:
+    """What one step added to a request.
+
+    `finish_reason` is None while it runs, then "stop", "length" or "abort"; `stop_reason` is the stop token id
+    that ended it, or None for an end-of-sequence token. `prompt_logprobs`: (first position, entries), see
+    RunnerOutput. `num_cached_tokens` counts prompt tokens that came from the prefix cache.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0

@@ -1,0 +1,53 @@
+"""What a user may ask of the engine, before anything is resolved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The keyword arguments of `LLM`; "auto" and None leave the choice to `resolve`.
+
+    model: checkpoint folder in Hugging Face layout; None is the bundled model.
+    tokenizer: folder with the tokenizer, when it is not the model's.
+    mode: eager | compiled | graphed | auto, the shorthand for compile on or off and the CUDA graph mode.
+    dtype: auto | float32 | bfloat16 | float16.
+    device: auto | cpu | cuda | cuda:N.
+    max_model_len: most tokens of prompt and output together.
+    max_num_seqs: most requests in one step.
+    max_num_batched_tokens: most tokens in one step (the token budget).
+    block_size: tokens in a KV cache block, or "auto" for the attention backend's own.
+    num_blocks: size of the KV cache in blocks, instead of what fits into memory.
+    gpu_memory_utilization: share of the device's memory that the engine may use, weights included.
+    scheduling_policy: fcfs | priority.
+    load_format: auto | safetensors | dummy (random weights).
+    attention_backend: auto | torch | triton | flash_attn.
+    disable_passes: FX passes to leave out.
+    capture_sizes: batch sizes to capture as CUDA graphs, instead of the default rule.
+    cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
+    generation_config: auto (the checkpoint's defaults for sampling) | none.
+    """
+
+    model: str | Path | None = None
+    tokenizer: str | Path | None = None
+    mode: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | str = "auto"
+    num_blocks: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = "fcfs"
+    seed: int = 0
+    load_format: str = "auto"
+    attention_backend: str = "auto"
+    disable_passes: tuple[str, ...] = ()
+    capture_sizes: tuple[int, ...] | None = None
+    cache_dir: str | Path | None = None
+    compile_cache: bool = True
+    generation_config: str = "auto"

@@ -1,0 +1,40 @@
+"""Progress of long work (load, compile, capture, generate): shown on stderr, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichBar
+
+Advance = Callable[[int], None]
+
+
+class Progress(Protocol):
+    """Where long work reports to. `stage` yields a function that adds to the count of finished units."""
+
+    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]: ...
+
+
+class SilentProgress:
+    """Shows nothing."""
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        yield lambda count: None
+
+
+class RichProgress:
+    """A bar a stage on stderr; on a terminal it is live, in a log it is one line when the stage ends."""
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with RichBar(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task(name, total=total)
+            yield lambda count: bar.advance(task, count)
+            if total is None:
+                bar.update(task, total=1, completed=1)

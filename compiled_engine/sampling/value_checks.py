@@ -1,0 +1,108 @@
+"""Checks of single values: each returns the value as a plain Python one, or raises an error that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
+Check = Callable[[str, Any], Any]
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {value!r}")
+    if not value:
+        raise ValueError(f"{name} must not be empty, got {value!r}")
+    return value
+
+
+def integer(low: int, high: int | None = None, *, or_minus_one: bool = False) -> Check:
+    """An integer (not a bool) in [low, high], numpy's included; with `or_minus_one`, -1 as well."""
+    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if or_minus_one:
+        allowed += ", or -1"
+
+    def check(name: str, value: Any) -> int:
+        if not isinstance(value, Integral) or isinstance(value, bool):
+            raise TypeError(f"{name} must be {allowed}, got {value!r}")
+        plain = int(value)
+        inside = plain >= low and (high is None or plain <= high)
+        if not inside and not (or_minus_one and plain == -1):
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        return plain
+
+    return check
+
+
+def number(low: float, high: float = FLOAT32_MAX, *, above_low: bool = False) -> Check:
+    """A number in [low, high], or (low, high] with `above_low`; never infinite, nor NaN."""
+    allowed = f"a finite number {'>' if above_low else '>='} {low:g}"
+    if high != FLOAT32_MAX:
+        allowed += f" and <= {high:g}"
+
+    def check(name: str, value: Any) -> float:
+        if not isinstance(value, Real) or isinstance(value, bool):
+            raise TypeError(f"{name} must be {allowed}, got {value!r}")
+        try:
+            plain = float(value)
+        except OverflowError:
+            plain = math.inf
+        if not low <= plain <= high or (above_low and plain == low):
+            raise ValueError(f"{name} must be {allowed}, got {value!r}")
+        return plain
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """None, or what `check` allows."""
+
+    def check_unless_none(name: str, value: Any) -> Any:
+        return None if value is None else check(name, value)
+
+    return check_unless_none
+
+
+def sequence_of(check: Check, *, may_be_empty: bool = True) -> Check:
+    """A list or tuple of what `check` allows, as a tuple; None is an empty one."""
+
+    def check_items(name: str, value: Any) -> tuple[Any, ...]:
+        if value is None:
+            value = ()
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{name} must be a list or a tuple, got {value!r}")
+        if not value and not may_be_empty:
+            raise ValueError(f"{name} must not be empty, got {value!r}")
+        return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
+
+    return check_items
+
+
+def text_or_texts(name: str, value: Any) -> tuple[str, ...]:
+    return sequence_of(text)(name, [value] if isinstance(value, str) else value)
+
+
+def token_biases(name: str, value: Any) -> dict[int, float] | None:
+    """A dict of token id (an integer, or its decimal digits) to a finite number; an empty one is None."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise TypeError(f"{name} must be a dict of token id to bias, got {value!r}")
+    token_id = integer(0)
+    bias = number(-FLOAT32_MAX)
+    return {
+        token_id(f"{name} key", int(key) if isinstance(key, str) and key.isdecimal() else key): bias(
+            f"{name}[{key!r}]", item
+        )
+        for key, item in value.items()
+    } or None
