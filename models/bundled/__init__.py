@@ -1,0 +1,10 @@
+"""The model that ships with the package: five million parameters, trained on Python source, ready offline.
+
+`compiled_engine.models.train_bundled` makes it; README.md beside this file says how, and how good it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+BUNDLED_MODEL_PATH: Path = Path(__file__).resolve().parent
