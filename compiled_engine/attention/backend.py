@@ -1,0 +1,66 @@
+"""What an attention backend is: the protocol that torch, triton and flash_attn implement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from compiled_engine.attention.inputs import AttentionInputs
+
+
+class GraphSupport(Enum):
+    """In which CUDA graphs a backend's kernels may be captured."""
+
+    NEVER = "never"
+    UNIFORM_DECODE = "uniform decode"
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """The facts that decide whether a backend can run a model on a device."""
+
+    device_type: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    sliding_window: int | None
+
+
+class AttentionBackend(Protocol):
+    """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows."""
+
+    name: str
+    graph_support: GraphSupport
+    default_block_size: int
+
+    def unsupported(self, case: AttentionCase) -> str | None:
+        """Why this backend cannot run the case, naming the field and what is allowed; None when it can."""
+        ...
+
+    def write_kv(
+        self,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        """Store K (index 0 of dim 1) and V (index 1) at each token's slot; slot -1 stores nothing."""
+        ...
+
+    def attend(
+        self,
+        q_THd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        sliding_window: int,
+    ) -> None:
+        """Causal attention over the cache into `out_THd` (every element written); sliding_window 0 means none."""
+        ...

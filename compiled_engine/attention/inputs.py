@@ -1,0 +1,34 @@
+"""What attention has to know about a batch, as explicit tensors.
+
+Shape suffixes used in tensor names throughout the project: T tokens in the step, R requests (rows) in the step,
+B blocks a request may own, H query heads, K key/value heads, d head size, D hidden size, V vocabulary size,
+N blocks in the pool, P slots in a block (the block size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """One batch, decodes first.
+
+    query_start_loc_R1: int32 [R+1], where each request's tokens start; the last entry is T.
+    seq_lens_R: int32 [R], tokens in the KV cache once this step's are written; 0 for a padding row, which reads
+        nothing and whose output is zeros.
+    block_table_RB: int32 [R, B], block numbers of each request, in order; entries past the end are 0.
+    slot_mapping_T: int64 [T], block * block_size + offset where each token's K and V go; -1 writes nothing.
+    host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
+        an upper bound of seq_lens_R. Whatever a captured kernel used of these is part of its GraphKey.
+    backend: name of the attention backend.
+    """
+
+    query_start_loc_R1: torch.Tensor
+    seq_lens_R: torch.Tensor
+    block_table_RB: torch.Tensor
+    slot_mapping_T: torch.Tensor
+    host_3: torch.Tensor
+    backend: str

@@ -1,0 +1,72 @@
+"""Attention backends by name, imported when first asked for, and the rule that picks one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+
+from compiled_engine.attention.backend import AttentionBackend, AttentionCase
+
+BACKENDS: tuple[str, ...] = ("torch", "triton", "flash_attn")
+PACKAGES = {"torch": "torch", "triton": "triton", "flash_attn": "flash-attn"}
+
+
+@cache
+def get_backend(name: str) -> AttentionBackend:
+    """The backend of that name. Raises ValueError for an unknown name, ImportError naming a missing package."""
+    if name not in BACKENDS:
+        raise ValueError(f"attention_backend is {name!r}; known backends: {', '.join(BACKENDS)}")
+    try:
+        module = import_module(f"compiled_engine.attention.{name}_backend")
+    except ImportError as error:
+        raise ImportError(f"attention_backend {name!r} needs the package {PACKAGES[name]}: {error}") from error
+    backend: AttentionBackend = module.BACKEND
+    return backend
+
+
+def default_backend(device_type: str) -> tuple[str, str]:
+    """The backend to try first on a kind of device, and why."""
+    if device_type == "cuda":
+        return "triton", "cuda: the engine's own kernels, which need no further package"
+    return "torch", f"{device_type}: the backend that runs on every device"
+
+
+def resolve_backend(
+    requested: str, requested_block_size: int | str, case: AttentionCase
+) -> tuple[str, int, dict[str, str]]:
+    """Settle the backend and the block size for a model on a device.
+
+    requested: "auto" or a name of BACKENDS. requested_block_size: tokens in a block, or "auto" for the backend's own.
+    case: its block_size is ignored. Returns the backend, the block size, and the reasons for what was "auto".
+    Raises ValueError with the backend's reason when a requested one cannot run the case.
+    """
+    if requested_block_size != "auto" and (not isinstance(requested_block_size, int) or requested_block_size < 1):
+        raise ValueError(f"block_size is {requested_block_size!r}; allowed: a positive integer or 'auto'")
+    if requested not in ("auto", *BACKENDS):
+        raise ValueError(f"attention_backend is {requested!r}; allowed: auto, {', '.join(BACKENDS)}")
+
+    def attempt(name: str) -> tuple[int, str | None]:
+        """The block size with this backend, and what keeps it from running the case."""
+        try:
+            backend = get_backend(name)
+        except ImportError as error:
+            return 0, str(error)
+        automatic = requested_block_size == "auto"
+        block_size = backend.default_block_size if automatic else int(requested_block_size)
+        return block_size, backend.unsupported(replace(case, block_size=block_size))
+
+    reasons: dict[str, str] = {}
+    name = requested
+    if requested == "auto":
+        name, reasons["attention_backend"] = default_backend(case.device_type)
+    block_size, obstacle = attempt(name)
+    if obstacle and requested == "auto" and name != "torch":
+        reasons["attention_backend"] = f"{name} cannot run this model: {obstacle}"
+        name = "torch"
+        block_size, obstacle = attempt(name)
+    if obstacle:
+        raise ValueError(f"attention_backend {name!r} cannot run this model here: {obstacle}")
+    if requested_block_size == "auto":
+        reasons["cache.block_size"] = f"the default of attention backend {name}"
+    return name, block_size, reasons

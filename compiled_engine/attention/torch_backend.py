@@ -1,0 +1,272 @@
+"""Attention in plain torch: gather the context out of the paged cache, then dense operations.
+
+The reference for the other backends and the default on a CPU. It runs on every device and for every shape.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+
+from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.inputs import AttentionInputs
+
+# Keys gathered at a time for a group of decodes: a CPU wants them in its cache, a GPU wants few launches.
+CPU_GATHER_BYTES = 4 << 20
+GPU_GATHER_BYTES = 256 << 20
+QUERIES_PER_CHUNK = 256
+
+
+class TorchBackend:
+    """See the module's docstring. Uniform decodes can be captured: on CUDA nothing there waits for device data."""
+
+    name = "torch"
+    graph_support = GraphSupport.UNIFORM_DECODE
+    default_block_size = 16
+
+    def unsupported(self, case: AttentionCase) -> str | None:
+        if case.num_heads % case.num_kv_heads:
+            return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
+        return None
+
+    def write_kv(
+        self,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        if slot_mapping_T.device.type == "cpu":
+            write_kv_waiting(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T)
+        else:
+            write_kv_without_waiting(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T)
+
+    def attend(
+        self,
+        q_THd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        sliding_window: int,
+    ) -> None:
+        num_decodes, _, longest = inputs.host_3.tolist()
+        if num_decodes:
+            _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scale, sliding_window)
+        if num_decodes == inputs.seq_lens_R.shape[0]:
+            return
+        starts = inputs.query_start_loc_R1.tolist()
+        for row, seq_len in enumerate(inputs.seq_lens_R.tolist()[num_decodes:], num_decodes):
+            tokens = slice(starts[row], starts[row + 1])
+            if seq_len:
+                _prefill(
+                    q_THd[tokens],
+                    kv_cache_N2PKd,
+                    out_THd[tokens],
+                    seq_len,
+                    inputs.block_table_RB[row],
+                    scale,
+                    sliding_window,
+                )
+            else:
+                out_THd[tokens] = 0
+
+
+def write_kv_waiting(
+    k_TKd: torch.Tensor, v_TKd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, slot_mapping_T: torch.Tensor
+) -> None:
+    """Look at the slots first and leave the padding tokens out."""
+    block_size = kv_cache_N2PKd.shape[2]
+    real_T = slot_mapping_T >= 0
+    if not bool(real_T.all()):
+        k_TKd, v_TKd, slot_mapping_T = k_TKd[real_T], v_TKd[real_T], slot_mapping_T[real_T]
+    rows_SKd = kv_cache_N2PKd.view(-1, *kv_cache_N2PKd.shape[3:])
+    k_rows_T = slot_mapping_T + (slot_mapping_T // block_size) * block_size
+    rows_SKd.index_copy_(0, k_rows_T, k_TKd)
+    rows_SKd.index_copy_(0, k_rows_T + block_size, v_TKd)
+
+
+def write_kv_without_waiting(
+    k_TKd: torch.Tensor, v_TKd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, slot_mapping_T: torch.Tensor
+) -> None:
+    """Padding tokens repeat the first real token's write; without any real one, all write back what is there."""
+    block_size = kv_cache_N2PKd.shape[2]
+    real_T = slot_mapping_T >= 0
+    any_real = real_T.any()
+    tokens_T = torch.arange(slot_mapping_T.shape[0], device=slot_mapping_T.device)
+    source_T = torch.where(real_T, tokens_T, real_T.int().argmax())
+    slots_T = slot_mapping_T[source_T].clamp(min=0)
+    rows_SKd = kv_cache_N2PKd.view(-1, *kv_cache_N2PKd.shape[3:])
+    k_rows_T = slots_T + (slots_T // block_size) * block_size
+    for values_TKd, rows_T in ((k_TKd, k_rows_T), (v_TKd, k_rows_T + block_size)):
+        rows_SKd[rows_T] = torch.where(any_real, values_TKd[source_T], rows_SKd[rows_T])
+
+
+def _decode_in_groups(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    num_decodes: int,
+    longest: int,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """The first num_decodes requests, so many at a time that the keys gathered stay few.
+
+    `longest` bounds the contexts; where reading seq_lens costs nothing, their true maximum replaces it.
+    """
+    ragged, gather_bytes = True, GPU_GATHER_BYTES
+    if inputs.seq_lens_R.device.type == "cpu":
+        seq_lens = inputs.seq_lens_R.tolist()[:num_decodes]
+        longest = max(seq_lens)
+        if num_decodes == 1 and longest:
+            _decode_one(q_THd, kv_cache_N2PKd, out_THd, inputs.block_table_RB[0], longest, scale, sliding_window)
+            return
+        ragged, gather_bytes = min(seq_lens) < longest or longest == 0, CPU_GATHER_BYTES
+    longest = max(longest, 1)
+    _, _, _, num_kv_heads, head_dim = kv_cache_N2PKd.shape
+    context = min(longest, sliding_window or longest)
+    group = max(1, gather_bytes // (context * num_kv_heads * head_dim * kv_cache_N2PKd.element_size()))
+    for start in range(0, num_decodes, group):
+        rows = slice(start, min(start + group, num_decodes))
+        _decode(
+            q_THd[rows],
+            kv_cache_N2PKd,
+            out_THd[rows],
+            inputs.seq_lens_R[rows].unsqueeze(1),
+            inputs.block_table_RB[rows],
+            longest,
+            ragged,
+            scale,
+            sliding_window,
+        )
+
+
+def _decode(
+    q_RHd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_RHd: torch.Tensor,
+    seq_lens_R1: torch.Tensor,
+    block_table_RB: torch.Tensor,
+    longest: int,
+    ragged: bool,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """One query per request, all padded to the longest context; not `ragged` says that none is padded."""
+    num_requests, num_heads, head_dim = q_RHd.shape
+    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
+    windowed = 0 < sliding_window < longest
+    if windowed:
+        # Only the blocks that hold the window. From here on, positions count from the first of these blocks.
+        first_R1 = (seq_lens_R1 - sliding_window).clamp(min=0)
+        skipped_R1 = first_R1 // block_size
+        num_blocks = (sliding_window - 2) // block_size + 2
+        blocks_RB = skipped_R1 + torch.arange(num_blocks, device=q_RHd.device)
+        block_table_RB = block_table_RB.gather(1, blocks_RB.clamp(max=block_table_RB.shape[1] - 1))
+        first_R1 = first_R1 - skipped_R1 * block_size
+        seq_lens_R1 = seq_lens_R1 - skipped_R1 * block_size
+        longest = num_blocks * block_size
+    k_rows_RKL = _k_rows(block_table_RB, longest, block_size, num_kv_heads)
+    if ragged or windowed:
+        positions_L = torch.arange(longest, device=q_RHd.device)
+        hidden_RL = positions_L >= seq_lens_R1
+        if windowed:
+            hidden_RL |= positions_L < first_R1
+        hidden_R1L = hidden_RL.unsqueeze(1)
+        # A hidden position reads the first key instead: whatever stands in unused slots must not matter.
+        k_rows_RKL = torch.where(hidden_R1L, k_rows_RKL[..., :1], k_rows_RKL)
+
+    rows_Sd = kv_cache_N2PKd.view(-1, head_dim)
+    k_BLd = rows_Sd.index_select(0, k_rows_RKL.view(-1)).view(-1, longest, head_dim)
+    # The query heads that share a K/V head are the rows of one matrix product.
+    q_BGd = q_RHd.reshape(num_requests * num_kv_heads, -1, head_dim).float() * scale
+    scores_RHL = torch.bmm(q_BGd, k_BLd.float().transpose(1, 2)).view(num_requests, num_heads, longest)
+    if ragged or windowed:
+        scores_RHL.masked_fill_(hidden_R1L, float("-inf"))
+    weights_RHL = scores_RHL.softmax(-1).to(rows_Sd.dtype)
+    # A bag is a query head: the weighted sum of its V rows, read straight from the cache.
+    v_rows_RKL = k_rows_RKL + block_size * num_kv_heads
+    v_rows_RHL = v_rows_RKL.repeat_interleave(num_heads // num_kv_heads, dim=1)
+    out_BHd = embedding_bag(
+        v_rows_RHL.view(-1, longest), rows_Sd, mode="sum", per_sample_weights=weights_RHL.view(-1, longest)
+    )
+    out_RHd.copy_(out_BHd.view_as(out_RHd))
+    if ragged or windowed:
+        out_RHd.masked_fill_(seq_lens_R1.unsqueeze(2) == 0, 0)
+
+
+def _decode_one(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    block_table_B: torch.Tensor,
+    seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """The first request's single query: whole blocks are gathered, in few operations, since each costs more than
+    its work."""
+    num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
+    first = max(0, seq_len - sliding_window) if sliding_window else 0
+    start, end = first // block_size, -(-seq_len // block_size)
+    halves_N2W = kv_cache_N2PKd.view(num_blocks * 2, -1)
+    k_halves_B = block_table_B[start:end] * 2
+    skipped = start * block_size
+    k_LKd, v_LKd = (
+        halves_N2W.index_select(0, rows_B).view(-1, num_kv_heads, head_dim)[first - skipped : seq_len - skipped]
+        for rows_B in (k_halves_B, k_halves_B + 1)
+    )
+    # The query heads that share a K/V head take the place of query positions.
+    q_1KGd = q_THd[0].view(1, num_kv_heads, -1, head_dim)
+    out_1KGd = scaled_dot_product_attention(
+        q_1KGd, k_LKd.transpose(0, 1).unsqueeze(0), v_LKd.transpose(0, 1).unsqueeze(0), scale=scale
+    )
+    out_THd[0] = out_1KGd.view(-1, head_dim)
+
+
+def _k_rows(block_table_RB: torch.Tensor, length: int, block_size: int, num_kv_heads: int) -> torch.Tensor:
+    """Row of each position's K in the cache flattened to [N * 2 * P * K, d]; its V is P * K rows further."""
+    blocks_RB = block_table_RB[:, : -(-length // block_size)].long() * (2 * block_size * num_kv_heads)
+    offsets_PK = torch.arange(block_size * num_kv_heads, device=blocks_RB.device).view(block_size, num_kv_heads)
+    return (blocks_RB[:, None, :, None] + offsets_PK.t()[:, None, :]).flatten(2)[..., :length].contiguous()
+
+
+def _prefill(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    seq_len: int,
+    block_table_B: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """The last T positions of one request of seq_len tokens, in chunks that gather only the keys that they see."""
+    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    rows_Sd = kv_cache_N2PKd.view(-1, head_dim)
+    k_rows_KL = _k_rows(block_table_B.unsqueeze(0), seq_len, block_size, num_kv_heads).squeeze(0)
+    positions_L = torch.arange(seq_len, device=q_THd.device)
+    context = seq_len - q_THd.shape[0]
+    for start in range(0, q_THd.shape[0], QUERIES_PER_CHUNK):
+        q_CHd = q_THd[start : start + QUERIES_PER_CHUNK]
+        first_query, end = context + start, context + start + q_CHd.shape[0]
+        first_key = max(0, first_query - sliding_window + 1) if sliding_window else 0
+        keys_L = positions_L[first_key:end]
+        queries_C1 = positions_L[first_query:end].unsqueeze(1)
+        visible_CL = keys_L <= queries_C1
+        if sliding_window:
+            visible_CL &= keys_L > queries_C1 - sliding_window
+        rows_KL = k_rows_KL[:, first_key:end]
+        k_KGLd, v_KGLd = (
+            rows_Sd.index_select(0, rows.reshape(-1))
+            .view(num_kv_heads, 1, -1, head_dim)
+            .expand(-1, q_CHd.shape[1] // num_kv_heads, -1, -1)
+            for rows in (rows_KL, rows_KL + block_size * num_kv_heads)
+        )
+        q_KGCd = q_CHd.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
+        out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=visible_CL, scale=scale)
+        out_THd[start : start + q_CHd.shape[0]] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+BACKEND: AttentionBackend = TorchBackend()

@@ -1,0 +1,82 @@
+"""One step of attention over the paged cache: queries against a tile of keys, with the online softmax.
+
+Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Lower than any score, yet finite: a row that has seen no key so far must not turn into NaN.
+LOWEST = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def load_rows(
+    ptrs_N: tl.tensor, stored_N: tl.tensor, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr
+) -> tl.tensor:
+    """[N, D] from the start of each row on, with no more of a mask than is needed; zeros where it hides."""
+    d_D = tl.arange(0, TILE_D)
+    ptrs_ND = ptrs_N[:, None] + d_D[None, :]
+    if MASKED and TILE_D != HEAD_DIM:
+        return tl.load(ptrs_ND, mask=stored_N[:, None] & (d_D[None, :] < HEAD_DIM), other=0.0)
+    elif MASKED:
+        return tl.load(ptrs_ND, mask=stored_N[:, None], other=0.0)
+    elif TILE_D != HEAD_DIM:
+        return tl.load(ptrs_ND, mask=d_D[None, :] < HEAD_DIM, other=0.0)
+    else:
+        return tl.load(ptrs_ND)
+
+
+@triton.jit
+def attend_tile(
+    q_MD: tl.tensor,
+    acc_MD: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    positions_M: tl.tensor,
+    first_key: tl.tensor,
+    end_key: tl.tensor,
+    block_table_ptr: tl.tensor,
+    head_cache_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    MASKED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold the keys first_key .. first_key + TILE_N - 1 into the running (acc, max, sum) of every query row.
+
+    block_table_ptr is the request's row of the table, head_cache_ptr the cache [N, 2, P, K, d] offset to the head.
+    Without MASKED the caller promises that every row sees every key of the tile. max_M holds unscaled scores;
+    scale_log2 is the softmax scale times log2(e).
+    """
+    keys_N = first_key + tl.arange(0, TILE_N)
+    stored_N = keys_N < end_key
+    if MASKED:
+        block_N = tl.load(block_table_ptr + keys_N // BLOCK_SIZE, mask=stored_N, other=0)
+    else:
+        block_N = tl.load(block_table_ptr + keys_N // BLOCK_SIZE)
+    # 64 bits: a cache may hold more than 2**31 elements.
+    rows_N = block_N.to(tl.int64) * (2 * BLOCK_SIZE) + keys_N % BLOCK_SIZE
+    k_ptrs_N = head_cache_ptr + rows_N * (NUM_KV_HEADS * HEAD_DIM)
+    k_ND = load_rows(k_ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D)
+    scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    if MASKED:
+        visible_MN = stored_N[None, :] & (keys_N[None, :] <= positions_M[:, None])
+        if WINDOW > 0:
+            visible_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
+        scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
+
+    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
+    rescale_M = tl.exp2((max_M - new_max_M) * scale_log2)
+    weights_MN = tl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
+    sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
+    acc_MD = acc_MD * rescale_M[:, None]
+    v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, stored_N, MASKED, HEAD_DIM, TILE_D)
+    acc_MD = tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
+    return acc_MD, new_max_M, sum_M

@@ -1,0 +1,77 @@
+"""Triton kernel: store each token's K and V at its slot of the paged cache."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+
+@triton.jit(
+    do_not_specialize=["k_token_stride", "v_token_stride"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr"],
+)
+def write_kv_kernel(
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    k_token_stride: tl.tensor,
+    v_token_stride: tl.tensor,
+    K_HEAD_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_K: tl.constexpr,
+    TILE_D: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per token. A negative slot stores nothing."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping_ptr + token)
+    if slot < 0:
+        return
+    head_K = tl.arange(0, TILE_K)
+    d_D = tl.arange(0, TILE_D)
+    mask_KD = (head_K[:, None] < NUM_KV_HEADS) & (d_D[None, :] < HEAD_DIM)
+    # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+    k_token_ptr = k_ptr + tl.multiple_of(token * k_token_stride, 8)
+    v_token_ptr = v_ptr + tl.multiple_of(token * v_token_stride, 8)
+    k_KD = tl.load(k_token_ptr + head_K[:, None] * K_HEAD_STRIDE + d_D[None, :], mask=mask_KD)
+    v_KD = tl.load(v_token_ptr + head_K[:, None] * V_HEAD_STRIDE + d_D[None, :], mask=mask_KD)
+    k_row = slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
+    k_ptrs_KD = cache_ptr + k_row * (NUM_KV_HEADS * HEAD_DIM) + head_K[:, None] * HEAD_DIM + d_D[None, :]
+    tl.store(k_ptrs_KD, k_KD, mask=mask_KD)
+    tl.store(k_ptrs_KD + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, v_KD, mask=mask_KD)
+
+
+def write_kv(
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+    dependent_launch: bool,
+) -> None:
+    """Launch the kernel: [T, K, d] with d contiguous into a contiguous cache, slots int64 [T]."""
+    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    write_kv_kernel[(k_TKd.shape[0],)](
+        k_TKd,
+        v_TKd,
+        kv_cache_N2PKd,
+        slot_mapping_T,
+        k_TKd.stride(0),
+        v_TKd.stride(0),
+        K_HEAD_STRIDE=k_TKd.stride(1),
+        V_HEAD_STRIDE=v_TKd.stride(1),
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        TILE_K=triton.next_power_of_2(num_kv_heads),
+        TILE_D=triton.next_power_of_2(head_dim),
+        DEPENDENT_LAUNCH=dependent_launch,
+        num_warps=max(1, min(8, num_kv_heads * head_dim // 256)),
+    )

@@ -1,0 +1,256 @@
+"""The table of attention cases, the batches they stand for, and an independent reference.
+
+As a script, `attention_cases.py BACKEND` runs the table on the CPU and prints the outcomes as one JSON object, by
+type and case, so that it can run in a process with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.registry import get_backend
+
+# Largest error allowed, absolute plus relative: fp32 sums in another order; bf16 and fp16 round weights and output.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@dataclass(frozen=True)
+class Request:
+    """`query_len` new tokens after which the context is seq_len long; seq_len 0 is a padding row."""
+
+    seq_len: int
+    query_len: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch in outline. The leading requests with one query are the decodes."""
+
+    name: str
+    requests: tuple[Request, ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    sliding_window: int = 0
+
+    def facts(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
+        return AttentionCase(
+            device_type,
+            dtype,
+            self.num_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            self.sliding_window or None,
+        )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of a case. `garbage` stands wherever a backend must neither read nor write.
+
+    expected_THd: float64, from the dense reference. expected_cache_N2PKd: the cache after the step.
+    """
+
+    q_THd: torch.Tensor
+    k_TKd: torch.Tensor
+    v_TKd: torch.Tensor
+    kv_cache_N2PKd: torch.Tensor
+    inputs: AttentionInputs
+    scale: float
+    expected_THd: torch.Tensor
+    expected_cache_N2PKd: torch.Tensor
+
+
+def decodes(*seq_lens: int) -> tuple[Request, ...]:
+    return tuple(Request(seq_len, 1) for seq_len in seq_lens)
+
+
+PADDING = Request(0, 1)
+MIXED = (*decodes(1, 33, 150), Request(5, 5), Request(61, 20), Request(32, 1), Request(47, 16), Request(0, 3))
+
+CASES = (
+    Case("one token", decodes(1)),
+    Case("one decode", decodes(300)),
+    Case("decodes", decodes(1, 16, 17, 31, 32, 33, 64, 100, 257)),
+    Case("decodes with padding rows", (*decodes(40, 7), PADDING, PADDING)),
+    Case("padding rows alone", (PADDING, PADDING)),
+    Case("a prefill", (Request(100, 100),)),
+    Case(
+        "prefills", (Request(1, 1), Request(2, 2), Request(15, 15), Request(16, 16), Request(17, 17), Request(70, 70))
+    ),
+    Case("chunks after context", (Request(96, 16), Request(97, 16), Request(95, 16), Request(130, 1), Request(200, 2))),
+    Case("chunk borders on block borders", (Request(32, 16), Request(64, 32), Request(48, 48))),
+    Case("mixed", MIXED),
+    Case("mixed, block size 32", MIXED, block_size=32),
+    Case("mixed, block size 64", MIXED, block_size=64),
+    Case("mixed, block size 256", MIXED, block_size=256),
+    Case("mixed, block size 24", MIXED, block_size=24),
+    Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), block_size=256),
+    Case("decodes over two large blocks", (*decodes(256, 257, 300), PADDING), block_size=256),
+    Case("window, decodes", (*decodes(5, 20, 21, 100, 300), PADDING), sliding_window=20),
+    Case("window, mixed", MIXED, sliding_window=20),
+    Case("window of one", MIXED, sliding_window=1),
+    Case("window above every context", MIXED, sliding_window=4096),
+    Case("window, block size 256", (*decodes(290, 30), Request(290, 40)), block_size=256, sliding_window=32),
+    Case("heads 1:1", MIXED, num_heads=2, num_kv_heads=2),
+    Case("heads 7:1", MIXED, num_heads=14, num_kv_heads=2),
+    Case("heads 8:1", MIXED, num_heads=16, num_kv_heads=2),
+    Case("multi-query", MIXED, num_heads=6, num_kv_heads=1),
+    Case("multi-query, block size 256", MIXED, num_heads=6, num_kv_heads=1, block_size=256),
+    Case("heads 7:1, block size 256", MIXED, num_heads=14, num_kv_heads=2, block_size=256),
+    Case("head size 20", MIXED, head_dim=20),
+    Case("head size 80", MIXED, head_dim=80),
+    Case("head size 80, block size 256", MIXED, head_dim=80, block_size=256),
+    Case("head size 96, block size 256", MIXED, head_dim=96, block_size=256),
+    Case("head size 128", MIXED, head_dim=128),
+    Case("head size 128, block size 256", MIXED, head_dim=128, block_size=256),
+    Case("head size 192, block size 256", MIXED, head_dim=192, block_size=256),
+    Case("head size 256, block size 256", MIXED, head_dim=256, block_size=256),
+)
+# Cases with padding rows, partly filled blocks and unused blocks.
+WITH_GARBAGE = tuple(case for case in CASES if case.name in ("decodes with padding rows", "mixed", "window, decodes"))
+
+
+def build(
+    case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu", garbage: float = math.nan, seed: int = 0
+) -> Batch:
+    """Random values in a shuffled cache. The same seed gives the same real values whatever the garbage."""
+    generator = torch.Generator().manual_seed(seed)
+    block_size, num_kv_heads, head_dim = case.block_size, case.num_kv_heads, case.head_dim
+    blocks_of = [-(-request.seq_len // block_size) for request in case.requests]
+    num_blocks = sum(blocks_of) + 3
+    num_tokens = sum(request.query_len for request in case.requests)
+    free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
+    scale = head_dim**-0.5
+
+    cache_N2PKd = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), garbage, dtype=dtype)
+    expected_cache_N2PKd = cache_N2PKd.clone()
+    block_table_RB = torch.zeros(len(case.requests), max(blocks_of) + 2, dtype=torch.int32)
+    q_THd = torch.full((num_tokens, case.num_heads, head_dim), garbage, dtype=dtype)
+    k_TKd = torch.full((num_tokens, num_kv_heads, head_dim), garbage, dtype=dtype)
+    v_TKd = k_TKd.clone()
+    slot_mapping_T = torch.full((num_tokens,), -1)
+    expected_THd = torch.zeros(num_tokens, case.num_heads, head_dim, dtype=torch.float64)
+    starts = [0]
+    for row, request in enumerate(case.requests):
+        tokens = slice(starts[-1], starts[-1] + request.query_len)
+        starts.append(tokens.stop)
+        if request.seq_len == 0:
+            continue
+        blocks = torch.tensor([free_blocks.pop() for _ in range(blocks_of[row])])
+        block_table_RB[row, : len(blocks)] = blocks
+        positions_L = torch.arange(request.seq_len)
+        context = request.seq_len - request.query_len
+        slots_L = blocks[positions_L // block_size] * block_size + positions_L % block_size
+        k_LKd, v_LKd = torch.randn(2, request.seq_len, num_kv_heads, head_dim, generator=generator).to(dtype)
+        q_QHd = torch.randn(request.query_len, case.num_heads, head_dim, generator=generator).to(dtype)
+        q_THd[tokens], k_TKd[tokens], v_TKd[tokens] = q_QHd, k_LKd[context:], v_LKd[context:]
+        slot_mapping_T[tokens] = slots_L[context:]
+        for index, values_LKd in enumerate((k_LKd, v_LKd)):
+            block_L, offset_L = slots_L // block_size, slots_L % block_size
+            cache_N2PKd[block_L[:context], index, offset_L[:context]] = values_LKd[:context]
+            expected_cache_N2PKd[block_L, index, offset_L] = values_LKd
+        expected_THd[tokens] = dense(q_QHd, k_LKd, v_LKd, scale, case.sliding_window)
+
+    queries = [request.query_len for request in case.requests]
+    num_decodes = next((row for row, query_len in enumerate(queries) if query_len != 1), len(queries))
+    inputs = AttentionInputs(
+        query_start_loc_R1=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_lens_R=torch.tensor([r.seq_len for r in case.requests], dtype=torch.int32, device=device),
+        block_table_RB=block_table_RB.to(device),
+        slot_mapping_T=slot_mapping_T.to(device),
+        host_3=torch.tensor(
+            [num_decodes, max(queries), max(request.seq_len for request in case.requests)], dtype=torch.int32
+        ),
+        backend="",
+    )
+    tensors = (tensor.to(device) for tensor in (q_THd, k_TKd, v_TKd, cache_N2PKd))
+    return Batch(*tensors, inputs, scale, expected_THd, expected_cache_N2PKd)
+
+
+def dense(
+    q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scale: float, sliding_window: int
+) -> torch.Tensor:
+    """Attention by its definition, in float64: the queries are the last Q of L positions."""
+    group = q_QHd.shape[1] // k_LKd.shape[1]
+    k_LHd, v_LHd = (values.double().repeat_interleave(group, dim=1) for values in (k_LKd, v_LKd))
+    scores_HQL = torch.einsum("qhd,lhd->hql", q_QHd.double(), k_LHd) * scale
+    keys_L = torch.arange(k_LKd.shape[0])
+    queries_Q1 = keys_L[-q_QHd.shape[0] :].unsqueeze(1)
+    hidden_QL = keys_L > queries_Q1
+    if sliding_window:
+        hidden_QL |= keys_L <= queries_Q1 - sliding_window
+    return torch.einsum("hql,lhd->qhd", scores_HQL.masked_fill(hidden_QL, -math.inf).softmax(-1), v_LHd)
+
+
+def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
+    """Write K and V, then attend into an output full of NaN."""
+    backend = get_backend(backend_name)
+    out_THd = torch.full_like(batch.q_THd, math.nan)
+    backend.write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, batch.inputs.slot_mapping_T)
+    backend.attend(batch.q_THd, batch.kv_cache_N2PKd, out_THd, batch.inputs, batch.scale, case.sliding_window)
+    return out_THd
+
+
+def obstacle(backend_name: str, case: Case, device_type: str, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot run the case; None when it can."""
+    try:
+        return get_backend(backend_name).unsupported(case.facts(device_type, dtype))
+    except ImportError as error:
+        return str(error)
+
+
+def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
+    """What is wrong with the cache and the output after a step; None when nothing is."""
+    cache_N2PKd, out_THd = batch.kv_cache_N2PKd.cpu(), out_THd.cpu()
+    if not torch.allclose(cache_N2PKd, batch.expected_cache_N2PKd, rtol=0, atol=0, equal_nan=True):
+        return "the cache is not what was to be written"
+    padding_T = batch.inputs.slot_mapping_T.cpu() < 0
+    if out_THd[padding_T].any():
+        return "padding rows are not zeros"
+    error_THd = (out_THd.double() - batch.expected_THd).abs() / (1 + batch.expected_THd.abs())
+    if not bool((error_THd <= TOLERANCE[out_THd.dtype]).all()):
+        return f"largest error {error_THd.max().item():.2g}, not at most {TOLERANCE[out_THd.dtype]}"
+    return None
+
+
+def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype) -> str:
+    """Run a case: "right", "unsupported: " and the reason, or "wrong: " and what is."""
+    reason = obstacle(backend_name, case, torch.device(device).type, dtype)
+    if reason:
+        return f"unsupported: {reason}"
+    batch = build(case, dtype, device)
+    wrong = mistake(case, batch, step(backend_name, case, batch))
+    return f"wrong: {wrong}" if wrong else "right"
+
+
+def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a real row changes in any bit with what stands in padding rows, unused slots and unused blocks."""
+    outputs = []
+    for garbage in (math.nan, 1e4):
+        batch = build(case, dtype, device, garbage=garbage)
+        outputs.append(step(backend_name, case, batch)[batch.inputs.slot_mapping_T >= 0])
+    return not torch.equal(*outputs)
+
+
+def main(backend_name: str) -> None:
+    """Run the table in both types that Triton's interpreter computes rightly: they use different tiles."""
+    outcomes = {
+        str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in CASES}
+        for dtype in (torch.float32, torch.float16)
+    }
+    outcomes["garbage"] = {case.name: depends_on_garbage(backend_name, case) for case in WITH_GARBAGE}
+    print(json.dumps(outcomes))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

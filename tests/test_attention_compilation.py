@@ -1,0 +1,135 @@
+"""The Triton kernels compiled for a Hopper GPU, which needs none: they must fit, and spill no registers."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compiled_engine.attention.triton_backend import MIN_SHARED_MEMORY
+from compiled_engine.attention.triton_decode import GRAIN, MAX_SPLITS, combine_kernel, decode_kernel, decode_tiles
+from compiled_engine.attention.triton_prefill import prefill_kernel, prefill_tiles
+from compiled_engine.attention.triton_write_kv import write_kv_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+ELEMENTS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+INDICES = {
+    "query_start_loc_ptr": "*i32",
+    "seq_lens_ptr": "*i32",
+    "block_table_ptr": "*i32",
+    "slot_mapping_ptr": "*i64",
+}
+# Query heads, K/V heads, head size: those of small Qwen and Llama models, and the extremes that are allowed.
+VARIANTS = [
+    (torch.bfloat16, (4, 2, 64)),
+    (torch.bfloat16, (16, 8, 128)),
+    (torch.bfloat16, (4, 4, 80)),
+    (torch.bfloat16, (32, 1, 256)),
+    (torch.float32, (4, 2, 64)),
+    (torch.float32, (32, 1, 256)),
+]
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Callable[..., str]:
+    """Compile a kernel, assert that it fits and spills nothing, and return its PTX."""
+
+    def compile_and_check(kernel: Any, dtype: torch.dtype, constants: dict[str, Any], **options: Any) -> str:
+        signature, attributes = {}, {}
+        for index, name in enumerate(kernel.arg_names):
+            if name in constants:
+                signature[name] = "constexpr"
+            elif name in INDICES:
+                signature[name] = INDICES[name]
+            elif name.endswith("_ptr"):
+                signature[name] = "*fp32" if name.startswith("partial") else ELEMENTS[dtype]
+                attributes[(index,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = "fp32" if name == "scale_log2" else "i32"
+        constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = ASTSource(kernel, signature, constexprs, attributes)
+        program = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
+        assert program.metadata.shared <= MIN_SHARED_MEMORY
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(program.asm["cubin"])
+        usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+        assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0
+        return program.asm["ptx"]
+
+    return compile_and_check
+
+
+def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) -> dict[str, Any]:
+    return {
+        "Q_HEAD_STRIDE": head_dim,
+        "OUT_HEAD_STRIDE": head_dim,
+        "WINDOW": 0,
+        "GROUP": num_heads // num_kv_heads,
+        "BLOCK_SIZE": 16,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "TILE_D": triton.next_power_of_2(head_dim),
+        **further,
+    }
+
+
+@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
+def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    tiles = prefill_tiles(shape[2], dtype.itemsize)
+    chosen = constants(*shape, TILE_M=tiles.rows, TILE_N=tiles.keys)
+    ptx = check(prefill_kernel, dtype, chosen, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
+    assert ("wgmma" in ptx) == (dtype != torch.float32)
+    assert "cp.async.cg.shared.global" in ptx
+
+
+@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
+def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    tiles = decode_tiles(shape[2], dtype.itemsize)
+    further = {"GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
+    chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+    ptx = check(decode_kernel, dtype, chosen, **options)
+    # K and V come in 16 bytes at a time, while earlier tiles are computed.
+    assert "cp.async.cg.shared.global" in ptx
+    assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 256])
+def test_combine(check: Callable[..., str], head_dim: int) -> None:
+    chosen = {
+        "OUT_HEAD_STRIDE": head_dim,
+        "WINDOW": 0,
+        "HEAD_DIM": head_dim,
+        "TILE_S": MAX_SPLITS,
+        "TILE_D": triton.next_power_of_2(head_dim),
+        "GRAIN": GRAIN,
+        "DEPENDENT_LAUNCH": True,
+    }
+    ptx = check(combine_kernel, torch.bfloat16, chosen, num_warps=4, launch_pdl=True)
+    assert "ld.global.v4" in ptx
+
+
+@pytest.mark.parametrize(("num_kv_heads", "head_dim", "num_warps"), [(8, 128, 4), (4, 80, 1)])
+def test_write_kv(check: Callable[..., str], num_kv_heads: int, head_dim: int, num_warps: int) -> None:
+    chosen = {
+        "K_HEAD_STRIDE": head_dim,
+        "V_HEAD_STRIDE": head_dim,
+        "BLOCK_SIZE": 16,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "TILE_K": triton.next_power_of_2(num_kv_heads),
+        "TILE_D": triton.next_power_of_2(head_dim),
+        "DEPENDENT_LAUNCH": True,
+    }
+    ptx = check(write_kv_kernel, torch.bfloat16, chosen, num_warps=num_warps)
+    assert "ld.global.v4" in ptx
+    assert "st.global.v4" in ptx
