@@ -1,0 +1,92 @@
+"""Typed reading of a JSON object: a mistake in it is a ValueError that names file, field and value."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class JsonFields:
+    """The fields of one JSON object; `source` says in errors where it came from.
+
+    A field that is absent or null takes the method's `default`, and is an error if that is None.
+    """
+
+    source: str
+    values: dict[str, Any]
+
+    @classmethod
+    def from_file(cls, path: Path) -> JsonFields:
+        """Raises ValueError when the file is missing, is not JSON, or does not hold an object."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged, it is not JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{path} must hold a JSON object, got a {type(values).__name__}")
+        return cls(str(path), values)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the field is there and not null."""
+        return self.values.get(name) is not None
+
+    def error(self, name: str, allowed: str) -> ValueError:
+        return ValueError(f"{self.source}: {name} must be {allowed}, got {self.values.get(name)!r}")
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A whole number of at least 1."""
+        value = self._value(name, default)
+        if type(value) is not int or value < 1:
+            raise self.error(name, "a whole number of at least 1")
+        return value
+
+    def nullable_integer(self, name: str, absent: int | None) -> int | None:
+        """A whole number of at least 1, or None for null, or `absent` where the field is not there."""
+        if name not in self:
+            return None if name in self.values else absent
+        return self.integer(name)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._value(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+            raise self.error(name, "a number above 0")
+        return float(value)
+
+    def boolean(self, name: str, default: bool | None = None) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self.error(name, "a string")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """A list of at least one string."""
+        value = self._value(name, None)
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            raise self.error(name, "a list of strings")
+        return value
+
+    def section(self, name: str) -> JsonFields:
+        """The object under a field; an empty one when the field is absent or null."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, "an object")
+        return JsonFields(f"{self.source}: {name}", value)
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        if value is None and default is None:
+            raise ValueError(f"{self.source}: the field {name} is missing")
+        return default if value is None else value

@@ -1,0 +1,54 @@
+"""The few layers that all decoder-only families share, as the textbook writes them.
+
+Shape suffixes are those of compiled_engine.attention.inputs; I is the intermediate size of the MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compiled_engine.config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """Root mean square normalisation over the last dimension (Zhang and Sennrich, 2019), computed in fp32.
+
+    The result is rounded to the input's dtype before the weight scales it, as transformers has it.
+    """
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x_fp32 = x.float()
+        mean_square = x_fp32.pow(2).mean(-1, keepdim=True)
+        normalised = x_fp32 * torch.rsqrt(mean_square + self.eps)
+        return self.weight * normalised.to(x.dtype)
+
+
+def rotate(x_THd: torch.Tensor, cos_T1d: torch.Tensor, sin_T1d: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al., 2021) in the rotate-half layout: element i pairs with i + d/2."""
+    first, second = x_THd.chunk(2, dim=-1)
+    rotated_THd = torch.cat((-second, first), dim=-1)
+    return x_THd * cos_T1d + rotated_THd * sin_T1d
+
+
+class SwiGLU(nn.Module):
+    """The gated MLP (Shazeer, 2020): down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=config.mlp_bias, dtype=config.dtype)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=config.mlp_bias, dtype=config.dtype)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=config.mlp_bias, dtype=config.dtype)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        gate_TI = self.gate_proj(x_TD)
+        up_TI = self.up_proj(x_TD)
+        hidden_TI = F.silu(gate_TI) * up_TI
+        return self.down_proj(hidden_TI)

@@ -1,0 +1,100 @@
+"""Rotary position embedding: the angle of every pair of elements at every position, for each kind of scaling.
+
+The frequencies are those that transformers computes, so that a checkpoint means the same here as there.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from compiled_engine.config import RopeConfig
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Radians a position for each of the head_dim / 2 pairs (fp32, on the CPU), and what scales cos and sin.
+
+    Raises ValueError for an unknown kind, and for llama3 or yarn without original_max_position_embeddings.
+    """
+    if rope.kind not in ROPE_KINDS:
+        raise ValueError(f"rope kind must be one of {', '.join(ROPE_KINDS)}, got {rope.kind!r}")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    positions_per_radian = rope.theta**exponents
+    frequencies = 1.0 / positions_per_radian
+    if rope.kind == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(frequencies, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(positions_per_radian, rope, head_dim), _yarn_attention_factor(rope)
+    return frequencies, 1.0
+
+
+def _original_length(rope: RopeConfig) -> int:
+    if rope.original_max_position_embeddings is None:
+        raise ValueError(f"rope type {rope.kind!r} needs original_max_position_embeddings, got None")
+    return rope.original_max_position_embeddings
+
+
+def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """Llama 3.1: long wavelengths are stretched by the factor, short ones kept, those between blended."""
+    original = _original_length(rope)
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - smooth) * frequencies / rope.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > original / rope.low_freq_factor, frequencies / rope.factor, blended)
+    return torch.where(wavelengths < original / rope.high_freq_factor, frequencies, scaled)
+
+
+def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """YaRN (Peng et al., 2023): pairs that turn often are kept, the others stretched, with a ramp between."""
+    original = _original_length(rope)
+
+    def pair_with_turns(turns: float) -> float:
+        """The (fractional) pair that makes this many full turns over the original length."""
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair_with_turns(rope.beta_fast), pair_with_turns(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * positions_per_radian) * (1 - kept) + 1.0 / positions_per_radian * kept
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def magnitude(mscale: float) -> float:
+        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+class RotaryEmbedding(nn.Module):
+    """Positions to cos and sin: computed once a forward in fp32, then rounded to the model's dtype."""
+
+    inv_freq: torch.Tensor
+
+    def __init__(self, rope: RopeConfig, head_dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        frequencies, self.attention_factor = inverse_frequencies(rope, head_dim)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.dtype = dtype
+
+    def forward(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos_T1d and sin_T1d, to be broadcast over heads; p counts pairs, of which there are d / 2."""
+        angles_Tp = positions_T[:, None].float() * self.inv_freq
+        angles_T1d = torch.cat((angles_Tp, angles_Tp), dim=-1).unsqueeze(1)
+        cos_T1d = angles_T1d.cos() * self.attention_factor
+        sin_T1d = angles_T1d.sin() * self.attention_factor
+        return cos_T1d.to(self.dtype), sin_T1d.to(self.dtype)

@@ -1,0 +1,90 @@
+"""Copies memory-mapped host tensors to a CUDA device, several chunks at a time.
+
+A plain copy from mapped pages faults and copies in turn, in one thread. Here each of several threads copies a
+chunk into pinned memory, from where the device fetches it while the thread fills its other buffer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import cycle
+
+import numpy as np
+import torch
+
+# On a host with 16 cores: 42 GB/s out of the page cache; half as many threads reach 32, half as large chunks 30.
+NUM_THREADS = 8
+CHUNK_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive elements of one tensor: `source` in its own dtype, `target` in the parameter's."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+    is_last: bool
+
+
+def copy_to_device(
+    pairs: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, advance: Callable[[int], None]
+) -> None:
+    """Copy each source (on the CPU) into its target (on the device), both contiguous and of one size.
+
+    Where dtypes differ the device converts. Takes 2 * NUM_THREADS * CHUNK_BYTES of pinned memory, or about
+    twice the largest tensor if that is less. `advance` is told of each tensor whose last chunk is on its way;
+    all are there when this returns.
+    """
+    largest_tensor = max(source.nbytes for source, _ in pairs)
+    chunk_bytes = min(CHUNK_BYTES, largest_tensor // NUM_THREADS)
+    chunks = deque(chunk for source, target in pairs for chunk in _chunks(source, target, chunk_bytes))
+    buffer_bytes = max(chunk.source.nbytes for chunk in chunks)
+    torch.cuda.current_stream(device).synchronize()
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        workers = [pool.submit(_copy_chunks, chunks, buffer_bytes, device, advance) for _ in range(NUM_THREADS)]
+    for worker in workers:
+        worker.result()
+
+
+def _chunks(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
+    elements = max(chunk_bytes // source.element_size(), 1)
+    sources, targets = source.flatten().split(elements), target.view(-1).split(elements)
+    for index, (source_chunk, target_chunk) in enumerate(zip(sources, targets, strict=True), start=1):
+        yield _Chunk(source_chunk, target_chunk, is_last=index == len(sources))
+
+
+def _copy_chunks(
+    chunks: deque[_Chunk], buffer_bytes: int, device: torch.device, advance: Callable[[int], None]
+) -> None:
+    """What each thread does until no chunk is left, or until another thread has failed and cleared them."""
+    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    events = [torch.cuda.Event() for _ in buffers]
+    stream = torch.cuda.Stream(device)
+    try:
+        with torch.cuda.stream(stream):
+            for buffer, fetched in cycle(zip(buffers, events, strict=True)):
+                try:
+                    chunk = chunks.popleft()
+                except IndexError:
+                    break
+                fetched.synchronize()
+                staged = buffer[: chunk.source.nbytes].view(chunk.source.dtype)
+                # numpy copies without the GIL and in this thread alone; torch would start a pool for each.
+                np.copyto(_raw(staged), _raw(chunk.source))
+                if chunk.source.dtype != chunk.target.dtype:
+                    staged = staged.to(device, non_blocking=True)  # else copy_ would convert on the CPU
+                chunk.target.copy_(staged, non_blocking=True)
+                fetched.record(stream)
+                if chunk.is_last:
+                    advance(1)
+        stream.synchronize()
+    except BaseException:
+        chunks.clear()
+        raise
+
+
+def _raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.view(torch.uint8).numpy()

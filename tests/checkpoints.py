@@ -1,0 +1,65 @@
+"""Tiny random checkpoints, built by transformers: what the tests load, and the model to compare with."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 56,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def make_checkpoint(
+    path: Path,
+    family: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    **config_overrides: Any,
+) -> PreTrainedModel:
+    """Write config.json and safetensors files of a random model; return that model in fp32, ready to use.
+
+    family: a key of CONFIGS. dtype: what the files hold; the returned model has the values rounded to it.
+    config_overrides: fields that differ from TINY. Nothing is left at zero or one: biases and norm weights
+    are random as well, and matrices are scaled up so that next-token distributions are peaked.
+    """
+    config = CONFIGS[family](**(TINY | config_overrides))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+        else:
+            parameter.normal_(0, 3 / math.sqrt(parameter.shape[1]), generator=generator)
+    model.to(dtype).save_pretrained(path, max_shard_size=max_shard_size)
+    return load_checkpoint(path, torch.float32)
+
+
+def load_checkpoint(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model as transformers loads it: parameters in that dtype, rotary frequencies in fp32 (`.to` rounds them)."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)

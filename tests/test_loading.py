@@ -1,0 +1,379 @@
+"""Checkpoints into memory: every tensor in its place, or an error that names what is wrong, and no copy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.models.loader import load_weights
+from compiled_engine.models.parameters import InsufficientMemoryError, materialize
+from compiled_engine.models.registry import build_model, read_model_config
+from compiled_engine.parameter_layout import PackedParameter, ParameterLayout
+from compiled_engine.progress import SilentProgress
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+INDEX = "model.safetensors.index.json"
+CPU = torch.device("cpu")
+NOTHING_PACKED = ParameterLayout()
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def attention_layout(num_layers: int) -> ParameterLayout:
+    """q, k and v packed, weights and biases, and gate and up, in every layer."""
+    packed = []
+    for layer in range(num_layers):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        for kind in ("weight", "bias"):
+            members = tuple(f"{attention}.{name}_proj.{kind}" for name in "qkv")
+            packed.append(PackedParameter(f"layer_{layer}.qkv.{kind}", members))
+        members = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
+        packed.append(PackedParameter(f"layer_{layer}.gate_up.weight", members))
+    return ParameterLayout(tuple(packed))
+
+
+def read(path: Path, dtype: str = "auto", load_format: str = "auto") -> ModelConfig:
+    config, _ = read_model_config(
+        path, dtype=dtype, max_model_len=None, load_format=load_format, seed=3, device_type="cpu"
+    )
+    return config
+
+
+def load(config: ModelConfig, layout: ParameterLayout = NOTHING_PACKED, device: torch.device = CPU) -> nn.Module:
+    model = build_model(config)
+    materialize(model, layout, device)
+    load_weights(model, config, SilentProgress())
+    return model
+
+
+def assert_holds(model: nn.Module, oracle: nn.Module) -> None:
+    parameters = dict(model.named_parameters())
+    expected = dict(oracle.named_parameters())
+    assert parameters.keys() == expected.keys()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name].to(parameter.device, parameter.dtype)), name
+
+
+def expect_error(path: Path, *parts: str) -> None:
+    """load_weights raises a ValueError with every part in its message, and leaves all parameters alone."""
+    config = read(path)
+    model = build_model(config)
+    materialize(model, NOTHING_PACKED, CPU)
+    for parameter in model.parameters():
+        parameter.fill_(42)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
+        load_weights(model, config, SilentProgress())
+    for part in parts:
+        assert part in str(error.value)
+    assert all(bool((parameter == 42).all()) for parameter in model.parameters())
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """A checkpoint of several files with an index."""
+    make_checkpoint(tmp_path, "llama", max_shard_size="50KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    return tmp_path
+
+
+@pytest.fixture
+def single(tmp_path: Path) -> Path:
+    """A checkpoint of one file."""
+    make_checkpoint(tmp_path, "llama")
+    return tmp_path
+
+
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Rewrite the single file of a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize("stored", DTYPES)
+def test_every_stored_dtype_becomes_every_other(stored: str, wanted: str, tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, "qwen3", dtype=DTYPES[stored], max_shard_size="50KB")
+    model = load(read(tmp_path, wanted))
+    assert {parameter.dtype for parameter in model.parameters()} == {DTYPES[wanted]}
+    assert_holds(model, oracle)
+
+
+def test_shards_load_with_an_index_and_without(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, "qwen2", max_shard_size="50KB")
+    assert_holds(load(read(tmp_path)), oracle)
+    (tmp_path / INDEX).unlink()
+    assert_holds(load(read(tmp_path)), oracle)
+
+
+def test_files_outside_the_index_are_not_read(sharded: Path) -> None:
+    (sharded / "consolidated.safetensors").write_bytes(b"another format")
+    load(read(sharded))
+
+
+def test_packed_parameters_share_memory_with_their_members(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, "qwen2", num_key_value_heads=1, max_shard_size="50KB")
+    config = read(tmp_path)
+    layout = attention_layout(config.num_layers)
+    model = build_model(config)
+    tensors = materialize(model, layout, CPU)
+    load_weights(model, config, SilentProgress())
+    assert_holds(model, oracle)
+    for packed in layout.packed:
+        members = [model.get_parameter(name) for name in packed.members]
+        assert torch.equal(tensors[packed.name], torch.cat(members))
+        row = 0
+        for member in members:
+            assert member.data_ptr() == tensors[packed.name][row:].data_ptr()
+            row += len(member)
+
+    members = {name for packed in layout.packed for name in packed.members}
+    alone = {name: parameter for name, parameter in model.named_parameters() if name not in members}
+    buffers = dict(model.named_buffers())
+    assert tensors.keys() == {packed.name for packed in layout.packed} | alone.keys() | buffers.keys()
+    assert all(tensors[name] is tensor for name, tensor in (alone | buffers).items())
+
+
+def test_a_tied_parameter_is_one_under_both_names(tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    config = read(tmp_path)
+    model = build_model(config)
+    tensors = materialize(model, NOTHING_PACKED, CPU)
+    load_weights(model, config, SilentProgress())
+    assert tensors[HEAD] is tensors[EMBEDDING]
+    assert tensors[HEAD] is model.get_parameter(HEAD)
+    assert torch.equal(tensors[HEAD], oracle.get_parameter(EMBEDDING))
+
+
+@pytest.mark.parametrize(
+    ("packed", "part"),
+    [
+        ((PackedParameter("p", ("model.norm.weight", "model.norm.bias")),), "model.norm.bias"),
+        (
+            (PackedParameter("p", ("model.norm.weight", "model.norm.weight")),),
+            "more than once: model.norm.weight",
+        ),
+        ((PackedParameter("p", (EMBEDDING, "model.norm.weight")),), "agree"),
+        ((PackedParameter("p", ()),), "agree"),
+        ((PackedParameter(HEAD, (EMBEDDING,)),), f"taken: {HEAD}"),
+        ((PackedParameter("p", (EMBEDDING,)), PackedParameter("p", (HEAD,))), "taken: p"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(packed: tuple[PackedParameter, ...], part: str, single: Path) -> None:
+    model = build_model(read(single))
+    with pytest.raises(ValueError, match=part):
+        materialize(model, ParameterLayout(packed), CPU)
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_too_little_memory_is_an_error_before_anything_is_allocated(single: Path) -> None:
+    config = replace(read(single), vocab_size=2**44, tie_word_embeddings=True)
+    model = build_model(config)
+    needed = 2**44 * config.hidden_size * 4 / 2**30
+    with pytest.raises(InsufficientMemoryError, match=rf"need {needed:.2f} GiB; cpu has \d+\.\d\d GiB free"):
+        materialize(model, NOTHING_PACKED, CPU)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert issubclass(InsufficientMemoryError, MemoryError)
+
+
+def test_all_misfits_are_listed_at_once(single: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.norm.weight"]
+        tensors["model.layers.0.self_attn.q_proj.scale"] = torch.ones(3)
+        tensors["model.layers.1.mlp.up_proj.weight"] = torch.ones(5, 6)
+        tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(80, 56, dtype=torch.int8)
+
+    edit(single, change)
+    expect_error(
+        single,
+        "1 missing: model.norm.weight",
+        "1 unexpected: model.layers.0.self_attn.q_proj.scale",
+        "1 of another shape: model.layers.1.mlp.up_proj.weight ([5, 6] instead of [80, 56])",
+        "model.layers.2.mlp.up_proj.weight (torch.int8)",
+    )
+
+
+def test_a_long_list_of_names_is_cut_short_and_counted(single: Path) -> None:
+    edit(single, lambda tensors: tensors.update({f"extra.{i:02}": torch.ones(1) for i in range(25)}))
+    expect_error(single, "25 unexpected: extra.00, ", "extra.09, ... (25 in all)")
+
+
+def test_a_missing_head_is_an_error_unless_it_is_tied(single: Path) -> None:
+    edit(single, lambda tensors: tensors.pop(HEAD))
+    expect_error(single, f"1 missing: {HEAD}")
+
+
+@pytest.mark.parametrize("kept", [(HEAD,), (EMBEDDING,), (HEAD, EMBEDDING)])
+def test_tied_weights_load_from_either_name(kept: tuple[str, ...], tmp_path: Path) -> None:
+    oracle = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors.pop(EMBEDDING)
+        tensors.update({name: embedding.clone() for name in kept})
+
+    edit(tmp_path, change)
+    assert_holds(load(read(tmp_path)), oracle)
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
+    edit(tmp_path, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING] + 1}))
+    expect_error(tmp_path, "tie_word_embeddings", HEAD, EMBEDDING)
+
+
+def test_recomputed_buffers_in_old_checkpoints_are_ignored(single: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit(single, lambda tensors: tensors.update({name: torch.ones(8)}))
+    load(read(single))
+
+
+def test_a_missing_shard_is_named_before_anything_else_is_done(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ValueError, match=f"missing: {shard.name}"):
+        read(sharded)
+
+
+def test_damaged_shards_are_named(sharded: Path) -> None:
+    first, second, third, *_ = sorted(sharded.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-1])
+    second.write_bytes(b"\xff" * 64)
+    third.write_bytes(b"")
+    expect_error(sharded, *(f"{shard.name} is damaged" for shard in (first, second, third)))
+
+
+def test_an_index_that_names_absent_tensors_is_refused(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.layers.9.mlp.up_proj.weight"] = next(iter(index["weight_map"].values()))
+    (sharded / INDEX).write_text(json.dumps(index))
+    expect_error(sharded, INDEX, "model.layers.9.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{", "damaged"),
+        ('{"weight_map": []}', "weight_map must be an object"),
+        ('{"weight_map": {"a": 1}}', "a must be a string"),
+        ('{"weight_map": {"a": "../other.safetensors"}}', "a file in the folder"),
+    ],
+)
+def test_a_damaged_index_is_refused(text: str, part: str, sharded: Path) -> None:
+    (sharded / INDEX).write_text(text)
+    with pytest.raises(ValueError, match=part):
+        read(sharded)
+
+
+def test_files_without_tensors_are_refused(single: Path) -> None:
+    edit(single, lambda tensors: tensors.clear())
+    expect_error(single, "no tensors")
+
+
+def test_a_tensor_in_two_files_is_refused(single: Path) -> None:
+    save_file({HEAD: torch.ones(1)}, single / "another.safetensors")
+    (single / "model.safetensors").rename(single / "weights.safetensors")
+    expect_error(single, "weights.safetensors repeats", HEAD)
+
+
+class CountingProgress:
+    """Remembers the name, the total and the sum of each stage."""
+
+    def __init__(self) -> None:
+        self.stages: list[tuple[str, int | None, int]] = []
+
+    @contextmanager
+    def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+        counts: list[int] = []
+        yield counts.append
+        self.stages.append((name, total, sum(counts)))
+
+
+def check_progress(config: ModelConfig, device: torch.device) -> None:
+    model = build_model(config)
+    materialize(model, NOTHING_PACKED, device)
+    progress = CountingProgress()
+    load_weights(model, config, progress)
+    num_tensors = len(list(model.parameters()))
+    assert progress.stages == [("load weights", num_tensors, num_tensors)]
+
+
+def test_progress_counts_tensors(sharded: Path) -> None:
+    check_progress(read(sharded), CPU)
+
+
+def test_dummy_weights_follow_from_seed_and_name_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen2")
+    (tmp_path / "model.safetensors").unlink()
+    config = read(tmp_path, load_format="dummy")
+    model = load(config)
+    assert_holds(load(config, attention_layout(config.num_layers)), model)
+    shallow = load(replace(config, num_layers=1))
+    for name, parameter in shallow.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name)), name
+    other_seed = dict(load(replace(config, seed=4)).named_parameters())
+    values: set[float] = set()
+    for name, parameter in model.named_parameters():
+        assert not torch.equal(parameter, other_seed[name])
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        assert abs(parameter.mean() - mean) < 0.02
+        assert 0.01 < parameter.std() < 0.03
+        values.add(parameter.flatten()[0].item())
+    assert len(values) == len(other_seed), "no two parameters start alike"
+
+
+def cuda_checkpoint(path: Path) -> nn.Module:
+    """Large enough that tensors span several chunks, some ending in the middle of one."""
+    sizes = {"vocab_size": 9001, "hidden_size": 448, "intermediate_size": 11000, "head_dim": 64}
+    return make_checkpoint(path, "qwen2", dtype=torch.bfloat16, max_shard_size="30MB", **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", DTYPES)
+def test_cuda_gets_the_same_values(wanted: str, tmp_path: Path) -> None:
+    oracle = cuda_checkpoint(tmp_path)
+    config = read(tmp_path, wanted)
+    model = load(config, attention_layout(config.num_layers), torch.device("cuda", 0))
+    assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
+    assert_holds(model, oracle)
+    check_progress(config, torch.device("cuda", 0))
+
+
+@pytest.mark.gpu
+def test_an_error_in_a_copying_thread_reaches_the_caller(tmp_path: Path) -> None:
+    class Broken:
+        @contextmanager
+        def stage(self, name: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+            def advance(count: int) -> None:
+                raise OSError("stderr is gone")
+
+            yield advance
+
+    cuda_checkpoint(tmp_path)
+    config = read(tmp_path)
+    model = build_model(config)
+    materialize(model, NOTHING_PACKED, torch.device("cuda"))
+    with pytest.raises(OSError, match="stderr is gone"):
+        load_weights(model, config, Broken())
+
+
+@pytest.mark.gpu
+def test_dummy_weights_on_cuda_repeat_themselves(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "qwen3")
+    config = read(tmp_path, "bfloat16", "dummy")
+    assert_holds(load(config, device=torch.device("cuda")), load(config, device=torch.device("cuda")))
+
+
+@pytest.mark.gpu
+def test_too_little_gpu_memory_is_an_error(single: Path) -> None:
+    model = build_model(replace(read(single), vocab_size=2**44))
+    with pytest.raises(InsufficientMemoryError, match=r"GiB; cuda:0 has \d+\.\d\d GiB free"):
+        materialize(model, NOTHING_PACKED, torch.device("cuda", 0))

@@ -1,0 +1,343 @@
+"""config.json means what it means to transformers, in either spelling, and every mistake in it is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from safetensors.torch import save_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from compiled_engine.config import ModelConfig, RopeConfig
+from compiled_engine.models.families import FAMILIES
+from compiled_engine.models.registry import build_model, read_model_config
+from compiled_engine.models.rope import inverse_frequencies
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+SMALLEST: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+}
+
+
+def write(folder: Path, architecture: str = "LlamaForCausalLM", **fields: Any) -> Path:
+    """A config.json with SMALLEST and these fields; a field that is `...` is left out."""
+    values = {"architectures": [architecture], "model_type": ARCHITECTURES.get(architecture, "llama")}
+    values |= SMALLEST | fields
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not ...}))
+    return folder
+
+
+def read(path: Path, **arguments: Any) -> tuple[ModelConfig, dict[str, str]]:
+    defaults = {
+        "dtype": "auto",
+        "max_model_len": None,
+        "load_format": "dummy",
+        "seed": 0,
+        "device_type": "cpu",
+    }
+    return read_model_config(path, **(defaults | arguments))
+
+
+def expect_error(path: Path, *parts: str, **arguments: Any) -> None:
+    """A ValueError whose message has every part."""
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
+        read(path, **arguments)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True, "rope_theta": 5e5},
+        {"num_key_value_heads": None, "head_dim": None},
+        {"rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+        {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 2},
+        {"sliding_window": 7, "use_sliding_window": False},
+        {"sliding_window": None},
+    ],
+)
+def test_fields_mean_what_they_mean_to_transformers(architecture: str, fields: dict[str, Any], tmp_path: Path) -> None:
+    if architecture == "Qwen3ForCausalLM" and "head_dim" in fields:
+        fields = fields | {"head_dim": 8}  # transformers has no null there, nor in the next
+    if architecture == "MistralForCausalLM" and "num_key_value_heads" in fields:
+        fields = fields | {"num_key_value_heads": 2}
+    path = write(tmp_path, architecture, **fields)
+    theirs = AutoConfig.from_pretrained(path)
+    ours, _ = read(path)
+    assert ours.architecture == architecture
+    assert ours.num_kv_heads == theirs.num_key_value_heads
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // 32)
+    assert ours.tie_word_embeddings == theirs.tie_word_embeddings
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+    window = getattr(theirs, "sliding_window", None)
+    if architecture == "LlamaForCausalLM":
+        window = None
+    kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 4
+    assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+@pytest.mark.parametrize("attention_bias", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_biases_are_where_transformers_has_them(architecture: str, attention_bias: bool, tmp_path: Path) -> None:
+    fields = {"attention_bias": attention_bias, "mlp_bias": True, "num_key_value_heads": 4, "head_dim": 8}
+    oracle = make_checkpoint(tmp_path, ARCHITECTURES[architecture], **(SMALLEST | fields))
+    config, _ = read(tmp_path)
+    ours = {name for name, _ in build_model(config).named_parameters() if name.endswith("bias")}
+    assert ours == {name for name, _ in oracle.named_parameters() if name.endswith("bias")}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 2048,
+    },
+    {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5, "high_freq_factor": 3.0},
+    YARN,
+    {"rope_type": "yarn", "factor": 2.0},
+    YARN | {"beta_fast": 16, "beta_slow": 2, "truncate": False},
+    YARN | {"attention_factor": 0.7, "factor": 3.3},
+    YARN | {"mscale": 0.8, "mscale_all_dim": 0.5},
+    YARN | {"mscale": 0.8},
+    YARN | {"factor": 1.0},
+]
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "rope_scaling with type"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_rope_frequencies_are_those_of_transformers(rope: dict[str, Any], spelling: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"head_dim": 128, "max_position_embeddings": 8192}
+    if spelling == "rope_parameters":
+        fields["rope_parameters"] = rope | {"rope_theta": 1e6}
+    else:
+        renamed = {"type" if name == "rope_type" and "type" in spelling[6:] else name: v for name, v in rope.items()}
+        fields |= {"rope_theta": 1e6, "rope_scaling": renamed}
+    path = write(tmp_path, **fields)
+    config, _ = read(path)
+    frequencies, scaling = inverse_frequencies(config.rope, config.head_dim)
+    if rope["rope_type"] == "default":
+        torch.testing.assert_close(frequencies, 1e6 ** -(torch.arange(0, 128, 2) / 128))
+        assert scaling == 1.0
+        return
+    expected, expected_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](AutoConfig.from_pretrained(path))
+    torch.testing.assert_close(frequencies, expected, rtol=0, atol=0)
+    assert scaling == pytest.approx(expected_scaling, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "ntk"])
+def test_an_unknown_rope_type_is_refused_with_the_known_ones(kind: str, tmp_path: Path) -> None:
+    known = "default, linear, llama3, yarn"
+    path = write(tmp_path, rope_scaling={"rope_type": kind, "factor": 2.0})
+    expect_error(path, "rope_scaling: rope_type", known, repr(kind))
+    with pytest.raises(ValueError, match=known):
+        inverse_frequencies(RopeConfig(theta=1e4, kind=kind), 64)
+
+
+def test_yarn_without_an_original_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="original_max_position_embeddings"):
+        inverse_frequencies(RopeConfig(theta=1e4, kind="yarn", factor=2.0), 64)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 512),
+        ({"type": "linear", "factor": 2.5}, 1280),
+        ({"type": "yarn", "factor": 4.0}, 2048),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}, 512),
+    ],
+)
+def test_the_longest_model_len_follows_the_rope_scaling(
+    scaling: dict[str, Any] | None, length: int, tmp_path: Path
+) -> None:
+    path = write(tmp_path, rope_scaling=scaling)
+    config, reasons = read(path)
+    assert config.max_model_len == length
+    assert "max_position_embeddings" in reasons["model.max_model_len"]
+    shorter, reasons = read(path, max_model_len=100)
+    assert shorter.max_model_len == 100
+    assert "model.max_model_len" not in reasons
+    for wrong in (length + 1, 0, -5, 2.5, True):
+        expect_error(path, "max_model_len", f"1 to {length}", repr(wrong), max_model_len=wrong)
+
+
+@pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
+def test_auto_dtype_is_float32_on_cpu_and_the_checkpoints_on_cuda(field: str, tmp_path: Path) -> None:
+    for stated in (torch.bfloat16, torch.float16, torch.float32):
+        path = write(tmp_path, **{field: str(stated).removeprefix("torch.")})
+        config, reasons = read(path, device_type="cuda")
+        assert config.dtype is stated
+        assert field in reasons["model.dtype"]
+        config, reasons = read(path, device_type="cpu")
+        assert config.dtype is torch.float32
+        assert "CPU" in reasons["model.dtype"]
+
+
+def test_auto_dtype_without_a_stated_one_is_that_of_the_weights(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert read(path, device_type="cuda")[0].dtype is torch.bfloat16
+    save_file({"a": torch.ones(3, dtype=torch.float16)}, path / "model.safetensors")
+    config, reasons = read(path, device_type="cuda", load_format="safetensors")
+    assert config.dtype is torch.float16
+    assert "states none" in reasons["model.dtype"]
+    save_file({"a": torch.ones(3, dtype=torch.int8)}, path / "model.safetensors")
+    expect_error(path, "int8", "bfloat16", device_type="cuda", load_format="safetensors")
+
+
+def test_dtype_names(tmp_path: Path) -> None:
+    path = write(tmp_path, dtype="bfloat16")
+    names = {
+        "float32": torch.float32,
+        "float": torch.float32,
+        "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
+        "half": torch.float16,
+    }
+    for name, dtype in names.items():
+        config, reasons = read(path, dtype=name)
+        assert config.dtype is dtype
+        assert "model.dtype" not in reasons
+    expect_error(path, "dtype", "'int8'", "auto", "bfloat16", dtype="int8")
+    expect_error(write(tmp_path, dtype="float8_e4m3fn"), "dtype", "float8_e4m3fn", device_type="cuda")
+
+
+def test_load_format_is_resolved(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    assert read(path, load_format="dummy")[0].load_format == "dummy"
+    save_file({"a": torch.ones(3)}, path / "model.safetensors")
+    config, reasons = read(path, load_format="auto", seed=7)
+    assert (config.load_format, config.seed) == ("safetensors", 7)
+    assert "model.load_format" in reasons
+    expect_error(path, "load_format", "'gguf'", "auto, safetensors, dummy", load_format="gguf")
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    expect_error(path, "safetensors", "none", load_format="auto")
+    for name in ("pytorch_model.bin", "model.pt", "model.pth"):
+        (path / name).touch()
+        expect_error(path, "safetensors", name, "pickle", load_format="auto")
+        (path / name).unlink()
+
+
+def test_a_missing_folder_or_file_or_damaged_json_is_named(tmp_path: Path) -> None:
+    expect_error(tmp_path / "nowhere", "folder", str(tmp_path / "nowhere"))
+    expect_error(tmp_path, "config.json", "missing")
+    for text, part in (("{", "damaged"), ("[1]", "object"), ("\xff", "damaged")):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        expect_error(tmp_path, "config.json", part)
+
+
+@pytest.mark.parametrize(
+    "field", ["architectures", "hidden_size", "num_hidden_layers", "rms_norm_eps", "max_position_embeddings"]
+)
+def test_a_missing_field_is_named(field: str, tmp_path: Path) -> None:
+    expect_error(write(tmp_path, **{field: ...}), "config.json", field, "missing")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("architectures", "LlamaForCausalLM", "list of strings"),
+        ("hidden_size", "64", "whole number"),
+        ("hidden_size", 250, "multiple of num_attention_heads"),
+        ("vocab_size", 0, "at least 1"),
+        ("num_attention_heads", 4.0, "whole number"),
+        ("num_key_value_heads", 5, "divisor of num_attention_heads"),
+        ("intermediate_size", True, "whole number"),
+        ("head_dim", 15, "even"),
+        ("rms_norm_eps", -1e-6, "above 0"),
+        ("rms_norm_eps", float("nan"), "above 0"),
+        ("tie_word_embeddings", "no", "true or false"),
+        ("rope_theta", "big", "above 0"),
+        ("rope_scaling", [2.0], "object"),
+        ("hidden_act", "gelu", "silu"),
+        ("hidden_act", 3, "string"),
+        ("partial_rotary_factor", 0.5, "1.0"),
+        ("quantization_config", {"quant_method": "fp8"}, "not supported"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(field: str, value: Any, allowed: str, tmp_path: Path) -> None:
+    expect_error(write(tmp_path, **{field: value}), "config.json", field, allowed)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "field"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        ({"rope_type": "linear", "factor": 0}, "factor"),
+        ({"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4}, "low_freq_factor"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4, "high_freq_factor": 4},
+            "high_freq_factor",
+        ),
+        ({"rope_type": "yarn", "factor": 2.0, "truncate": 1}, "truncate"),
+        (
+            {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "1"},
+            "original_max_position",
+        ),
+        ({"rope_type": "default", "partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ],
+)
+def test_a_wrong_rope_field_is_named(scaling: dict[str, Any], field: str, tmp_path: Path) -> None:
+    expect_error(write(tmp_path, rope_scaling=scaling), "config.json", "rope_scaling", field)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"layer_types": ["full_attention"] * 3},
+        {"layer_types": ["chunked_attention"] * 4},
+        {"layer_types": ["sliding_attention"] * 4},
+        {"use_sliding_window": True, "sliding_window": 0},
+        {"use_sliding_window": True, "max_window_layers": -1},
+        {"use_sliding_window": 1},
+    ],
+)
+def test_wrong_sliding_windows_are_refused(fields: dict[str, Any], tmp_path: Path) -> None:
+    expect_error(
+        write(tmp_path, "Qwen2ForCausalLM", **fields),
+        next(iter(fields.keys() - {"use_sliding_window"}), "use_"),
+    )
+
+
+def test_layer_types_choose_the_layers_with_a_window(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    fields = {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 9}
+    for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM"):
+        config, _ = read(write(tmp_path, architecture, **fields))
+        assert config.sliding_windows == (9, None, None, 9)
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_and_the_nearest(tmp_path: Path) -> None:
+    path = write(tmp_path, "Qwen3MoeForCausalLM")
+    expect_error(path, "'Qwen3MoeForCausalLM'", *FAMILIES, "nearest name is Qwen3ForCausalLM")
+    expect_error(write(tmp_path, "BertModel"), "'BertModel'", "nearest")
