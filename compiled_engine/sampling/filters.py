@@ -1,0 +1,103 @@
+"""top-k, top-p and min-p as one threshold a row: a token may be sampled if its logit is not below it.
+
+Each of the three keeps the most likely tokens down to some logit, so together they keep those down to the
+highest of the three. A threshold treats equal logits alike, so what is kept never depends on how a sort
+orders them, and noise is needed for the kept tokens alone. The order is that of vLLM: temperature, min-p,
+top-k, and top-p of the probabilities that remain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.selection import largest
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Temperature and filters of rows, on the host; by row, float32 but top_k, which is int64.
+
+    inverse_temperature is 0 for greedy rows, which are not filtered. top_k 0, top_p 1 and min_p 0 keep all.
+    """
+
+    inverse_temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+
+    @classmethod
+    def for_rows(cls, num_rows: int) -> Filters:
+        """Of greedy rows, for set_row to fill."""
+        ones, zeros = np.ones(num_rows, dtype=np.float32), np.zeros(num_rows, dtype=np.float32)
+        return cls(zeros.copy(), np.zeros(num_rows, dtype=np.int64), ones, zeros)
+
+    def set_row(self, row: int, params: SamplingParams) -> None:
+        self.inverse_temperature[row] = 0 if params.greedy else 1 / params.temperature
+        self.top_k[row] = 0 if params.greedy else max(params.top_k, 0)
+        self.top_p[row] = 1 if params.greedy else params.top_p
+        self.min_p[row] = 0 if params.greedy else params.min_p
+
+    def of(self, rows: np.ndarray) -> Filters:
+        return Filters(self.inverse_temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
+
+def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """The smallest logit of each row that is kept, minus infinity to keep all: float32 [R].
+
+    logits_RV: float32, before division by the temperature. filters: of these R rows.
+    """
+    limited = (filters.top_k > 0) & (filters.top_k < logits_RV.shape[1])
+    summed = ~limited & (filters.top_p < 1)
+    relative = ~limited & ~summed & (filters.min_p > 0)
+    threshold_R = logits_RV.new_full((len(logits_RV),), -torch.inf)
+    for chosen, compute in ((limited, _by_largest), (summed, _by_largest), (relative, _by_maximum)):
+        rows = np.flatnonzero(chosen)
+        for chunk in row_chunks(len(rows), logits_RV.shape[1]):
+            part = rows[chunk]
+            if len(part) == len(chosen):
+                return compute(logits_RV, filters)
+            index = torch.from_numpy(part).to(logits_RV.device)
+            threshold_R[index] = compute(logits_RV[index], filters.of(part))
+    return threshold_R
+
+
+def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """min-p alone needs no sort: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
+    margin_R1 = _column(np.log(filters.min_p) / filters.inverse_temperature, logits_RV.device)
+    return logits_RV.amax(dim=1) + margin_R1[:, 0]
+
+
+def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
+    """All three, from the row's largest logits in ascending order: as many as top-k needs, or all for top-p.
+
+    Each filter says from which index on it keeps tokens; the last of these indices counts.
+    """
+    device, vocab_size = logits_RV.device, logits_RV.shape[1]
+    top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, vocab_size), vocab_size)
+    k = int(top_k.max())
+    logits_RK = largest(logits_RV, k)
+    first_R1 = _column(k - top_k, device)
+    has_min_p, has_top_p = (filters.min_p > 0).any(), (filters.top_p < 1).any()
+    if has_min_p or has_top_p:
+        scaled_RK = (logits_RK - logits_RK[:, -1:]).mul_(_column(filters.inverse_temperature, device))
+        weights_RK = scaled_RK.exp_()
+    if has_min_p:
+        by_min_p_R1 = torch.searchsorted(weights_RK, _column(filters.min_p, device))
+        first_R1 = torch.maximum(first_R1, by_min_p_R1)
+    if has_top_p:
+        # Of the tokens that remain, leave out the least likely as long as they sum to 1 - top_p at most.
+        sums_RK = weights_RK.cumsum_(dim=1)
+        before_R1 = sums_RK.gather(1, (first_R1 - 1).clamp_(0, k - 1)).masked_fill_(first_R1 == 0, 0)
+        limit_R1 = torch.lerp(before_R1, sums_RK[:, -1:], _column(1 - filters.top_p, device))
+        by_top_p_R1 = torch.searchsorted(sums_RK, limit_R1, right=True)
+        first_R1 = torch.maximum(first_R1, by_top_p_R1)
+    return logits_RK.gather(1, first_R1.clamp_(max=k - 1))[:, 0]
+
+
+def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device)[:, None]

@@ -1,0 +1,516 @@
+"""The sampler against a slow reference in 64-bit floats, transformers, exact probabilities, and itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from compiled_engine.sampling.filters import Filters, thresholds
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
+from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.sampler import Sampler
+
+VOCAB_SIZE = 40
+MAX_MODEL_LEN = 64
+EOS = 2
+MASK_64 = 2**64 - 1
+
+
+def make_sampler(vocab_size: int = VOCAB_SIZE, max_num_rows: int = 16, device: str = "cpu") -> Sampler:
+    return Sampler(max_num_rows, vocab_size, MAX_MODEL_LEN, device)
+
+
+def random_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def sample_once(
+    logits_V: torch.Tensor,
+    params: SamplingParams,
+    token_ids: Sequence[int] = (1,),
+    num_prompt_tokens: int = 1,
+    seed: int = 0,
+) -> int:
+    sampler = make_sampler(len(logits_V))
+    sampler.add_row(3, params, seed, token_ids, num_prompt_tokens, {EOS})
+    return sampler.sample(logits_V[None], np.array([3]), np.array([len(token_ids)])).token_ids[0]
+
+
+# --- a reference of its own: Python integers, 64-bit floats, one token at a time ---
+
+
+def splitmix64(seed: int, index: int) -> int:
+    bits = (seed + (index + 1) * 0x9E3779B97F4A7C15) & MASK_64
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & MASK_64
+    return bits ^ (bits >> 31)
+
+
+def reference_noise(seed: int, position: int, token_id: int) -> float:
+    u = (splitmix64(splitmix64(seed & MASK_64, position), token_id) >> 1) * 2.0**-63
+    return -math.log(-math.log1p(-u))
+
+
+def reference_logits(logits: list[float], params: SamplingParams, prompt: list[int], output: list[int]) -> list[float]:
+    """After bias, bans and penalties."""
+    logits = list(logits)
+    for token, bias in (params.logit_bias or {}).items():
+        logits[token] += bias
+    for word in params.bad_words_token_ids:
+        if output[len(output) - len(word) + 1 :] == list(word[:-1]) or len(word) == 1:
+            logits[word[-1]] = -math.inf
+    if len(output) < params.min_tokens:
+        for token in (EOS, *(params.stop_token_ids or ())):
+            logits[token] = -math.inf
+    for token in range(len(logits)):
+        if token in prompt or token in output:
+            positive = logits[token] > 0
+            logits[token] *= 1 / params.repetition_penalty if positive else params.repetition_penalty
+        logits[token] -= params.frequency_penalty * output.count(token)
+        logits[token] -= params.presence_penalty * (token in output)
+    return logits
+
+
+@dataclass
+class Choice:
+    """A token, and by how much (in scores or probabilities) something else would have come out."""
+
+    token_id: int
+    margin: float
+
+
+def reference_choice(logits: list[float], params: SamplingParams, seed: int, position: int) -> Choice:
+    if params.greedy:
+        best, second = sorted(logits, reverse=True)[:2]
+        return Choice(logits.index(best), best - second)
+    scaled = [logit / params.temperature for logit in logits]
+    top = max(scaled)
+    order = sorted(range(len(scaled)), key=lambda token: -scaled[token])
+    margins = []
+
+    kept = [token for token in order if math.exp(scaled[token] - top) >= params.min_p]
+    margins += [abs(math.exp(value - top) - params.min_p) for value in scaled if params.min_p > 0]
+    if 0 < params.top_k < len(kept):
+        margins.append(scaled[kept[params.top_k - 1]] - scaled[kept[params.top_k]])
+        kept = kept[: params.top_k]
+    if params.top_p < 1:
+        total = sum(math.exp(scaled[token] - top) for token in kept)
+        count, mass = 0, 0.0
+        while count < len(kept) and mass < params.top_p:
+            mass += math.exp(scaled[kept[count]] - top) / total
+            count += 1
+            margins.append(abs(mass - params.top_p))
+        kept = kept[:count]
+    scores = sorted((scaled[token] + reference_noise(seed, position, token), token) for token in kept)
+    if len(scores) > 1:
+        margins.append(scores[-1][0] - scores[-2][0])
+    return Choice(scores[-1][1], min(margins, default=1.0))
+
+
+token = st.integers(0, VOCAB_SIZE - 1)
+words = st.lists(st.lists(token, min_size=1, max_size=3).map(tuple), max_size=4).map(tuple)
+
+
+@st.composite
+def sampling_params(draw: st.DrawFn) -> SamplingParams:
+    def sometimes(strategy: st.SearchStrategy[Any], otherwise: Any) -> Any:
+        return draw(st.one_of(st.just(otherwise), strategy))
+
+    return SamplingParams(
+        temperature=sometimes(st.floats(0.2, 3), 0),
+        top_k=sometimes(st.integers(1, VOCAB_SIZE + 2), 0),
+        top_p=sometimes(st.floats(0.05, 0.99), 1),
+        min_p=sometimes(st.floats(0.001, 0.9), 0),
+        repetition_penalty=sometimes(st.floats(0.5, 2), 1),
+        frequency_penalty=sometimes(st.floats(-2, 2), 0),
+        presence_penalty=sometimes(st.floats(-2, 2), 0),
+        logit_bias=sometimes(st.dictionaries(token, st.floats(-10, 10), max_size=4), None),
+        bad_words_token_ids=sometimes(words, ()),
+        min_tokens=sometimes(st.integers(0, 8), 0),
+        stop_token_ids=sometimes(st.lists(token, max_size=3), None),
+        max_tokens=None,
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_every_feature_against_the_reference(data: st.DataObject) -> None:
+    """Random requests together for some steps, each token checked; output that repeats, for bad words to match."""
+    num_rows = data.draw(st.integers(1, 5))
+    logits_seed = data.draw(st.integers(0, 2**20))
+    requests = [data.draw(sampling_params()) for _ in range(num_rows)]
+    prompts = [data.draw(st.lists(token, min_size=1, max_size=6)) for _ in range(num_rows)]
+    outputs = [data.draw(st.lists(token, max_size=6)) for _ in range(num_rows)]
+    seeds = [data.draw(st.integers(-(2**63), 2**64 - 1)) for _ in range(num_rows)]
+    rows = np.array(data.draw(st.permutations(range(8)))[:num_rows])
+
+    sampler = make_sampler()
+    for i, row in enumerate(rows.tolist()):
+        sampler.add_row(row, requests[i], seeds[i], prompts[i] + outputs[i], len(prompts[i]), {EOS})
+    for step in range(4):
+        logits_RV = random_logits(num_rows, logits_seed + step)
+        before = logits_RV.clone()
+        positions = np.array([len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)])
+        token_ids = sampler.sample(logits_RV, rows, positions).token_ids
+        assert torch.equal(logits_RV, before)
+        for i, token_id in enumerate(token_ids):
+            logits = reference_logits(logits_RV[i].tolist(), requests[i], prompts[i], outputs[i])
+            expected = reference_choice(logits, requests[i], seeds[i], int(positions[i]))
+            assert token_id == expected.token_id or expected.margin < 1e-4
+            outputs[i].append(token_id)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
+    """Alone in row 0, or in any row among any others, added late, preempted: the same tokens and logprobs."""
+    logits_TV = random_logits(12, data.draw(st.integers(0, 2**20)))
+    params = data.draw(sampling_params())
+    params = dataclasses.replace(params, logprobs=2)
+    prompt = data.draw(st.lists(token, min_size=1, max_size=6))
+
+    alone = make_sampler(max_num_rows=1)
+    alone.add_row(0, params, 99, prompt, len(prompt), {EOS})
+    expected = [alone.sample(logits_TV[i : i + 1], np.array([0]), np.array([len(prompt) + i])) for i in range(12)]
+
+    crowd = make_sampler()
+    token_ids = list(prompt)
+    others: dict[int, int] = {}
+    row = -1
+    for i in range(12):
+        if row == -1 or data.draw(st.booleans()):
+            if row >= 0:
+                crowd.remove_row(row)
+            row = data.draw(st.sampled_from([r for r in range(16) if r not in others]))
+            crowd.add_row(row, params, 99, token_ids, len(prompt), {EOS})
+        for other in data.draw(st.sets(st.integers(0, 15), max_size=3)) - {row, *others}:
+            crowd.add_row(other, data.draw(sampling_params()), other, [1, 2], 2, {EOS})
+            others[other] = 2
+        rows = data.draw(st.permutations([row, *others]))
+        logits_RV = random_logits(len(rows), i)
+        logits_RV[rows.index(row)] = logits_TV[i]
+        positions = np.array([len(token_ids) if r == row else others[r] for r in rows])
+        output = crowd.sample(logits_RV, np.array(rows), positions)
+        at = rows.index(row)
+        assert output.token_ids[at] == expected[i].token_ids[0]
+        assert output.logprobs[at] is not None
+        assert output.logprobs[at].token_ids == expected[i].logprobs[0].token_ids  # type: ignore[union-attr]
+        token_ids.append(output.token_ids[at])
+
+
+# --- statistics ---
+
+
+def draw_many(logits_V: torch.Tensor, params: SamplingParams, count: int) -> np.ndarray:
+    """How often each token comes, over neighbouring seeds and positions."""
+    num_rows = 500
+    sampler = make_sampler(len(logits_V), num_rows)
+    for row in range(num_rows):
+        sampler.add_row(row, params, row, [1], 1, set())
+    logits_RV = logits_V.expand(num_rows, -1)
+    counts = np.zeros(len(logits_V), dtype=np.int64)
+    for position in range(1, 1 + count // num_rows):
+        output = sampler.sample(logits_RV, np.arange(num_rows), np.full(num_rows, position))
+        counts += np.bincount(output.token_ids, minlength=len(logits_V))
+    return counts
+
+
+@pytest.mark.parametrize(
+    "given_params",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.5},
+        {"top_k": 5},
+        {"top_p": 0.7},
+        {"min_p": 0.1},
+        {"temperature": 1.5, "min_p": 0.02, "top_k": 12, "top_p": 0.9},
+    ],
+)
+def test_frequencies_follow_the_softmax(given_params: dict[str, Any]) -> None:
+    """Pearson's chi-square over 40,000 draws; what is filtered out never comes."""
+    logits_V = torch.randn(25, generator=torch.Generator().manual_seed(4))
+    params = SamplingParams(**given_params)
+    kept = torch.isfinite(warped(logits_V[None], params)[0]).numpy()
+    probabilities = np.where(kept, np.exp(logits_V.double().numpy() / params.temperature), 0)
+    probabilities /= probabilities.sum()
+    counts = draw_many(logits_V, params, 40_000)
+    assert counts[~kept].sum() == 0
+    expected = counts.sum() * probabilities[kept]
+    chi_square = ((counts[kept] - expected) ** 2 / expected).sum()
+    degrees = kept.sum() - 1
+    assert chi_square < degrees + 4 * math.sqrt(2 * degrees) + 8  # beyond the 0.01 % point
+
+
+def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should() -> None:
+    """One token of probability 1/2 among 150,000 that share the rest."""
+    vocab_size = 150_000
+    logits_V = torch.zeros(vocab_size)
+    logits_V[77] = math.log(vocab_size - 1)
+    sampler = make_sampler(vocab_size)
+    sampler.add_row(0, SamplingParams(), 1, [1], 1, set())
+    drawn = [
+        sampler.sample(logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in range(400)
+    ]
+    assert abs(drawn.count(77) - 200) < 5 * math.sqrt(100)
+    rest = [token_id for token_id in drawn if token_id != 77]
+    assert len(set(rest)) >= len(rest) - 5
+    assert abs(np.mean(rest) / vocab_size - 0.5) < 5 / math.sqrt(12 * len(rest))
+
+
+# --- transformers ---
+
+
+def warped(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """transformers' warpers in vLLM's order."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(float(params.temperature))])
+    if params.min_p > 0:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    if params.top_k > 0:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    no_ids: Any = torch.zeros(len(logits_RV), 1, dtype=torch.long)
+    return warpers(no_ids, logits_RV)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**20),
+    requests=st.lists(
+        st.builds(
+            SamplingParams,
+            temperature=st.sampled_from([0.3, 1.0, 1.7]),
+            top_k=st.sampled_from([0, 1, 3, 20, 299, 300]),
+            top_p=st.sampled_from([0.1, 0.5, 0.9, 1.0]),
+            min_p=st.sampled_from([0.0, 0.01, 0.2, 1.0]),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+)
+def test_kept_tokens_are_those_of_transformers(seed: int, requests: list[SamplingParams]) -> None:
+    logits_RV = random_logits(len(requests), seed, 300)
+    filters = Filters.for_rows(len(requests))
+    for row, params in enumerate(requests):
+        filters.set_row(row, params)
+    kept_RV = logits_RV >= thresholds(logits_RV, filters)[:, None]
+    for row, params in enumerate(requests):
+        expected_V = torch.isfinite(warped(logits_RV[row : row + 1], params)[0])
+        assert torch.equal(kept_RV[row], expected_V)
+
+
+def test_equal_logits_at_the_border_are_kept_together() -> None:
+    """With top_k 1, both of two equal best tokens come, and never a third."""
+    logits_V = torch.tensor([0.0, 5.0, 1.0, 5.0])
+    counts = draw_many(logits_V, SamplingParams(top_k=1), 2000)
+    assert counts[[0, 2]].tolist() == [0, 0]
+    assert min(counts[[1, 3]]) > 800
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.0, 1.3, 5.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    """Seen through greedy choice: biases make every token in turn the winner by what the penalty leaves."""
+    logits_RV = random_logits(30, 5)
+    token_ids = [3, 4, 4, 9, 17, 20, 3, 30]
+    expected_RV = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([token_ids] * 30), logits_RV.clone())
+    for logits_V, expected_V in zip(logits_RV, expected_RV, strict=True):
+        params = SamplingParams(temperature=0, repetition_penalty=penalty)
+        assert sample_once(logits_V, params, token_ids, 5) == int(expected_V.argmax())
+
+
+# --- single features ---
+
+
+def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:
+    logits_RV = random_logits(8, 1)
+    logits_RV[3, [7, 30]] = 50.0
+    sampler = make_sampler()
+    for row in range(8):
+        sampler.add_row(row, SamplingParams(temperature=0, top_k=3, top_p=0.1, min_p=1), row, [1], 1, set())
+    token_ids = sampler.sample(logits_RV, np.arange(8), np.full(8, 1)).token_ids
+    assert token_ids == logits_RV.argmax(dim=1).tolist()
+    assert token_ids[3] == 7
+
+
+def test_bad_words_look_at_the_output_alone() -> None:
+    logits_V = torch.zeros(VOCAB_SIZE)
+    logits_V[[7, 8]] = torch.tensor([9.0, 5.0])
+    params = SamplingParams(temperature=0, bad_words_token_ids=((5, 6, 7),))
+    assert sample_once(logits_V, params, [1, 5, 6], 1) == 8
+    assert sample_once(logits_V, params, [1, 5, 6], 2) == 7
+    assert sample_once(logits_V, params, [1, 6, 5], 1) == 7
+    assert sample_once(logits_V, params, [1], 1) == 7
+    assert sample_once(logits_V, SamplingParams(temperature=0, bad_words_token_ids=((7,),)), [1], 1) == 8
+
+
+def test_min_tokens_forbids_every_end_until_then() -> None:
+    logits_V = torch.zeros(VOCAB_SIZE)
+    logits_V[[EOS, 9, 4]] = torch.tensor([9.0, 8.0, 7.0])
+    for ignore_eos in (False, True):
+        params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[9], ignore_eos=ignore_eos)
+        sampler = make_sampler()
+        sampler.add_row(0, params, 0, [1], 1, {EOS, VOCAB_SIZE + 5})
+        drawn = [
+            sampler.sample(logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in (1, 2, 3)
+        ]
+        assert drawn == [4, 4, EOS]
+
+
+def test_a_row_has_no_memory_of_the_request_before() -> None:
+    logits_V = torch.zeros(VOCAB_SIZE)
+    logits_V[5] = 1.0
+    sampler = make_sampler()
+    everything = SamplingParams(
+        temperature=0.5, repetition_penalty=5, presence_penalty=2, logit_bias={5: -9}, bad_words_token_ids=((5,),),
+        min_tokens=9, stop_token_ids=[5], logprobs=3, top_k=2, top_p=0.5, min_p=0.5,
+    )  # fmt: skip
+    sampler.add_row(2, everything, 7, [5, 5], 1, {5})
+    sampler.sample(logits_V[None], np.array([2]), np.array([2]))
+    sampler.remove_row(2)
+    sampler.add_row(2, SamplingParams(temperature=0), 0, [1], 1, set())
+    output = sampler.sample(logits_V[None], np.array([2]), np.array([1]))
+    assert (output.token_ids, output.logprobs) == ([5], [None])
+
+
+@pytest.mark.parametrize("temperature", [0, 1e-5, 1.0, 3e38])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_degenerate_logits_give_some_token(temperature: float, filters: dict[str, Any]) -> None:
+    """Minus infinity for all but one: that one. For all, or NaN: any, but no failure."""
+    params = SamplingParams(temperature=temperature, **filters)
+    single_V = torch.full((VOCAB_SIZE,), -torch.inf)
+    single_V[11] = -1e30
+    assert sample_once(single_V, params) == 11
+    for value in (-math.inf, math.inf, math.nan, 1e30):
+        assert 0 <= sample_once(torch.full((VOCAB_SIZE,), value), params) < VOCAB_SIZE
+
+
+# --- log-probabilities ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
+    """Whatever bias, penalties and temperature do; only for rows that ask; 0 for the chosen token alone."""
+    counts = [None, 0, 1, 5, -1, None]
+    logits_RV = random_logits(len(counts), 8).to(dtype)
+    sampler = make_sampler()
+    for row, count in enumerate(counts):
+        params = SamplingParams(temperature=1.5, logprobs=count, logit_bias={0: 9}, repetition_penalty=1.5)
+        sampler.add_row(row, params, row, [3, 4, 5], 2, set())
+    output = sampler.sample(logits_RV, np.arange(len(counts)), np.full(len(counts), 3))
+    expected_RV = logits_RV.float().log_softmax(dim=1)
+    for row, count in enumerate(counts):
+        entry = output.logprobs[row]
+        if count is None:
+            assert entry is None
+            continue
+        assert entry is not None
+        expected_V = expected_RV[row]
+        assert len(entry.token_ids) == len(entry.logprobs) == 1 + (VOCAB_SIZE if count == -1 else count)
+        assert entry.token_ids[0] == output.token_ids[row]
+        assert entry.rank == 1 + int((expected_V > expected_V[entry.token_ids[0]]).sum())
+        np.testing.assert_allclose(entry.logprobs, expected_V[list(entry.token_ids)], atol=1e-5)
+        np.testing.assert_allclose(
+            entry.logprobs[1:], expected_V.sort(descending=True).values[: len(entry.logprobs) - 1], atol=1e-5
+        )
+
+
+def test_prompt_logprobs_are_the_log_softmax() -> None:
+    logits_TV = random_logits(9, 3).bfloat16()
+    targets_T = torch.arange(9) * 4
+    expected_TV = logits_TV.float().log_softmax(dim=1)
+    for k in (0, 3):
+        entries = prompt_logprobs(logits_TV, targets_T, k)
+        for entry, target, expected_V in zip(entries, targets_T.tolist(), expected_TV, strict=True):
+            assert entry.token_ids[0] == target
+            assert len(entry.token_ids) == 1 + k
+            assert entry.rank == 1 + int((expected_V > expected_V[target]).sum())
+            np.testing.assert_allclose(entry.logprobs, expected_V[list(entry.token_ids)], atol=1e-5)
+        in_parts = prompt_logprobs(logits_TV[:4], targets_T[:4], k) + prompt_logprobs(logits_TV[4:], targets_T[4:], k)
+        assert in_parts == entries
+
+
+@given(st.integers(0, 50), st.integers(1, 200), st.integers(1, 1000))
+def test_row_chunks_cover_all_rows_within_the_bound(num_rows: int, vocab_size: int, max_elements: int) -> None:
+    chunks = list(row_chunks(num_rows, vocab_size, max_elements))
+    assert [row for chunk in chunks for row in range(num_rows)[chunk]] == list(range(num_rows))
+    assert all((chunk.stop - chunk.start) * vocab_size <= max(max_elements, vocab_size) for chunk in chunks)
+
+
+# --- what is refused, and what shapes are taken ---
+
+
+def test_rows_are_added_and_removed_once() -> None:
+    sampler = make_sampler(max_num_rows=4)
+    sampler.add_row(1, SamplingParams(), 0, [1], 1, set())
+    for row in (1, 4, -1):
+        with pytest.raises(ValueError, match=rf"row must be a free one from 0 to 3, got {row}"):
+            sampler.add_row(row, SamplingParams(), 0, [1], 1, set())
+    sampler.remove_row(1)
+    for row in (1, 4, -1):
+        with pytest.raises(ValueError, match=rf"row must be one that was added, got {row}"):
+            sampler.remove_row(row)
+
+
+@pytest.mark.parametrize(("shape", "positions"), [((3, 40), 2), ((2, 41), 2), ((2, 40), 3)])
+def test_shapes_must_agree(shape: tuple[int, int], positions: int) -> None:
+    with pytest.raises(ValueError, match=r"logits_RV must be \[2, 40\]"):
+        make_sampler().sample(torch.zeros(shape), np.arange(2), np.arange(positions))
+
+
+def test_an_empty_batch_and_a_slice_of_padded_logits() -> None:
+    sampler = make_sampler()
+    empty = sampler.sample(torch.zeros(0, VOCAB_SIZE), np.arange(0), np.arange(0))
+    assert (empty.token_ids, empty.logprobs) == ([], [])
+    sampler.add_row(0, SamplingParams(logit_bias={1: 1.0}, seed=1), 1, [1], 1, set())
+    padded_RV = torch.cat([random_logits(2, 2), torch.full((2, 8), 99.0)], dim=1)
+    sliced = sampler.sample(padded_RV[1:, :VOCAB_SIZE], np.array([0]), np.array([5])).token_ids
+    assert sliced == sampler.sample(random_logits(2, 2)[1:], np.array([0]), np.array([5])).token_ids
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [40, 151_936])
+def test_gpu_gives_the_tokens_of_the_cpu(vocab_size: int) -> None:
+    requests = [
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(temperature=1.1, top_k=20, top_p=0.95, logprobs=0),
+        SamplingParams(min_p=0.1, logit_bias={3: 2.0}),
+        SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, min_tokens=4, bad_words_token_ids=((5,),)),
+    ]
+    rows = np.array([4, 0, 7, 2, 9, 1])
+    samplers = {device: make_sampler(vocab_size, device=device) for device in ("cpu", "cuda")}
+    for sampler in samplers.values():
+        for row, params in zip(rows.tolist(), requests, strict=True):
+            sampler.add_row(row, params, row, [1, 2, 3], 2, {EOS})
+    for step in range(6):
+        logits_RV = random_logits(len(rows), step, vocab_size)
+        outputs = {
+            device: sampler.sample(logits_RV.to(device), rows, np.full(len(rows), 3 + step))
+            for device, sampler in samplers.items()
+        }
+        assert outputs["cuda"].token_ids == outputs["cpu"].token_ids
+        for on_gpu, on_cpu in zip(outputs["cuda"].logprobs, outputs["cpu"].logprobs, strict=True):
+            assert (on_gpu is None) == (on_cpu is None)
+            if on_gpu is not None and on_cpu is not None:
+                assert (on_gpu.token_ids, on_gpu.rank) == (on_cpu.token_ids, on_cpu.rank)
+                np.testing.assert_allclose(on_gpu.logprobs, on_cpu.logprobs, atol=1e-5)
