@@ -1,0 +1,94 @@
+"""A request as the scheduler sees it: its tokens so far, how many are computed, and where they lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from compiled_engine.engine_io import EngineRequest
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.step import NewRequest, TokenLogprobs
+from compiled_engine.scheduling.stop import StopRule
+
+
+class RequestStatus(Enum):
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
+
+    order: (priority, arrival number); the smaller one is served first.
+    token_ids: the prompt, then what was generated.
+    num_computed_tokens: leading tokens whose K and V are in the cache, counting the step in flight.
+    block_ids: the block table. The KVCacheManager alone changes this and the two fields below.
+    num_registered_blocks: leading blocks of the table that were offered to the prefix cache.
+    block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
+    num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
+    next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
+    """
+
+    request_id: str
+    order: tuple[int, int]
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int]
+    stop_rule: StopRule
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    num_registered_blocks: int = 0
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_cached_tokens: int | None = None
+    next_prompt_logprob: int = 1
+
+    @classmethod
+    def of(cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int) -> Request:
+        """`max_total_tokens`: most tokens of prompt and output together."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        room = max_total_tokens - num_prompt_tokens
+        return cls(
+            request_id=request.request_id,
+            order=order,
+            token_ids=list(request.prompt_token_ids),
+            num_prompt_tokens=num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            eos_token_ids=request.eos_token_ids,
+            stop_rule=StopRule.of(request.sampling_params, request.eos_token_ids, room),
+        )
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether prompt tokens have to be computed for their log-probabilities, cached or not."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and self.next_prompt_logprob < self.num_prompt_tokens
+
+    def take_prompt_logprobs(
+        self, first: int, entries: list[TokenLogprobs]
+    ) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
+        """Those of the entries for positions `first`, `first` + 1, ... that are not delivered yet, or None.
+
+        A request that was preempted computes its prompt again and so produces entries a second time.
+        Raises RuntimeError if positions before `first` are missing.
+        """
+        position = self.next_prompt_logprob
+        if first > position:
+            raise RuntimeError(f"prompt_logprobs of {self.request_id!r} start at {first}, but {position} is next")
+        fresh = tuple(entries[position - first :])
+        self.next_prompt_logprob += len(fresh)
+        return (position, fresh) if fresh else None
+
+    def as_new(self) -> NewRequest:
+        return NewRequest(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling_params=self.sampling_params,
+            eos_token_ids=self.eos_token_ids,
+            block_ids=tuple(self.block_ids),
+        )

@@ -1,0 +1,144 @@
+"""A runner without a model: it follows the scheduler's messages to the letter and knows what every slot holds.
+
+The fake model's next token is a function of the hash of all tokens before it, and the KV cache holds that hash
+for each position, so a block that is shared wrongly, overwritten or stale cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.step import RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+
+VOCAB_SIZE = 11
+
+
+def prefix_hashes(token_ids: Sequence[int]) -> Iterator[int]:
+    """For each position, a hash of the tokens up to and with it."""
+    value = 0
+    for token_id in token_ids:
+        value = hash((value, token_id))
+        yield value
+
+
+def next_token(prefix_hash: int) -> int:
+    return hash((prefix_hash, "next")) % VOCAB_SIZE
+
+
+def logprobs_of(prefix_hash: int, token_id: int) -> TokenLogprobs:
+    """The fake model's log-probability of a token after a prefix."""
+    return TokenLogprobs((token_id,), (-(hash((prefix_hash, token_id)) % 1000) / 100,), 1)
+
+
+@dataclass
+class Row:
+    """What the runner remembers of a request."""
+
+    token_ids: list[int]
+    hashes: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    block_ids: list[int]
+    num_computed_tokens: int | None = None
+
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.hashes.append(hash((self.hashes[-1], token_id)))
+
+
+class FakeRunner:
+    """Asserts that every message is one that a real runner could execute, within the limits given."""
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.max_num_seqs = max_num_seqs
+        self.budget = budget
+        self.rows: dict[str, Row] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        self.last_step = 0
+        self.num_tokens_computed = 0
+
+    def execute(self, step: SchedulerOutput) -> RunnerOutput:
+        self.receive(step)
+        # As in a real layer: the whole step writes before anything reads.
+        written = [slot for share in step.scheduled for slot in self._write(share)]
+        assert len(set(written)) == len(written), "two requests write to one slot"
+        token_ids, logprobs, prompt_logprobs = {}, {}, {}
+        for share in step.scheduled:
+            row = self.rows[share.request_id]
+            end = share.num_computed_tokens + share.num_tokens
+            self._read(row, end)
+            row.num_computed_tokens = end
+            if row.params.prompt_logprobs is not None and share.num_computed_tokens + 1 < row.num_prompt_tokens:
+                positions = range(share.num_computed_tokens + 1, min(end + 1, row.num_prompt_tokens))
+                prompt_logprobs[share.request_id] = (
+                    positions.start,
+                    [logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions],
+                )
+            if share.samples:
+                token_id = token_ids[share.request_id] = next_token(row.hashes[-1])
+                if row.params.logprobs is not None:
+                    logprobs[share.request_id] = logprobs_of(row.hashes[-1], token_id)
+                row.append(token_id)
+        self.num_tokens_computed += step.num_tokens
+        return RunnerOutput(token_ids, logprobs, prompt_logprobs)
+
+    def receive(self, step: SchedulerOutput) -> None:
+        """Take in a step's messages without computing anything."""
+        assert step.step > self.last_step
+        self.last_step = step.step
+        for request_id in step.removed:
+            del self.rows[request_id]  # a KeyError is a request that never had a row, or lost it already
+        for new in step.new:
+            assert new.request_id not in self.rows
+            self.rows[new.request_id] = Row(
+                list(new.token_ids),
+                list(prefix_hashes(new.token_ids)),
+                new.num_prompt_tokens,
+                new.sampling_params,
+                list(new.block_ids),
+            )
+        ids = [share.request_id for share in step.scheduled]
+        assert len(set(ids)) == len(ids)
+        assert set(ids) == self.rows.keys(), "a request that has a row is not served"
+        assert len(ids) <= self.max_num_seqs
+        assert sum(share.num_tokens for share in step.scheduled) <= self.budget
+        several = [share.num_tokens > 1 for share in step.scheduled]
+        assert several == sorted(several), "single tokens come first"
+        new_ids = {new.request_id for new in step.new}
+        for share in step.scheduled:
+            self._check_share(share, is_new=share.request_id in new_ids)
+
+    def _check_share(self, share: ScheduledRequest, *, is_new: bool) -> None:
+        row = self.rows[share.request_id]
+        if is_new:
+            assert share.new_block_ids == ()
+            assert share.num_computed_tokens % self.block_size == 0
+        else:
+            assert share.num_computed_tokens == row.num_computed_tokens
+        row.block_ids += share.new_block_ids
+        end = share.num_computed_tokens + share.num_tokens
+        assert share.num_tokens >= 1
+        assert end <= len(row.token_ids)
+        assert share.samples == (end == len(row.token_ids))
+        assert len(row.block_ids) == -(-len(row.token_ids) // self.block_size)
+        assert len(set(row.block_ids)) == len(row.block_ids)
+        assert set(row.block_ids) <= set(range(self.num_blocks))
+
+    def _write(self, share: ScheduledRequest) -> Iterator[tuple[int, int]]:
+        row = self.rows[share.request_id]
+        for position in range(share.num_computed_tokens, share.num_computed_tokens + share.num_tokens):
+            index, offset = divmod(position, self.block_size)
+            slot = row.block_ids[index], offset
+            self.slots[slot] = row.hashes[position]
+            yield slot
+
+    def _read(self, row: Row, end: int) -> None:
+        for position in range(end):
+            index, offset = divmod(position, self.block_size)
+            assert self.slots.get((row.block_ids[index], offset)) == row.hashes[position], (
+                f"position {position} of {row.token_ids} reads what is not its prefix"
+            )

@@ -1,0 +1,128 @@
+"""The pool of blocks: references, the order of the free list, and hashes."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+
+from compiled_engine.scheduling.block_pool import BlockPool, chain_hashes
+
+
+def test_a_hash_covers_the_block_and_all_before_it() -> None:
+    first, second = chain_hashes(None, [1, 2, 3, 4], 2)
+    assert list(chain_hashes(first, [3, 4], 2)) == [second]
+    other, other_second = chain_hashes(None, [1, 9, 3, 4], 2)
+    assert len({first, second, other, other_second}) == 4
+    assert list(chain_hashes(None, [3, 4], 2)) != [second]
+
+
+def test_a_partly_filled_block_has_no_hash() -> None:
+    assert len(list(chain_hashes(None, [1, 2, 3], 2))) == 1
+    assert list(chain_hashes(None, [1], 2)) == []
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    data = bytes(32) + (258).to_bytes(4, "little") + (7).to_bytes(4, "little")
+    assert list(chain_hashes(None, [258, 7], 2)) == [hashlib.sha256(data).digest()]
+
+
+def test_a_pool_needs_a_block() -> None:
+    with pytest.raises(ValueError, match="num_blocks must be at least 1, got 0"):
+        BlockPool(0)
+
+
+def test_every_block_is_given_out_once() -> None:
+    pool = BlockPool(4)
+    assert sorted(pool.allocate(3) + pool.allocate(1)) == [0, 1, 2, 3]
+    assert pool.num_free == 0
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    pool = BlockPool(4)
+    held = pool.allocate(2)
+    with pytest.raises(RuntimeError, match="3 blocks asked for, 2 of 4 are free"):
+        pool.allocate(3)
+    assert pool.num_free == 2
+    pool.check_integrity([held])
+
+
+def test_a_block_is_free_when_its_last_reference_goes() -> None:
+    pool = BlockPool(1)
+    (block,) = pool.allocate(1)
+    pool.acquire(block)
+    pool.release(block)
+    assert not pool.is_free(block)
+    pool.release(block)
+    assert pool.is_free(block)
+    with pytest.raises(RuntimeError, match="block 0 is released but has no reference"):
+        pool.release(block)
+    pool.check_integrity([])
+
+
+def test_the_block_freed_longest_ago_is_evicted_first() -> None:
+    pool = BlockPool(3)
+    a, b, c = pool.allocate(3)
+    for block in (a, b, c):
+        pool.register(block, bytes([block]))
+    for block in (b, c, a):
+        pool.release(block)
+    assert pool.find(bytes([b])) == b
+    assert pool.allocate(1) == [b]
+    assert pool.find(bytes([b])) is None
+    assert pool.find(bytes([c])) == c
+    assert pool.allocate(2) == [c, a]
+
+
+def test_blocks_without_findable_contents_go_before_cached_ones() -> None:
+    pool = BlockPool(3)
+    cached, blank, kept = pool.allocate(3)
+    pool.register(cached, b"cached")
+    pool.release(cached)
+    pool.release(blank)
+    assert pool.allocate(1) == [blank]
+    pool.check_integrity([[blank, kept]])
+
+
+def test_a_found_block_leaves_the_free_list() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.register(first, b"first")
+    pool.release(first)
+    pool.release(second)
+    pool.acquire(first)
+    assert pool.num_free == 1
+    assert pool.allocate(1) == [second]
+    pool.check_integrity([[first], [second]])
+
+
+def test_equal_contents_are_registered_once() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.register(first, b"same")
+    pool.register(second, b"same")
+    assert pool.find(b"same") == first
+    pool.unregister(second)
+    assert pool.find(b"same") == first
+    pool.unregister(first)
+    assert pool.find(b"same") is None
+    pool.check_integrity([[first], [second]])
+
+
+@pytest.mark.parametrize(
+    ("tables", "message"),
+    [
+        ([[0]], "block 1 has 1 references, but 0 tables hold it"),
+        ([[0, 1], [1]], "block 1 has 1 references, but 2 tables hold it"),
+        ([[0, 1], [2]], "block 2 has 0 references, but 1 tables hold it"),
+        ([[0, 1, 1]], "holds a block twice"),
+        ([[0, 1, 9]], r"blocks \[9\] do not exist; there are 3"),
+    ],
+    ids=["leaked", "shared without a reference", "freed too early", "twice", "unknown"],
+)
+def test_the_integrity_check_says_what_is_wrong(tables: list[list[int]], message: str) -> None:
+    pool = BlockPool(3)
+    assert pool.allocate(2) == [0, 1]
+    pool.check_integrity([[0, 1]])
+    with pytest.raises(RuntimeError, match=message):
+        pool.check_integrity(tables)

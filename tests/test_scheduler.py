@@ -1,0 +1,481 @@
+"""The scheduler by example. Every step also goes through the checks of SimulatedEngine and FakeRunner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from simulated_engine import SimulatedEngine
+
+from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.engine_io import EngineRequest
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.scheduler import Scheduler
+from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
+
+
+def shares(step: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
+    """(id, tokens computed before, tokens to compute, whether one is sampled) of each request in the step."""
+    return [(s.request_id, s.num_computed_tokens, s.num_tokens, s.samples) for s in step.scheduled]
+
+
+def new_ids(step: SchedulerOutput) -> list[str]:
+    return [request.request_id for request in step.new]
+
+
+def outputs_of(max_tokens: int | None, **rest: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **rest)
+
+
+class TestBudget:
+    def test_a_long_prompt_is_chunked_and_samples_only_at_its_end(self) -> None:
+        engine = SimulatedEngine(budget=8)
+        engine.add("a", list(range(20)), params=outputs_of(2))
+        steps = []
+        while engine.live:
+            steps.append(shares(engine.begin_step()))
+            engine.finish_step()
+        assert steps == [
+            [("a", 0, 8, False)],
+            [("a", 8, 8, False)],
+            [("a", 16, 4, True)],
+            [("a", 20, 1, True)],
+        ]
+
+    def test_decodes_come_first_and_share_the_step_with_a_prefill(self) -> None:
+        engine = SimulatedEngine(budget=8)
+        engine.add("a", [1, 2, 3])
+        engine.step()
+        engine.add("b", list(range(10)))
+        engine.add("c", [1])
+        assert shares(engine.begin_step()) == [("a", 3, 1, True), ("b", 0, 7, False)]
+        engine.finish_step()
+        assert shares(engine.begin_step()) == [("a", 4, 1, True), ("c", 0, 1, True), ("b", 7, 3, True)]
+
+    def test_an_urgent_long_prompt_does_not_hold_up_decodes(self) -> None:
+        engine = SimulatedEngine(budget=8, policy="priority")
+        for request_id in "abc":
+            engine.add(request_id, [1], priority=5)
+        engine.step()
+        engine.add("urgent", list(range(30)), priority=0)
+        for start in (0, 5, 10):
+            step = engine.begin_step()
+            assert [share[0] for share in shares(step)] == ["a", "b", "c", "urgent"]
+            assert shares(step)[3] == ("urgent", start, 5, False)
+            engine.finish_step()
+
+    def test_no_more_than_max_num_seqs_run(self) -> None:
+        engine = SimulatedEngine(max_num_seqs=2)
+        for request_id in "abc":
+            engine.add(request_id, [1, 2], params=outputs_of(3))
+        assert new_ids(engine.begin_step()) == ["a", "b"]
+        engine.finish_step()
+        assert engine.scheduler.metrics()["waiting"] == 1
+        engine.run()
+
+
+class TestOrder:
+    def test_who_cannot_be_admitted_blocks_those_behind(self) -> None:
+        engine = SimulatedEngine(block_size=4, num_blocks=8)
+        engine.add("a", list(range(16)), params=outputs_of(3))
+        engine.add("big", list(range(100, 124)), params=outputs_of(1))
+        engine.add("small", [1], params=outputs_of(1))
+        admitted = []
+        while engine.live:
+            admitted.append(new_ids(engine.begin_step()))
+            engine.finish_step()
+        assert admitted == [["a"], [], [], ["big", "small"]]
+
+    def test_priority_goes_before_arrival(self) -> None:
+        engine = SimulatedEngine(policy="priority", max_num_seqs=1)
+        for request_id, priority in [("low", 2), ("high", -1), ("mid", 0), ("mid2", 0)]:
+            engine.add(request_id, [1], priority=priority, params=outputs_of(1))
+        order = []
+        while engine.live:
+            order += new_ids(engine.begin_step())
+            engine.finish_step()
+        assert order == ["high", "mid", "mid2", "low"]
+
+    def test_first_come_first_served_ignores_priority(self) -> None:
+        engine = SimulatedEngine(max_num_seqs=1)
+        engine.add("a", [1], priority=9)
+        engine.add("b", [1], priority=0)
+        assert new_ids(engine.begin_step()) == ["a"]
+
+    def test_an_aborted_waiting_request_unblocks_those_behind(self) -> None:
+        engine = SimulatedEngine(block_size=4, num_blocks=8)
+        engine.add("a", list(range(16)))
+        engine.add("big", list(range(100, 124)))
+        engine.add("small", [1])
+        engine.step()
+        engine.abort("big")
+        step = engine.begin_step()
+        assert new_ids(step) == ["small"]
+        assert step.removed == ()
+
+
+class TestPreemption:
+    def start(self, priorities: tuple[int, int, int] = (0, 0, 0), **limits: Any) -> SimulatedEngine:
+        """Three requests that need 5 blocks each before they end, and 10 blocks."""
+        engine = SimulatedEngine(block_size=2, num_blocks=10, prefix_caching=False, **limits)
+        for request_id, first, priority in zip("abc", (10, 20, 30), priorities, strict=True):
+            engine.add(request_id, [first, 1, 2], priority=priority, params=outputs_of(8))
+        return engine
+
+    def step_to_preemption(self, engine: SimulatedEngine) -> SchedulerOutput:
+        for _ in range(20):
+            step = engine.begin_step()
+            if step.removed:
+                return step
+            engine.finish_step()
+        raise AssertionError("nothing was preempted")
+
+    def test_the_newest_is_preempted_and_its_row_removed(self) -> None:
+        engine = self.start()
+        step = self.step_to_preemption(engine)
+        assert step.removed == ("c",)
+        assert step.new == ()
+        assert [share.request_id for share in step.scheduled] == ["a", "b"]
+        assert engine.scheduler.metrics()["preemptions"] == 1
+        engine.finish_step()
+        engine.run()
+
+    def test_the_least_urgent_is_preempted_under_the_priority_policy(self) -> None:
+        engine = self.start((2, 1, 1), policy="priority")
+        assert self.step_to_preemption(engine).removed == ("a",)
+        engine.finish_step()
+        engine.run()
+
+    def test_a_resumed_request_is_prefilled_with_its_outputs_and_not_taken_for_a_decode(self) -> None:
+        engine = self.start()
+        self.step_to_preemption(engine)
+        engine.finish_step()
+        generated = len(engine.live["c"].token_ids)
+        assert generated > 1
+        while not (step := engine.begin_step()).new:
+            engine.finish_step()
+        (resumed,) = step.new
+        assert (resumed.request_id, resumed.num_prompt_tokens) == ("c", 3)
+        assert resumed.token_ids == (30, 1, 2, *engine.live["c"].token_ids)
+        assert shares(step)[-1] == ("c", 0, 3 + generated, True)
+        engine.finish_step()
+        engine.run()
+
+    def test_a_resumed_request_is_chunked_without_sampling_before_its_last_token(self) -> None:
+        engine = self.start(budget=3)
+        self.step_to_preemption(engine)
+        engine.finish_step()
+        record = engine.live["c"]
+        generated = len(record.token_ids)
+        chunks: list[tuple[str, int, int, bool]] = []
+        while len(record.token_ids) == generated:
+            chunks += [share for share in shares(engine.begin_step()) if share[0] == "c"]
+            engine.finish_step()
+        assert len(chunks) > 1
+        assert [samples for *_, samples in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert sum(num_tokens for _, _, num_tokens, _ in chunks) == 3 + generated
+        engine.run()
+
+    def test_preempted_requests_resume_in_order_of_arrival_and_before_new_ones(self) -> None:
+        engine = SimulatedEngine(block_size=1, num_blocks=18, max_num_seqs=4, prefix_caching=False)
+        for request_id, first in zip("abcd", (10, 20, 30, 40), strict=True):
+            engine.add(request_id, [first], params=outputs_of(9))
+        removed: list[str] = []
+        resumed: list[str] = []
+        engine.step()
+        engine.add("late", [50], params=outputs_of(1))
+        while engine.live:
+            step = engine.begin_step()
+            removed += [i for i in step.removed if i in engine.waiting]
+            resumed += new_ids(step)
+            engine.finish_step()
+        assert removed == ["d", "c"]
+        assert resumed == ["c", "d", "late"]
+
+    def test_room_to_grow_is_left_when_admitting(self) -> None:
+        engine = SimulatedEngine(block_size=4, num_blocks=8)
+        engine.add("a", list(range(16)))
+        engine.add("b", list(range(100, 116)))
+        assert new_ids(engine.begin_step()) == ["a"]
+
+    def test_a_request_that_outgrows_the_whole_cache_ends(self) -> None:
+        engine = SimulatedEngine(block_size=2, num_blocks=3, max_model_len=1000)
+        record = engine.add("a", [1, 2, 3], params=outputs_of(None))
+        other = engine.add("b", [4, 5, 6], params=outputs_of(None))
+        engine.run()
+        for ended in (record, other):
+            assert ended.finish_reason == "length"
+            assert len(ended.token_ids) == 4
+
+
+class TestPrefixCache:
+    def test_a_full_hit_leaves_one_token_to_compute(self) -> None:
+        engine = SimulatedEngine(block_size=4)
+        prompt = list(range(9))
+        engine.add("a", prompt, params=outputs_of(1))
+        engine.run()
+        record = engine.add("b", prompt, params=outputs_of(1))
+        assert shares(engine.begin_step()) == [("b", 8, 1, True)]
+        engine.finish_step()
+        assert record.num_cached_tokens == 8
+        engine.add("c", prompt[:8], params=outputs_of(1))
+        assert shares(engine.begin_step()) == [("c", 4, 4, True)]
+        engine.finish_step()
+        metrics = engine.scheduler.metrics()
+        assert (metrics["prefix_queries"], metrics["prefix_hits"]) == (9 + 9 + 8, 8 + 4)
+
+    def test_copies_that_arrive_together_share_their_prompt(self) -> None:
+        engine = SimulatedEngine(block_size=4)
+        for request_id in "abc":
+            engine.add(request_id, list(range(10)), params=outputs_of(4))
+        assert shares(engine.begin_step()) == [("a", 0, 10, True), ("b", 8, 2, True), ("c", 8, 2, True)]
+        engine.finish_step()
+        assert engine.scheduler.metrics()["blocks_free"] == 16 - 2 - 3
+        engine.run()
+
+    def test_generated_tokens_are_found_by_the_next_turn(self) -> None:
+        engine = SimulatedEngine(block_size=4)
+        record = engine.add("a", [1, 2, 3], params=outputs_of(10))
+        engine.run()
+        follow_up = engine.add("b", [1, 2, 3, *record.token_ids, 4, 5])
+        engine.run()
+        assert follow_up.num_cached_tokens == 12
+
+    def test_cached_tokens_are_those_of_the_first_admission(self) -> None:
+        engine = SimulatedEngine(block_size=2, num_blocks=9)
+        for request_id in "abc":
+            engine.add(request_id, [ord(request_id), 1, 2], params=outputs_of(8))
+        engine.run()
+        assert engine.num_preemptions > 0
+        assert [record.num_cached_tokens for record in engine.ended] == [0, 0, 0]
+
+
+class TestPromptLogprobs:
+    def test_chunks_deliver_them_in_pieces(self) -> None:
+        engine = SimulatedEngine(budget=4)
+        engine.add("a", list(range(10)), params=outputs_of(1, prompt_logprobs=0))
+        pieces = []
+        while engine.live:
+            (output,) = engine.step()
+            assert output.prompt_logprobs is not None
+            first, entries = output.prompt_logprobs
+            pieces.append((first, len(entries), len(output.new_token_ids)))
+        assert pieces == [(1, 4, 0), (5, 4, 0), (9, 1, 1)]
+
+    def test_they_are_computed_though_the_prompt_is_cached(self) -> None:
+        engine = SimulatedEngine()
+        engine.add("a", list(range(10)))
+        engine.run()
+        record = engine.add("b", list(range(10)), params=outputs_of(1, prompt_logprobs=0))
+        assert shares(engine.begin_step()) == [("b", 0, 10, True)]
+        engine.finish_step()
+        assert len(record.prompt_logprobs) == 9
+
+    @pytest.mark.parametrize("prefix_caching", [True, False])
+    def test_a_resumed_request_does_not_deliver_them_again(self, prefix_caching: bool) -> None:
+        engine = SimulatedEngine(block_size=2, num_blocks=9, prefix_caching=prefix_caching)
+        for request_id in "abc":
+            engine.add(request_id, [ord(request_id), 1, 2], params=outputs_of(8, prompt_logprobs=0))
+        engine.run()
+        assert engine.num_preemptions > 0
+        assert [len(record.prompt_logprobs) for record in engine.ended] == [2, 2, 2]
+
+    def test_a_gap_is_an_error(self) -> None:
+        engine = SimulatedEngine()
+        engine.add("a", [1, 2, 3], params=outputs_of(1, prompt_logprobs=0))
+        step = engine.scheduler.schedule()
+        with pytest.raises(RuntimeError, match="prompt_logprobs of 'a' start at 2, but 1 is next"):
+            engine.scheduler.update(step, RunnerOutput({"a": 1}, prompt_logprobs={"a": (2, [])}))
+
+
+def finish_by_length(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(6)), params=outputs_of(1))
+    engine.step()
+
+
+def finish_by_stop(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(6)), params=outputs_of(9, stop_token_ids=list(range(11))))
+    engine.step()
+
+
+def abort_before_schedule(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(6)))
+    engine.step()
+    engine.abort("a")
+
+
+def abort_in_first_flight(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(6)))
+    engine.begin_step()
+    engine.abort("a")
+    assert engine.finish_step() == []
+
+
+def abort_in_later_flight(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(6)))
+    engine.step()
+    engine.begin_step()
+    engine.abort("a")
+    assert engine.finish_step() == []
+
+
+def abort_between_chunks(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(100, 170)))
+    engine.begin_step()
+    engine.abort("a")
+    assert engine.finish_step() == []
+
+
+def fail(engine: SimulatedEngine) -> None:
+    engine.add("a", list(range(6)))
+    engine.begin_step()
+    engine.fail_step()
+
+
+ENDINGS: list[Callable[[SimulatedEngine], None]] = [
+    finish_by_length,
+    finish_by_stop,
+    abort_before_schedule,
+    abort_in_first_flight,
+    abort_in_later_flight,
+    abort_between_chunks,
+    fail,
+]
+
+
+class TestEnding:
+    @pytest.mark.parametrize("end", ENDINGS)
+    def test_blocks_are_freed_once_and_the_row_is_removed_once(self, end: Callable[[SimulatedEngine], None]) -> None:
+        engine = SimulatedEngine(num_blocks=32, max_model_len=128)
+        end(engine)
+        engine.check_idle()
+        assert engine.scheduler.schedule().removed == ("a",)
+        assert engine.scheduler.schedule().removed == ()
+        assert engine.scheduler.abort("a") is None
+
+    @pytest.mark.parametrize("end", ENDINGS)
+    def test_an_id_can_be_used_again(self, end: Callable[[SimulatedEngine], None]) -> None:
+        engine = SimulatedEngine(num_blocks=32, max_model_len=128)
+        end(engine)
+        engine.add("a", list(range(6)))
+        step = engine.begin_step()
+        assert step.removed == ("a",)
+        assert new_ids(step) == ["a"]
+        engine.finish_step()
+        engine.run()
+
+    def test_blocks_stay_until_the_step_in_flight_has_ended(self) -> None:
+        engine = SimulatedEngine(block_size=4)
+        engine.add("a", list(range(8)))
+        engine.begin_step()
+        engine.abort("a")
+        assert engine.scheduler.metrics()["blocks_free"] == 14
+        engine.finish_step()
+        assert engine.scheduler.metrics()["blocks_free"] == 16
+
+    def test_the_result_of_an_aborted_request_does_not_go_to_one_that_took_over_its_id(self) -> None:
+        engine = SimulatedEngine()
+        engine.add("a", [1, 2, 3])
+        engine.begin_step()
+        engine.abort("a")
+        record = engine.add("a", [4, 5, 6], params=outputs_of(2))
+        assert engine.finish_step() == []
+        assert record.token_ids == []
+        engine.run()
+        assert record.token_ids == record.expected[0]
+
+    def test_what_a_failed_step_was_to_write_is_not_read(self) -> None:
+        engine = SimulatedEngine(budget=16)
+        engine.add("a", list(range(30)))
+        engine.step()
+        engine.begin_step()
+        engine.fail_step()
+        record = engine.add("b", list(range(30)))
+        engine.run()
+        assert record.num_cached_tokens == 16
+
+    def test_a_request_that_was_never_admitted_is_not_removed(self) -> None:
+        engine = SimulatedEngine()
+        engine.add("a", [1])
+        engine.abort("a")
+        assert engine.scheduler.schedule() == SchedulerOutput(1, (), (), ())
+        engine.check_idle()
+
+
+def bare_scheduler(**changes: Any) -> Scheduler:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 20, "policy": "fcfs"} | changes
+    return Scheduler(SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True), num_blocks=3)
+
+
+def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:
+    return EngineRequest(request_id, (1,) * num_tokens, SamplingParams())
+
+
+class TestErrors:
+    def test_a_prompt_that_can_never_be_computed_is_refused(self) -> None:
+        bare_scheduler().add(request_of(11))
+        with pytest.raises(ValueError, match=r"'a' needs 13 tokens .* KV cache holds 12 \(3 blocks of 4\)"):
+            bare_scheduler().add(request_of(12))
+        bare_scheduler(max_model_len=6).add(request_of(5))
+        with pytest.raises(ValueError, match=r"'a' needs 7 tokens .* max_model_len is 6"):
+            bare_scheduler(max_model_len=6).add(request_of(6))
+        with pytest.raises(ValueError, match="prompt_token_ids of request 'a' must not be empty"):
+            bare_scheduler().add(request_of(0))
+
+    def test_an_id_in_use_is_refused(self) -> None:
+        scheduler = bare_scheduler()
+        scheduler.add(request_of(3))
+        with pytest.raises(ValueError, match="request_id 'a' is already in use"):
+            scheduler.add(request_of(3))
+        scheduler.schedule()
+        with pytest.raises(ValueError, match="request_id 'a' is already in use"):
+            scheduler.add(request_of(3))
+
+    @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
+    def test_limits_below_one_are_refused(self, name: str) -> None:
+        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+            bare_scheduler(**{name: 0})
+
+    def test_an_unknown_policy_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="policy must be one of fcfs, priority, got 'lifo'"):
+            bare_scheduler(policy="lifo")
+
+    def test_one_step_at_a_time(self) -> None:
+        scheduler = bare_scheduler()
+        scheduler.add(request_of(3))
+        step = scheduler.schedule()
+        with pytest.raises(RuntimeError, match="step 1 is in flight"):
+            scheduler.schedule()
+        scheduler.update(step, RunnerOutput({"a": 1}))
+        with pytest.raises(RuntimeError, match="step 1 is not in flight"):
+            scheduler.update(step, RunnerOutput({"a": 1}))
+
+    def test_an_empty_step_needs_no_update(self) -> None:
+        scheduler = bare_scheduler()
+        assert scheduler.schedule().scheduled == ()
+        step = scheduler.schedule()
+        assert scheduler.update(step, RunnerOutput({})) == []
+
+
+def test_metrics() -> None:
+    engine = SimulatedEngine(block_size=4, num_blocks=8, max_num_seqs=1)
+    engine.add("a", list(range(6)), params=outputs_of(1))
+    engine.add("b", list(range(6)), params=outputs_of(5))
+    engine.add("c", list(range(6)))
+    engine.step()
+    engine.step()
+    engine.abort("c")
+    assert engine.scheduler.metrics() == {
+        "running": 1,
+        "waiting": 0,
+        "kv_usage": 0.25,
+        "blocks_total": 8,
+        "blocks_free": 6,
+        "prefix_queries": 12,
+        "prefix_hits": 4,
+        "preemptions": 0,
+        "finished": 1,
+        "aborted": 1,
+        "steps": 2,
+    }

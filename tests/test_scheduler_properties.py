@@ -1,0 +1,165 @@
+"""Random work for the scheduler: whatever comes, everything that SimulatedEngine checks holds, and all ends."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated_engine import SimulatedEngine
+
+from compiled_engine.sampling.params import SamplingParams
+
+IDS = [f"r{i}" for i in range(12)]
+TOKENS = st.integers(0, 10)
+
+sampling_params = st.builds(
+    lambda min_tokens, more, **rest: SamplingParams(
+        min_tokens=min_tokens, max_tokens=None if more is None else min_tokens + more, **rest
+    ),
+    min_tokens=st.sampled_from([0, 0, 0, 3]),
+    more=st.sampled_from([None, 1, 2, 7, 20]),
+    stop_token_ids=st.sampled_from([(), (), (3,), (1, 5)]),
+    ignore_eos=st.booleans(),
+    logprobs=st.sampled_from([None, None, 0]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0]),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Requests come, go and fail at every moment, in flight too; ids and prompts are used again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = SimulatedEngine()
+        self.prompts: list[list[int]] = [[0]]
+
+    @initialize(
+        block_size=st.integers(1, 5),
+        num_blocks=st.integers(2, 14),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 6),
+        max_model_len=st.integers(4, 50),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, **limits: int | str | bool) -> None:
+        self.engine = SimulatedEngine(**limits)  # type: ignore[arg-type]
+        self.longest_prompt = min(self.engine.max_total_tokens - 2, 30) or 1
+
+    def free_ids(self) -> list[str]:
+        return [i for i in IDS if i not in self.engine.live]
+
+    def add_one(self, prompt: list[int], **rest: object) -> None:
+        if self.free_ids() and len(prompt) + 1 < self.engine.max_total_tokens:
+            self.prompts.append(prompt)
+            self.engine.add(self.free_ids()[0], prompt, eos=frozenset({7}), **rest)  # type: ignore[arg-type]
+
+    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=20), params=sampling_params, priority=st.integers(0, 3))
+    def add(self, prompt: list[int], params: SamplingParams, priority: int) -> None:
+        self.add_one(prompt, params=params, priority=priority)
+
+    @rule(
+        data=st.data(),
+        kept=st.integers(1, 40),
+        suffix=st.lists(TOKENS, max_size=6),
+        copies=st.integers(1, 4),
+        params=sampling_params,
+        priority=st.integers(0, 3),
+    )
+    def add_related(
+        self,
+        data: st.DataObject,
+        kept: int,
+        suffix: list[int],
+        copies: int,
+        params: SamplingParams,
+        priority: int,
+    ) -> None:
+        """Copies of a prompt that starts like an earlier one, its output included where it has ended."""
+        finished = [[*r.request.prompt_token_ids, *r.token_ids] for r in self.engine.ended]
+        earlier = data.draw(st.sampled_from(self.prompts + finished))
+        for _ in range(copies):
+            self.add_one(earlier[:kept] + suffix, params=params, priority=priority)
+
+    @rule(request_id=st.sampled_from(IDS))
+    def abort(self, request_id: str) -> None:
+        self.engine.abort(request_id)
+
+    @precondition(lambda self: self.engine.in_flight is None)
+    @rule()
+    def begin_step(self) -> None:
+        self.engine.begin_step()
+
+    @precondition(lambda self: self.engine.in_flight is not None)
+    @rule()
+    def finish_step(self) -> None:
+        self.engine.finish_step()
+
+    @precondition(lambda self: self.engine.in_flight is not None)
+    @rule()
+    def fail_step(self) -> None:
+        self.engine.fail_step()
+
+    @precondition(lambda self: self.engine.in_flight is None)
+    @rule(count=st.integers(1, 8))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @invariant()
+    def counts_agree(self) -> None:
+        metrics = self.engine.scheduler.metrics()
+        assert metrics["running"] + metrics["waiting"] == len(self.engine.live)
+        assert self.engine.scheduler.has_unfinished() == bool(self.engine.live)
+        assert 0 <= metrics["prefix_hits"] <= metrics["prefix_queries"]
+
+    def teardown(self) -> None:
+        if self.engine.in_flight is not None:
+            self.engine.finish_step()
+        self.engine.run()
+
+
+SchedulerMachine.TestCase.settings = settings(
+    max_examples=1000,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32))
+def test_a_heavy_load_is_served_in_full(policy: str, seed: int) -> None:
+    """Dozens of requests over shared prefixes, in pools from ample to so small that most are preempted."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    engine = SimulatedEngine(
+        block_size=block_size,
+        num_blocks=max(60, rng.choice([100, 200, 1000])) // block_size,
+        budget=rng.choice([1, 3, 16, 100]),
+        max_num_seqs=rng.choice([1, 4, 32]),
+        max_model_len=rng.choice([40, 80]),
+        policy=policy,
+        prefix_caching=rng.random() < 0.8,
+    )
+    roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
+    for i in range(60):
+        prompt = rng.choice(roots)[: rng.randrange(31)] + [rng.randrange(11) for _ in range(rng.randrange(1, 8))]
+        params = SamplingParams(
+            max_tokens=rng.choice([1, 5, 30, None]),
+            stop_token_ids=rng.choice([(), (4,)]),
+            prompt_logprobs=rng.choice([None] * 7 + [0]),
+        )
+        engine.add(f"r{i}", prompt, priority=rng.randrange(3), params=params)
+        for _ in range(rng.choice([0, 0, 0, 1, 5])):
+            engine.begin_step()
+            if rng.random() < 0.1:
+                engine.abort(f"r{rng.randrange(i + 1)}")
+            engine.finish_step()
+    engine.run()
