@@ -1,0 +1,73 @@
+"""Reading and writing FX graphs: the few questions that every pass asks."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+aten = torch.ops.aten
+
+
+def arg(node: fx.Node, index: int) -> Any:
+    """A call's argument; FX declares it as a union too wide to work with."""
+    return node.args[index]
+
+
+def fake_mode_of(value: Any) -> FakeTensorMode:
+    """The mode of the first fake tensor in a value or nested sequence of values."""
+    return next(tensor.fake_mode for tensor in _fake_tensors(value))
+
+
+def is_call(node: object, *targets: Callable[..., Any]) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
+
+
+def through_cast(node: Any) -> Any:
+    """The value before a dtype conversion, or the node itself: fp32 graphs have no casts where bf16 ones do."""
+    return node.args[0] if is_call(node, aten._to_copy.default) and set(node.kwargs) == {"dtype"} else node
+
+
+def only_user(node: fx.Node) -> fx.Node | None:
+    return next(iter(node.users)) if len(node.users) == 1 else None
+
+
+def user_through_cast(node: fx.Node) -> fx.Node | None:
+    """The only user, looking through a dtype conversion."""
+    user = only_user(node)
+    if user is not None and is_call(user, aten._to_copy.default):
+        return only_user(user)
+    return user
+
+
+def other_factor(product: fx.Node, factor: object) -> Any:
+    """The other operand of a multiplication that `factor` (possibly through a cast) is one of."""
+    left, right = arg(product, 0), arg(product, 1)
+    return right if through_cast(left) is factor or left is factor else left
+
+
+def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A call at the graph's insertion point, with its fake value computed."""
+    node = graph.call_function(target, args)
+    values = fx.map_arg(args, lambda argument: argument.meta["val"])
+    with fake_mode_of(values):
+        node.meta["val"] = target(*values)
+    return node
+
+
+def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:
+    node = graph.call_function(operator.getitem, (sequence, index))
+    node.meta["val"] = sequence.meta["val"][index]
+    return node
+
+
+def _fake_tensors(value: Any) -> list[FakeTensor]:
+    if isinstance(value, FakeTensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _fake_tensors(item)]
+    return []

@@ -1,0 +1,121 @@
+"""Linears that read the same input become one: q, k and v; gate and up.
+
+Why: at decode sizes a linear costs about its weights' bytes plus a launch, and one large matrix uses the memory
+bandwidth better than several small ones. The weights are packed by the parameter layout, so the loader writes
+each once into its slice and no copy is ever made. On an H200, batch 1, merging took a decode step of the
+Qwen3-0.6B shape from 2.09 to 1.54 ms and of the 8B shape from 5.86 to 5.10 ms.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
+from compiled_engine.passes.graph_pass import CompileRange, PassResult
+from compiled_engine.passes.matching import arg, aten, emit, emit_item, fake_mode_of, is_call
+
+
+@dataclass(frozen=True)
+class _Linear:
+    node: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+class MergeLinears:
+    name = "merge_linears"
+    matches_per_layer = 2
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> bool:
+        return True
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        by_input: dict[fx.Node, list[_Linear]] = defaultdict(list)
+        for node in graph.nodes:
+            if (linear := _as_linear(node)) is not None:
+                by_input[arg(node, -2)].append(linear)
+        matches, near_misses = 0, []
+        for group in by_input.values():
+            if len(group) < 2:
+                continue
+            reason = _obstacle(group)
+            if reason is None:
+                _merge(graph, group)
+                matches += 1
+            else:
+                names = ", ".join(source_of(linear.weight).name for linear in group)
+                near_misses.append(f"{names}: {reason}")
+        return PassResult(matches, tuple(near_misses))
+
+
+def _as_linear(node: fx.Node) -> _Linear | None:
+    """mm(x, t(weight)) or addmm(bias, x, t(weight)) with parameters."""
+    if not is_call(node, aten.mm.default, aten.addmm.default) or node.kwargs:
+        return None
+    transposed = arg(node, -1)
+    if not (is_call(transposed, aten.t.default) and is_parameter(arg(transposed, 0))):
+        return None
+    if len(node.args) == 2:
+        return _Linear(node, arg(transposed, 0), None)
+    return _Linear(node, arg(transposed, 0), arg(node, 0)) if is_parameter(node.args[0]) else None
+
+
+def _obstacle(group: list[_Linear]) -> str | None:
+    parameters = [p for linear in group for p in (linear.weight, linear.bias) if p is not None]
+    if any(len(parameter.users) > 1 for parameter in parameters):
+        return "a parameter is used elsewhere too"
+    if len({linear.bias is None for linear in group}) > 1:
+        return "only some have a bias"
+    if len({parameter.meta["val"].dtype for parameter in parameters}) > 1:
+        return "their dtypes differ"
+    return None
+
+
+def _merge(graph: fx.Graph, group: list[_Linear]) -> None:
+    first = group[0].node
+    weight = _pack(graph, [linear.weight for linear in group])
+    biases = [linear.bias for linear in group if linear.bias is not None]
+    bias = _pack(graph, biases) if biases else None
+    sizes = [linear.weight.meta["val"].shape[0] for linear in group]
+    with graph.inserting_before(first):
+        transposed = emit(graph, aten.t.default, weight)
+        x = arg(first, -2)
+        if bias is None:
+            merged = emit(graph, aten.mm.default, x, transposed)
+        else:
+            merged = emit(graph, aten.addmm.default, bias, x, transposed)
+        parts = emit(graph, aten.split_with_sizes.default, merged, sizes, -1)
+        outputs = [emit_item(graph, parts, i) for i in range(len(group))]
+    for linear, output in zip(group, outputs, strict=True):
+        old_transposed = arg(linear.node, -1)
+        linear.node.replace_all_uses_with(output)
+        graph.erase_node(linear.node)
+        graph.erase_node(old_transposed)
+        graph.erase_node(linear.weight)
+        if linear.bias is not None:
+            graph.erase_node(linear.bias)
+
+
+def _pack(graph: fx.Graph, parameters: list[fx.Node]) -> fx.Node:
+    """A placeholder for the parameters' concatenation along dimension 0."""
+    names = tuple(source_of(parameter).name for parameter in parameters)
+    values = [parameter.meta["val"] for parameter in parameters]
+    with graph.inserting_before(parameters[0]):
+        packed = graph.placeholder(f"packed_{parameters[0].name}")
+    with fake_mode_of(values):
+        packed.meta["val"] = torch.cat(values)
+    packed.meta["source"] = Source("parameter", _packed_name(names), members=names)
+    return packed
+
+
+def _packed_name(names: tuple[str, ...]) -> str:
+    """model.layers.0.self_attn.{q_proj,k_proj,v_proj}.weight"""
+    split = [name.split(".") for name in names]
+    steps = [
+        column[0] if len(set(column)) == 1 else "{" + ",".join(column) + "}" for column in zip(*split, strict=True)
+    ]
+    return ".".join(steps)
