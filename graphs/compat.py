@@ -1,0 +1,48 @@
+"""Whatever differs between the supported torch versions (2.11 to 2.15), in one place."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.decorators import mark_unbacked
+from torch._inductor import standalone_compile
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+_MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
+
+
+def mark_dynamic_size(tensor: torch.Tensor, dim: int, shape_id: str, low: int, high: int) -> None:
+    """Let `tensor.shape[dim]` be any size in [low, high], equal to the other sizes marked with `shape_id`.
+
+    Unbacked, so that no example value can leak into a guard; torch 2.11 cannot take the range here and gets it
+    from `declare_range` after the trace.
+    """
+    bounds = {"min": low, "max": high} if _MARKS_RANGES else {}
+    mark_unbacked(tensor, dim, shape_id=shape_id, **bounds)
+
+
+def declare_range(shape_env: ShapeEnv, symbol: sympy.Symbol, low: int, high: int) -> None:
+    """Give a symbol its range where `mark_dynamic_size` could not."""
+    if not _MARKS_RANGES:
+        shape_env.constrain_symbol_range(symbol, low, high)
+
+
+def source_name(placeholder: fx.Node) -> str:
+    """Dynamo's name for where a graph input comes from, such as L['input_ids_T']; empty for a size."""
+    grapharg = placeholder.meta.get("grapharg")
+    if grapharg is None:
+        return ""
+    name = grapharg.source.name
+    return name() if callable(name) else name
+
+
+def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Inductor on one piece, with the dynamic sizes that its fake inputs carry; returns a CompiledArtifact."""
+    return standalone_compile(
+        piece, list(fake_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
+    )

@@ -1,0 +1,132 @@
+"""Split a whole model's graph at its splitting ops into pieces, and tell equal pieces apart from different ones.
+
+Pieces take their inputs in order of first use, and what differs between layers is an input, so the layers of a
+model give structurally equal pieces, which compile once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from compiled_engine.attention.op import SPLITTING_OPS
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the stitched forward: a piece, or a splitting op called by `op` name.
+
+    `inputs` are nodes of the whole graph, or constants for an op; `outputs` are the nodes it defines.
+    """
+
+    piece: fx.GraphModule | None
+    op: str | None
+    inputs: tuple[Any, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+class SplitError(RuntimeError):
+    """The graph cannot be split safely."""
+
+
+def split(graph: fx.Graph) -> list[Step]:
+    """Steps in execution order. Raises SplitError on a mutating op that is not a splitting op."""
+    steps: list[Step] = []
+    pending: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        name = _op_name(node)
+        if name in SPLITTING_OPS:
+            if pending:
+                steps.append(_piece(pending))
+                pending = []
+            steps.append(Step(None, name, tuple(node.args), ()))
+        elif _mutates(node):
+            raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(SPLITTING_OPS)}")
+        else:
+            pending.append(node)
+    return [*steps, _piece(pending)] if pending else steps
+
+
+def _op_name(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _piece(nodes: list[fx.Node]) -> Step:
+    inside = set(nodes)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument not in inside and argument not in copies:
+                copies[argument] = graph.placeholder(f"input_{len(inputs)}")
+                copies[argument].meta = _value_meta(argument)
+                inputs.append(argument)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+        copies[node].meta = _value_meta(node)
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    graph.output(tuple(copies[node] for node in outputs))
+    return Step(fx.GraphModule({}, graph), None, tuple(inputs), outputs)
+
+
+def _value_meta(node: fx.Node) -> dict[str, Any]:
+    value = node.meta["val"]
+    return {"val": value, "example_value": value}
+
+
+def piece_key(piece: fx.GraphModule) -> str:
+    """Digest of a piece's structure: ops, wiring, constants, and every value's shape, stride and dtype.
+
+    Symbolic sizes are numbered by first appearance, so equal layers have equal keys.
+    """
+    return hashlib.sha256(describe_piece(piece).encode()).hexdigest()[:20]
+
+
+def describe_piece(piece: fx.GraphModule) -> str:
+    """The text that `piece_key` digests, one node a line."""
+    symbols: dict[sympy.Symbol, sympy.Symbol] = {}
+    numbers: dict[fx.Node, str] = {}
+
+    def size(value: int | torch.SymInt) -> str:
+        if isinstance(value, int):
+            return str(value)
+        expression = value.node.expr
+        for symbol in sorted(expression.free_symbols, key=str):
+            symbols.setdefault(symbol, sympy.Symbol(f"n{len(symbols)}"))
+        return str(expression.xreplace(symbols))
+
+    def value_type(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            dims = ",".join(size(s) for s in value.shape)
+            strides = ",".join(size(s) for s in value.stride())
+            return f"{value.dtype}[{dims}]({strides}) {value.device.type}"
+        if isinstance(value, list | tuple):
+            return "[" + "; ".join(value_type(item) for item in value) + "]"
+        return size(value) if isinstance(value, int | torch.SymInt) else str(value)
+
+    lines = []
+    for i, node in enumerate(piece.graph.nodes):
+        numbers[node] = f"%{i}"
+        arguments = fx.map_arg((node.args, node.kwargs), lambda argument: _Reference(numbers[argument]))
+        target = "" if node.op == "placeholder" else _op_name(node)
+        lines.append(f"%{i} = {node.op} {target} {arguments} -> {value_type(node.meta.get('val'))}")
+    return "\n".join(lines)
+
+
+class _Reference(str):
+    """A node's number, printed without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)

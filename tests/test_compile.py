@@ -1,0 +1,207 @@
+"""Trace, passes, split and stitching on every model family, without weights and with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_engine.config import EngineConfig, RopeConfig
+from compiled_engine.graphs.cache_key import cache_factors, source_files
+from compiled_engine.graphs.compiler import compile_model
+from compiled_engine.graphs.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.plan import Plan, make_plan
+from compiled_engine.graphs.split import SplitError, split
+from compiled_engine.graphs.stitch import forward_source
+from compiled_engine.graphs.trace import TracedGraph, trace
+from compiled_engine.models.families import FAMILIES
+from compiled_engine.models.parameters import materialize
+from compiled_engine.models.random_weights import fill_with_random_weights
+from compiled_engine.models.registry import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.manager import PASS_NAMES, PassReport, run_passes
+from compiled_engine.progress import SilentProgress
+from compiled_engine.resolve import resolve
+
+
+def tiny_config(
+    architecture: str = "Qwen3ForCausalLM", num_layers: int = 2, dtype: torch.dtype = torch.float32
+) -> EngineConfig:
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8))
+    window = 8 if architecture == "MistralForCausalLM" else None
+    model = replace(
+        config.model,
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        rope=RopeConfig(10000.0),
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        sliding_windows=(window,) * num_layers,
+        dtype=dtype,
+    )
+    return replace(config, model=model)
+
+
+def traced(config: EngineConfig) -> TracedGraph:
+    return trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+
+
+def apply_passes(config: EngineConfig, graph: TracedGraph, strict: bool = True) -> tuple[PassReport, ...]:
+    return run_passes(
+        graph.module.graph, PASS_NAMES, CompileRange(1, 256), "cpu", config.model.num_layers, strict
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_layers", [2, 8])
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_every_pass_keeps_its_contract(architecture: str, num_layers: int, dtype: torch.dtype) -> None:
+    config = tiny_config(architecture, num_layers, dtype)
+    graph = traced(config)
+    reports = apply_passes(config, graph)
+    assert {report.name: report.matches for report in reports} == {
+        "merge_linears": 2 * num_layers,
+        "residual_rms_norm": 2 * num_layers,
+        "silu_mul": num_layers,
+    }
+    assert not any(report.near_misses for report in reports)
+    plan, unique = make_plan(graph.module.graph, split(graph.module.graph))
+    assert len(unique) == 3
+    assert len(plan.steps) == 2 * num_layers + 1
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_trace_holds_for_all_sizes() -> None:
+    graph = traced(tiny_config())
+    assert graph.guards == ()
+    sizes = {
+        node.meta["source"].name: node
+        for node in graph.module.graph.find_nodes(op="placeholder")
+        if node.meta["source"].kind == "size"
+    }
+    assert "input_ids_T" in sizes
+
+
+def test_no_piece_takes_or_returns_the_kv_cache() -> None:
+    config = tiny_config()
+    graph = traced(config)
+    for step in split(graph.module.graph):
+        if step.piece is not None:
+            names = {node.meta["source"].name for node in step.inputs if "source" in node.meta}
+            assert not any(name.startswith("kv_caches") for name in names)
+            for node in step.piece.graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, torch.Tensor):
+                    assert value.dim() < 5
+
+
+def test_an_unknown_mutating_op_is_an_error() -> None:
+    graph = traced(tiny_config()).module.graph
+    attention = graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.attention.default)[0]
+    with graph.inserting_before(attention):
+        graph.call_function(torch.ops.aten.add_.Tensor, (attention.args[0], attention.args[0]))
+    with pytest.raises(SplitError, match="add_"):
+        split(graph)
+
+
+@pytest.fixture(scope="module")
+def compiled_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    config = tiny_config(num_layers=3)
+    return replace(config, compile=replace(config.compile, cache_dir=tmp_path_factory.mktemp("cache")))
+
+
+def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
+    compiled_config: EngineConfig,
+) -> None:
+    config = compiled_config
+    cold = compile_model(config, lambda: build_model(config.model), SilentProgress())
+    assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 3)
+
+    def no_model() -> torch.nn.Module:
+        raise AssertionError("a warm start must not trace")
+
+    warm = compile_model(config, no_model, SilentProgress())
+    assert (warm.lookup.status, warm.counts.traces, warm.counts.compiles) == ("hit", 0, 0)
+    model = build_model(config.model)
+    parameters = materialize(model, warm.layout, config.device)
+    fill_with_random_weights(model, seed=0)
+    forward = warm.bind(parameters)
+    for num_tokens in (1, 2, 17, 256):
+        inputs = example_inputs(config)
+        attention = replace(
+            inputs.attention_inputs,
+            query_start_loc_R1=torch.tensor([0, num_tokens], dtype=torch.int32),
+            seq_lens_R=torch.tensor([num_tokens], dtype=torch.int32),
+            block_table_RB=torch.arange(16, dtype=torch.int32)[None],
+            slot_mapping_T=torch.arange(num_tokens),
+            host_3=torch.tensor([int(num_tokens == 1), num_tokens, num_tokens], dtype=torch.int32),
+        )
+        ids, positions = torch.randint(0, 101, (num_tokens,)), torch.arange(num_tokens)
+        results = []
+        for function in (forward, model):
+            caches = [torch.zeros(16, *cache.shape[1:]) for cache in inputs.kv_caches]
+            with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
+                results.append((function(ids, positions, attention, caches), caches))
+        torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5)
+
+
+def test_the_stitched_forward_is_readable_and_frees_what_it_used(compiled_config: EngineConfig) -> None:
+    folder = compile_model(
+        compiled_config, lambda: build_model(compiled_config.model), SilentProgress()
+    ).lookup.folder
+    source = (folder / "forward.py").read_text()
+    assert source == forward_source(Plan.from_json((folder / "plan.json").read_text()))
+    assert source.count("compiled_engine_attention(") == 3
+    assert "del v" in source
+    assert source.rstrip().split("\n")[-1].startswith("    return v")
+
+
+def test_the_callers_compiler_folders_are_put_back(
+    compiled_config: EngineConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import os
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    compile_model(compiled_config, lambda: build_model(compiled_config.model), SilentProgress())
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
+    assert "TRITON_CACHE_DIR" not in os.environ
+
+
+def test_tracing_again_and_again_meets_no_recompile_limit() -> None:
+    config = tiny_config()
+    for _ in range(torch._dynamo.config.recompile_limit + 2):
+        assert traced(config).guards == ()
+
+
+def test_the_cache_key_covers_the_code_that_shapes_the_graph() -> None:
+    names = {path.name for path in source_files()}
+    assert {"trace.py", "split.py", "merge_linears.py", "qwen3.py", "llama.py", "layers.py", "op.py"} <= names
+    for family in FAMILIES.values():
+        assert f"{family.model.__module__.rsplit('.', 1)[-1]}.py" in names
+
+
+def test_the_cache_key_changes_with_the_graph_and_only_with_it() -> None:
+    config = tiny_config()
+    base = cache_factors(config)
+    same = replace(config, scheduler=replace(config.scheduler, max_num_seqs=3), attention_backend="torch")
+    assert cache_factors(same) == base
+    others = [
+        tiny_config(num_layers=3),
+        tiny_config(dtype=torch.bfloat16),
+        tiny_config("LlamaForCausalLM"),
+        replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=128)),
+        replace(config, compile=replace(config.compile, passes=("merge_linears",))),
+        replace(config, model=replace(config.model, rms_norm_eps=1e-5)),
+    ]
+    for other in others:
+        assert cache_factors(other) != base
