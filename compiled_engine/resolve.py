@@ -1,0 +1,212 @@
+"""Turn what a user asked for into the frozen configuration, with the reason for everything that was chosen.
+
+A request that cannot be honoured is an error that says why; nothing is changed silently, here or later.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.attention.backend import AttentionCase, GraphSupport
+from compiled_engine.attention.registry import get_backend, resolve_backend
+from compiled_engine.config import (
+    CacheConfig,
+    CompileConfig,
+    EngineConfig,
+    GraphConfig,
+    GraphMode,
+    ModelConfig,
+    SchedulerConfig,
+)
+from compiled_engine.graphs.cache import default_root
+from compiled_engine.graphs.dispatcher import default_capture_sizes
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+from compiled_engine.models.registry import read_model_config
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.manager import PASS_NAMES
+
+MODES = ("auto", "eager", "compiled", "graphed")
+POLICIES = ("fcfs", "priority")
+DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Raises ValueError or TypeError naming the field, the value and what is allowed."""
+    _check_types(options)
+    reasons: dict[str, str] = {}
+    device = _device(options, reasons)
+    path = BUNDLED_MODEL_PATH if options.model is None else Path(options.model)
+    if options.model is None:
+        reasons["model.path"] = "no model was named: the bundled one"
+    model, model_reasons = read_model_config(
+        path,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        load_format=options.load_format,
+        seed=options.seed,
+        device_type=device.type,
+    )
+    reasons |= model_reasons
+    compiled, graphed = _mode(options, device, reasons)
+    scheduler = _scheduler(options, model, device, reasons)
+    backend, block_size = _attention(options, model, device, reasons)
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(
+            block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
+        ),
+        scheduler=scheduler,
+        compile=CompileConfig(compiled, _passes(options), _cache_dir(options)),
+        graph=_graph(options, graphed, backend, scheduler, reasons),
+        device=device,
+        attention_backend=backend,
+        reasons=reasons,
+    )
+
+
+def _check_types(options: EngineOptions) -> None:
+    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):
+        _require_positive(name, getattr(options, name), optional=True)
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int):
+        raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
+    for name in ("enable_prefix_caching", "compile_cache"):
+        if not isinstance(getattr(options, name), bool):
+            raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
+    share = options.gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise TypeError(f"gpu_memory_utilization is {share!r}; allowed: a number above 0 and at most 1")
+    if not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization is {share!r}; allowed: above 0 and at most 1")
+    _require_one_of("mode", options.mode, MODES)
+    _require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
+    _require_one_of("generation_config", options.generation_config, ("auto", "none"))
+    if options.model is not None and not isinstance(options.model, str | Path):
+        raise TypeError(f"model is {options.model!r}; allowed: the path of a checkpoint folder, or None")
+
+
+def _require_positive(name: str, value: Any, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; allowed: an integer of at least 1")
+    if value < 1:
+        raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
+
+
+def _require_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _device(options: EngineOptions, reasons: dict[str, str]) -> torch.device:
+    if options.device == "auto":
+        if torch.cuda.is_available():
+            reasons["device"] = "an NVIDIA GPU is there"
+            return torch.device("cuda", torch.cuda.current_device())
+        reasons["device"] = "no NVIDIA GPU was found"
+        return torch.device("cpu")
+    try:
+        device = torch.device(options.device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {options.device!r}; allowed: auto, cpu, cuda, cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"device is {options.device!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {options.device!r}, but torch finds no CUDA GPU here; allowed: auto, cpu")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device is {options.device!r}; allowed: cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+        device = torch.device("cuda", index)
+    return device
+
+
+def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
+    """(compile?, CUDA graphs?)"""
+    mode = options.mode
+    if mode == "auto":
+        mode = "graphed" if device.type == "cuda" else "compiled"
+        reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"
+    if mode == "graphed" and device.type != "cuda":
+        raise ValueError(
+            "mode is 'graphed', which replays CUDA graphs and needs a CUDA GPU; allowed on cpu: eager, compiled"
+        )
+    return mode != "eager", mode == "graphed"
+
+
+def _scheduler(
+    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
+) -> SchedulerConfig:
+    default_seqs, default_tokens = DEFAULT_LIMITS[device.type]
+    max_num_seqs = options.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = default_seqs
+        if options.max_num_batched_tokens is not None:
+            max_num_seqs = min(max_num_seqs, options.max_num_batched_tokens)
+        reasons["scheduler.max_num_seqs"] = f"default on {device.type}"
+    max_num_batched_tokens = options.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(default_tokens, max_num_seqs)
+        reasons["scheduler.max_num_batched_tokens"] = f"default on {device.type}"
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs}), "
+            "so that every running request can decode in a step"
+        )
+    return SchedulerConfig(max_num_seqs, max_num_batched_tokens, model.max_model_len, options.scheduling_policy)
+
+
+def _attention(
+    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
+) -> tuple[str, int]:
+    windows = [window for window in model.sliding_windows if window is not None]
+    case = AttentionCase(
+        device.type,
+        model.dtype,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        0,
+        min(windows, default=None),
+    )
+    backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
+    reasons |= attention_reasons
+    return backend, block_size
+
+
+def _passes(options: EngineOptions) -> tuple[str, ...]:
+    for name in options.disable_passes:
+        _require_one_of("disable_passes", name, PASS_NAMES)
+    return tuple(name for name in PASS_NAMES if name not in options.disable_passes)
+
+
+def _cache_dir(options: EngineOptions) -> Path | None:
+    if not options.compile_cache:
+        if options.cache_dir is not None:
+            raise ValueError(
+                f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
+            )
+        return None
+    return default_root() if options.cache_dir is None else Path(options.cache_dir)
+
+
+def _graph(
+    options: EngineOptions, graphed: bool, backend: str, scheduler: SchedulerConfig, reasons: dict[str, str]
+) -> GraphConfig:
+    if not graphed:
+        if options.capture_sizes is not None:
+            raise ValueError(f"capture_sizes is {options.capture_sizes!r}, but the mode captures no CUDA graphs")
+        return GraphConfig(GraphMode.NONE, ())
+    if get_backend(backend).graph_support is GraphSupport.NEVER:
+        raise ValueError(f"mode is 'graphed', but attention_backend {backend!r} cannot be captured in a CUDA graph")
+    if options.capture_sizes is None:
+        reasons["graph.capture_sizes"] = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in steps of 16"
+        return GraphConfig(GraphMode.FULL_DECODE_ONLY, default_capture_sizes(scheduler.max_num_seqs))
+    for size in options.capture_sizes:
+        _require_positive("capture_sizes", size)
+        if size > scheduler.max_num_seqs:
+            raise ValueError(f"capture_sizes has {size}; allowed: at most max_num_seqs ({scheduler.max_num_seqs})")
+    return GraphConfig(GraphMode.FULL_DECODE_ONLY, tuple(sorted(set(options.capture_sizes))))

@@ -1,0 +1,66 @@
+"""How many KV cache blocks fit, and their tensors."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from compiled_engine.config import EngineConfig
+
+GIB = 1 << 30
+CPU_LIMIT_BYTES = 4 * GIB
+
+
+class NotEnoughMemory(MemoryError):
+    """The model fits, but no usable KV cache does."""
+
+
+def block_bytes(config: EngineConfig) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    model = config.model
+    per_token = 2 * model.num_kv_heads * model.head_dim * model.dtype.itemsize
+    return config.cache.block_size * per_token * model.num_layers
+
+
+def blocks_wanted(config: EngineConfig) -> int:
+    """Blocks that would let max_num_seqs requests reach max_model_len: more are of no use but for the prefix cache."""
+    per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
+    return per_request * config.scheduler.max_num_seqs
+
+
+def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) -> int:
+    """Blocks to allocate: what was asked for, or what the memory budget leaves.
+
+    activation_bytes: peak of a step beyond the weights; graph_bytes: what CUDA graphs are predicted to take.
+    Raises NotEnoughMemory when not even one request of max_model_len tokens fits; a `num_blocks` that the user
+    gave may be smaller, since requests that cannot fit are then refused one by one.
+    """
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    size = block_bytes(config)
+    if config.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(config.device)
+        reserved_idle = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
+        budget = int(total * config.cache.gpu_memory_utilization) - (total - free - reserved_idle)
+        available = budget - activation_bytes - graph_bytes
+        count = available // size
+    else:
+        available = min(CPU_LIMIT_BYTES, psutil.virtual_memory().available // 2)
+        count = min(available // size, blocks_wanted(config))
+    needed = -(-config.scheduler.max_model_len // config.cache.block_size)
+    if count < needed:
+        raise NotEnoughMemory(
+            f"max_model_len={config.scheduler.max_model_len} needs {needed} KV cache blocks of "
+            f"{size / (1 << 20):.1f} MiB, but only {max(0, count)} fit into the "
+            f"{max(0, available) / GIB:.2f} GiB left; "
+            f"lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization "
+            f"(now {config.cache.gpu_memory_utilization})"
+        )
+    return count
+
+
+def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:
+    """One tensor a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
+    model = config.model
+    shape = (num_blocks, 2, config.cache.block_size, model.num_kv_heads, model.head_dim)
+    return [torch.zeros(shape, dtype=model.dtype, device=config.device) for _ in range(model.num_layers)]
