@@ -1,0 +1,130 @@
+"""How fast a checkpoint loads, against reading the same files from start to end with plain read()."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from compiled_engine.bench.shapes import write_shape
+from compiled_engine.models.loader import load_weights
+from compiled_engine.models.parameters import materialize
+from compiled_engine.models.registry import build_model, read_model_config
+from compiled_engine.parameter_layout import ParameterLayout
+from compiled_engine.progress import Progress
+
+READ_BYTES = 16 << 20
+SHARD_BYTES = 4 << 30
+
+
+def write_random_checkpoint(folder: Path, shape: str, device: torch.device, progress: Progress) -> Path:
+    """A sharded safetensors checkpoint of random weights of a known shape, with an index."""
+    write_shape(folder, shape)
+    config, _ = read_model_config(
+        folder, dtype="bfloat16", max_model_len=None, load_format="dummy", seed=0, device_type=device.type
+    )
+    parameters = dict(build_model(config).named_parameters())
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    weight_map, size = {}, 0
+    with progress.stage("write checkpoint", total=len(parameters)) as advance:
+        for name, parameter in parameters.items():
+            if size > SHARD_BYTES:
+                _save_shard(folder, len(shards), shards[-1])
+                shards.append({})
+                size = 0
+            values = torch.empty(parameter.shape, dtype=config.dtype, device=device).uniform_(-0.05, 0.05)
+            shards[-1][name] = values.cpu()
+            weight_map[name] = _shard_name(len(shards))
+            size += values.numel() * values.itemsize
+            advance(1)
+        _save_shard(folder, len(shards), shards[-1])
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number:05d}.safetensors"
+
+
+def _save_shard(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / _shard_name(number))
+    tensors.clear()
+
+
+def measure(folder: Path, device: torch.device, progress: Progress, repeats: int = 3) -> dict[str, Any]:
+    """Read and load alternately, `repeats` times, in this process and cache state; medians in GB/s.
+
+    `host_peak_bytes` is the most anonymous and shared memory that the load added, so without the mapped files.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    total = sum(path.stat().st_size for path in files)
+    config, _ = read_model_config(
+        folder, dtype="auto", max_model_len=None, load_format="safetensors", seed=0, device_type=device.type
+    )
+    if device.type == "cuda":
+        torch.zeros(1, device=device)  # the CUDA context is not part of loading
+    model = build_model(config)
+    materialize(model, ParameterLayout(), device)
+    reads, loads, peaks = [], [], []
+    for _ in range(repeats):
+        reads.append(total / _timed(lambda: _read_all(files), device))
+        with _host_peak() as peak:
+            loads.append(total / _timed(lambda: load_weights(model, config, progress), device))
+        peaks.append(peak[0])
+    reads.sort()
+    loads.sort()
+    read, load = reads[repeats // 2], loads[repeats // 2]
+    return {
+        "bytes": total,
+        "read_gb_per_s": [rate / 1e9 for rate in reads],
+        "load_gb_per_s": [rate / 1e9 for rate in loads],
+        "load_over_read": load / read,
+        "host_peak_bytes": max(peaks),
+        "largest_tensor_bytes": max(parameter.nbytes for parameter in model.parameters()),
+    }
+
+
+def _timed(work: Any, device: torch.device) -> float:
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def _read_all(files: list[Path]) -> None:
+    buffer = bytearray(READ_BYTES)
+    for path in files:
+        with path.open("rb", buffering=0) as handle:
+            while handle.readinto(buffer):
+                pass
+
+
+@contextmanager
+def _host_peak() -> Iterator[list[int]]:
+    """Samples this process's anonymous and shared memory every few milliseconds; the list's entry is the growth."""
+    before, peak, stop = _host_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            peak[0] = max(peak[0], _host_bytes() - before)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _host_bytes() -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

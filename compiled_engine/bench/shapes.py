@@ -1,0 +1,53 @@
+"""Known model shapes, for benchmarks with random weights: a config.json each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _QWEN3
+    | {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-8b": _QWEN3
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def write_shape(folder: Path, name: str) -> Path:
+    """A checkpoint folder that holds only the shape's config.json; load it with load_format="dummy".
+
+    Raises ValueError for an unknown name.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"shape is {name!r}; allowed: {', '.join(SHAPES)}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1))
+    return folder

@@ -1,0 +1,47 @@
+"""`compiled-engine`: the commands. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from compiled_engine.cli.bench import bench
+from compiled_engine.cli.config import config
+from compiled_engine.cli.demo import demo
+from compiled_engine.cli.errors import OneLineErrors
+from compiled_engine.cli.generate import generate
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="LLM inference whose centre is the compiler.",
+    epilog="Each command has --help with examples.",
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+for command in (generate, config, demo):
+    app.command()(command)
+app.add_typer(bench, name="bench")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        from compiled_engine import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """The entry point of the `compiled-engine` script."""
+    app()

@@ -1,0 +1,135 @@
+"""Command-line arguments declared once, as tables, and given to every command that takes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compiled_engine.options import EngineOptions
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One option of the command line, for the field `name` of a dataclass; absent unless it is given.
+
+    type: of one value. flag: how it is written, if not as the field. convert: from what was written to what
+    the field takes.
+    """
+
+    name: str
+    type: Any
+    help: str
+    flag: str | None = None
+    convert: Callable[[Any], Any] = lambda value: value
+
+    def parameter(self, panel: str, default: object = None) -> inspect.Parameter:
+        flag = self.flag or f"--{self.name.replace('_', '-')}"
+        text = self.help if default in (None, ()) else f"{self.help} Default: {default}."
+        option = typer.Option(None, flag, help=text, rich_help_panel=panel, show_default=False)
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=self.type | None)
+
+
+def block_size(value: str) -> int | str:
+    return int(value) if value.isdecimal() else value
+
+
+ENGINE_ARGUMENTS = (
+    Argument("model", Path, "Checkpoint folder in Hugging Face layout. Without it: the bundled model."),
+    Argument("tokenizer", Path, "Folder with the tokenizer, when it is not the model's."),
+    Argument("mode", str, "eager, compiled, graphed, or auto: graphed on CUDA, compiled on CPU."),
+    Argument("dtype", str, "auto, float32, bfloat16 or float16."),
+    Argument("device", str, "auto, cpu, cuda or cuda:N."),
+    Argument("max_model_len", int, "Most tokens of prompt and output together."),
+    Argument("max_num_seqs", int, "Most requests in one step."),
+    Argument("max_num_batched_tokens", int, "Most tokens in one step."),
+    Argument("block_size", str, "Tokens in a block of the KV cache, or auto.", convert=block_size),
+    Argument("num_blocks", int, "Blocks of the KV cache, instead of what fits into memory."),
+    Argument("gpu_memory_utilization", float, "Share of the device's memory to use, weights included."),
+    Argument(
+        "enable_prefix_caching",
+        bool,
+        "Whether to reuse the KV cache of prompts that begin alike.",
+        flag="--enable-prefix-caching/--no-enable-prefix-caching",
+    ),
+    Argument("scheduling_policy", str, "fcfs or priority."),
+    Argument("seed", int, "Seed of all that is random."),
+    Argument("load_format", str, "auto, safetensors, or dummy: random weights."),
+    Argument("attention_backend", str, "auto, torch, triton or flash_attn."),
+    Argument(
+        "disable_passes",
+        list[str],
+        "FX pass to leave out; may be repeated.",
+        flag="--disable-pass",
+        convert=tuple,
+    ),
+    Argument(
+        "capture_sizes",
+        list[int],
+        "Batch size to capture as a CUDA graph, instead of the default rule; may be repeated.",
+        flag="--capture-size",
+        convert=tuple,
+    ),
+    Argument("cache_dir", Path, "Where compiled artifacts are kept."),
+    Argument("compile_cache", bool, "Whether to keep compiled artifacts.", flag="--cache/--no-cache"),
+    Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
+)
+
+SAMPLING_ARGUMENTS = (
+    Argument("max_tokens", int, "Most tokens to generate."),
+    Argument("min_tokens", int, "Tokens to generate before an end-of-sequence token may come."),
+    Argument("temperature", float, "0 takes the most likely token."),
+    Argument("top_p", float, "Sample from the most likely tokens that reach this probability together."),
+    Argument("top_k", int, "Sample from this many most likely tokens; 0 for all."),
+    Argument("min_p", float, "Leave out tokens less likely than this times the most likely one."),
+    Argument("repetition_penalty", float, "Above 1: tokens that were there become less likely."),
+    Argument("presence_penalty", float, "Subtracted from the logits of tokens generated so far."),
+    Argument("frequency_penalty", float, "The same, once for each time."),
+    Argument("n", int, "Completions of each prompt."),
+    Argument("stop", list[str], "Stop at this text; may be repeated."),
+    Argument("stop_token_ids", list[int], "Stop at this token; may be repeated.", flag="--stop-token-id"),
+    Argument("ignore_eos", bool, "Go on after an end-of-sequence token.", flag="--ignore-eos"),
+    Argument("logprobs", int, "Log-probabilities of this many tokens for each position (with --json)."),
+)
+
+Command = Callable[..., Any]
+
+
+def takes_engine_options(command: Command) -> Command:
+    """Let `command(engine=...)` have the engine's options, and get those that were given as a dict."""
+    defaults = {field.name: field.default for field in fields(EngineOptions)}
+    parameters = [argument.parameter("Engine", defaults[argument.name]) for argument in ENGINE_ARGUMENTS]
+    return _takes(command, "engine", ENGINE_ARGUMENTS, parameters)
+
+
+def takes_sampling_params(command: Command) -> Command:
+    """Let `command(sampling=...)` have sampling parameters, and get those that were given as a dict."""
+    panel = "Sampling (if not given: the checkpoint's defaults)"
+    parameters = [argument.parameter(panel) for argument in SAMPLING_ARGUMENTS]
+    return _takes(command, "sampling", SAMPLING_ARGUMENTS, parameters)
+
+
+def _takes(
+    command: Command, keyword: str, arguments: Sequence[Argument], added: Sequence[inspect.Parameter]
+) -> Command:
+    """The command with more parameters: what typer reads is its signature, so that is what is put together."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != keyword]
+
+    def wrapper(**values: Any) -> Any:
+        given = {}
+        for argument in arguments:
+            value = values.pop(argument.name)
+            if value not in (None, []):
+                given[argument.name] = argument.convert(value)
+        return command(**values, **{keyword: given})
+
+    wrapper.__name__ = command.__name__
+    wrapper.__doc__ = command.__doc__
+    wrapper.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
+    return wrapper

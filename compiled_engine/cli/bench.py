@@ -1,0 +1,195 @@
+"""`compiled-engine bench`: measurements that anybody can repeat."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.errors import bad_input_is_reported
+
+if TYPE_CHECKING:
+    from compiled_engine.llm import LLM
+
+bench = typer.Typer(
+    help="Measure speed on this machine. Each figure is a median of interleaved repeats after a warm-up.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ShapeName = Annotated[str | None, typer.Option(help="Random weights of this shape: qwen3-0.6b, qwen3-8b.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds, after one of warm-up.")]
+ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]
+
+
+@bench.command("transformers")
+def against_transformers(
+    *,
+    model: ModelFolder = None,
+    mode: Annotated[str, typer.Option(help="eager, compiled, graphed or auto.")] = "auto",
+    requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 32,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 128,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Output tokens per second beside transformers: `generate` for one request, continuous batching for many.
+
+    Examples:
+
+      compiled-engine bench transformers
+
+      compiled-engine bench transformers --requests 8 --mode eager --json
+    """
+    with bad_input_is_reported():
+        from compiled_engine.bench.against_transformers import compare
+
+        result = compare(model, mode, requests, prompt_len, output_len, repeats)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    table = Table("", "tok/s", "from", "to", title=f"{result['model']}, {result['device']}, {result['dtype']}")
+    for name, rate in result["tokens_per_s"].items():
+        low, high = result["spread"][name]
+        table.add_row(name.replace("_", " "), f"{rate:.0f}", f"{low:.0f}", f"{high:.0f}")
+    console = Console()
+    console.print(table)
+    console.print(f"one request: {result['single_speedup']:.2f} times transformers' generate")
+    console.print(f"{requests} requests: {result['batch_speedup']:.2f} times its continuous batching")
+
+
+@bench.command("load")
+def load(
+    *,
+    model: ModelFolder = None,
+    shape: Annotated[
+        str | None, typer.Option(help="Write and load a random checkpoint of this shape: qwen3-0.6b, qwen3-8b.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Where to write it; without it a temporary folder.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cuda",
+    repeats: Annotated[int, typer.Option(min=1, help="Reads and loads.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """How fast a checkpoint loads, against reading its files from start to end in the same cache state.
+
+    Examples:
+
+      compiled-engine bench load --shape qwen3-8b
+
+      compiled-engine bench load --model path/to/Qwen3-8B --json
+    """
+    with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
+        if (model is None) == (shape is None):
+            raise ValueError(f"model is {model} and shape is {shape}; allowed: exactly one of the two")
+        result = _measure_load(model, shape, folder or Path(temporary), device, repeats)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    table = Table("", "", title=f"{result['bytes'] / 1e9:.1f} GB to {device}")
+    table.add_row("read, GB/s", ", ".join(f"{rate:.2f}" for rate in result["read_gb_per_s"]))
+    table.add_row("load, GB/s", ", ".join(f"{rate:.2f}" for rate in result["load_gb_per_s"]))
+    table.add_row("load / read (medians)", f"{result['load_over_read']:.0%}")
+    table.add_row("peak host memory, MiB", f"{result['host_peak_bytes'] / 2**20:.0f}")
+    table.add_row("largest tensor, MiB", f"{result['largest_tensor_bytes'] / 2**20:.0f}")
+    Console().print(table)
+
+
+@bench.command("latency")
+@takes_engine_options
+def latency(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be repeated.")] = None,
+    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Time per output token at fixed batch sizes, through the public generate call.
+
+    Examples:
+
+      compiled-engine bench latency --batch 1 --batch 8
+
+      compiled-engine bench latency --shape qwen3-0.6b --mode graphed --json
+    """
+    from compiled_engine.bench.workloads import latency as measure
+
+    with bad_input_is_reported(), _engine(engine, shape) as llm:
+        result = measure(llm, batch or [1, 8, 64], prompt_len, repeats)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    table = Table("batch", "ms per token", "from", "to")
+    for row in result:
+        spread = [f"{value:.3f}" for value in row["spread_ms"]]
+        table.add_row(str(row["batch_size"]), f"{row['tpot_ms']:.3f}", *spread)
+    Console().print(table)
+
+
+@bench.command("throughput")
+@takes_engine_options
+def throughput(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests, all there at the start.")] = 256,
+    shortest: Annotated[int, typer.Option(min=1, help="Least tokens of a prompt and of an output.")] = 100,
+    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt and of an output.")] = 1024,
+    repeats: Repeats = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Output tokens per second of many requests of random lengths at temperature 0.6.
+
+    Examples:
+
+      compiled-engine bench throughput --requests 32 --shortest 16 --longest 64
+
+      compiled-engine bench throughput --shape qwen3-0.6b --max-model-len 4096 --json
+    """
+    from compiled_engine.bench.workloads import throughput as measure
+
+    with bad_input_is_reported(), _engine(engine, shape) as llm:
+        result = measure(llm, requests, shortest, longest, repeats)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        typer.echo(f"{result['output_tokens_per_s']:.0f} output tokens per second")
+
+
+@contextmanager
+def _engine(options: dict[str, Any], shape: str | None) -> Iterator[LLM]:
+    """The engine to measure: a model folder, or random weights of a known shape."""
+    from compiled_engine.bench.shapes import write_shape
+    from compiled_engine.llm import LLM
+
+    with tempfile.TemporaryDirectory() as folder:
+        if shape is not None:
+            if "model" in options:
+                raise ValueError(f"model is {options['model']} and shape is {shape}; allowed: one of the two")
+            options = {"load_format": "dummy"} | options | {"model": write_shape(Path(folder), shape)}
+        with LLM(**options) as llm:
+            yield llm
+
+
+def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:
+    import torch
+
+    from compiled_engine.bench.load_rate import measure, write_random_checkpoint
+    from compiled_engine.progress import RichProgress
+
+    progress = RichProgress()
+    target = torch.device(device)
+    if shape is not None:
+        model = write_random_checkpoint(folder, shape, target, progress)
+    assert model is not None
+    return measure(model, target, progress, repeats)

@@ -1,0 +1,95 @@
+"""`compiled-engine config`: the resolved configuration, with the reasons."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.errors import bad_input_is_reported
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+
+
+@takes_engine_options
+def config(
+    *,
+    engine: dict[str, Any],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show the configuration that the engine would run with, and why.
+
+    Nothing is loaded or compiled.
+
+    Examples:
+
+      compiled-engine config
+
+      compiled-engine config --model path/to/Qwen3-0.6B --mode eager --max-num-seqs 8
+
+      compiled-engine config --json | jq .scheduler
+    """
+    with bad_input_is_reported():
+        from compiled_engine.llm import make_options
+        from compiled_engine.resolve import resolve
+
+        resolved = resolve(make_options(engine.pop("model", None), engine))
+    if as_json:
+        typer.echo(json.dumps(plain(resolved), indent=2))
+    else:
+        # Without a terminal nothing says how wide the output may be: wide enough for paths and reasons.
+        Console(width=None if sys.stdout.isatty() else 160).print(config_table(resolved))
+
+
+def config_table(config: EngineConfig) -> Table:
+    """One row for each value, under its dotted name; the reason where the value was chosen, not given."""
+    table = Table(box=None)
+    table.add_column("field", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    table.add_column("reason", overflow="fold")
+    for name, value in _rows("", config):
+        table.add_row(name, _shown(value), config.reasons.get(name, ""))
+    return table
+
+
+def plain(value: Any) -> Any:
+    """A configuration value as JSON has it: objects, lists, numbers, text."""
+    if is_dataclass(value):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")
+
+
+def _rows(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    for field in fields(value):
+        item = getattr(value, field.name)
+        if is_dataclass(item):
+            yield from _rows(f"{prefix}{field.name}.", item)
+        elif field.name != "reasons":
+            yield prefix + field.name, item
+
+
+def _shown(value: Any) -> str:
+    value = plain(value)
+    if not isinstance(value, list):
+        return str(value)
+    if len(value) > 1 and len(set(value)) == 1:
+        return f"{value[0]} ({len(value)} times)"
+    return ", ".join(map(str, value))

@@ -1,0 +1,70 @@
+"""`compiled-engine generate`: complete prompts, as text that streams or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+import psutil
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.reports import completion_records, speeds, summary
+from compiled_engine.cli.text import print_completions, print_stream
+
+
+@takes_engine_options
+@takes_sampling_params
+def generate(
+    *,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    prompt: Annotated[list[str], typer.Option(help="Text to complete; may be repeated.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print outputs and metrics as JSON, nothing else.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Complete prompts.
+
+    A single prompt streams as it is completed; the speed follows on stderr.
+
+    Examples:
+
+      compiled-engine generate --prompt "def fibonacci(n):" --max-tokens 64
+
+      compiled-engine generate --model path/to/Qwen3-0.6B --prompt "Once" --temperature 0 --stop "."
+
+      compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
+    """
+    # Whatever else prints to stdout must not mix with the JSON.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        with bad_input_is_reported():
+            from compiled_engine.llm import LLM
+
+            llm = LLM(**engine, progress=not quiet)
+        ready_s = time.time() - psutil.Process().create_time()
+        with llm:
+            with bad_input_is_reported():
+                params = replace(llm.get_default_sampling_params(), **sampling)
+            begin = time.perf_counter()
+            if not as_json and len(prompt) == params.n == 1:
+                with bad_input_is_reported():
+                    stream = llm.stream(prompt[0], params)
+                outputs = [print_stream(prompt[0], stream)]
+            else:
+                with bad_input_is_reported():
+                    outputs = llm.generate(prompt, params)
+            measured = speeds(outputs, time.perf_counter() - begin)
+            counted = llm.metrics()
+    if as_json:
+        # The engine counts from its construction; a user waits from the start of the process.
+        metrics = {**counted, **measured, "start_s": ready_s, "engine_start_s": counted["start_s"]}
+        typer.echo(json.dumps({"outputs": completion_records(outputs), "metrics": metrics}, indent=2))
+        return
+    if len(prompt) > 1 or params.n > 1:
+        print_completions(outputs)
+    typer.secho(summary(measured), err=True, dim=True)

@@ -1,0 +1,97 @@
+"""Conversations to prompts, by the tokenizer's chat template (run in the sandbox of transformers)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from compiled_engine.frontend.prompts import Prompt
+from compiled_engine.frontend.tokenizer import Tokenizer
+
+Message: TypeAlias = "Mapping[str, Any]"
+Conversation: TypeAlias = "Sequence[Message]"
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def split_conversations(messages: Conversation | Sequence[Conversation]) -> list[tuple[str, Conversation]]:
+    """One conversation (a list of messages) or many (a list of lists), each with its name in errors."""
+    if not isinstance(messages, list | tuple):
+        raise TypeError(f"messages must be a list of messages, or a list of such lists, got {messages!r}")
+    if not messages:
+        raise ValueError("messages must not be empty")
+    if isinstance(messages[0], list | tuple):
+        return [(f"messages[{index}]", conversation) for index, conversation in enumerate(messages)]
+    return [("messages", messages)]
+
+
+def render_chat(
+    tokenizer: Tokenizer,
+    conversation: Conversation,
+    *,
+    name: str = "messages",
+    chat_template: str | None = None,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: list[dict[str, Any]] | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Prompt:
+    """The prompt for a conversation: text, and its token ids (the template writes the special tokens itself).
+
+    Raises TypeError or ValueError, naming the message and what is wrong: no template, a message of the wrong
+    form, a role that the template does not know, or what the template itself objects to.
+    """
+    from jinja2 import TemplateError
+
+    template = chat_template if chat_template is not None else tokenizer.hf.chat_template
+    if template is None:
+        raise ValueError("chat_template must be given: the tokenizer has none")
+    if add_generation_prompt and continue_final_message:
+        raise ValueError("add_generation_prompt must be False when continue_final_message is True")
+    settings: dict[str, Any] = {
+        **(chat_template_kwargs or {}),
+        "tools": tools,
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+        "tokenize": False,
+    }
+    checked = _check_conversation(name, conversation, str(template))
+    try:
+        text: Any = tokenizer.hf.apply_chat_template(checked, **settings)
+    except (TemplateError, ValueError, TypeError) as error:
+        raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
+    return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))
+
+
+def _check_conversation(name: str, conversation: Any, template: str) -> list[dict[str, Any]]:
+    """The messages, each with its content as one string."""
+    if not isinstance(conversation, list | tuple):
+        raise TypeError(f"{name} must be a list of messages, got {conversation!r}")
+    if not conversation:
+        raise ValueError(f"{name} must not be empty")
+    checked: list[dict[str, Any]] = []
+    for index, message in enumerate(conversation):
+        where = f"{name}[{index}]"
+        if not isinstance(message, Mapping):
+            raise TypeError(f"{where} must be a dict with 'role' and 'content', got {message!r}")
+        role, content = message.get("role"), message.get("content")
+        # A template may have roles of its own; one that it never names would be dropped without a word.
+        if not isinstance(role, str) or (role not in ROLES and role not in template):
+            raise ValueError(f"{where}['role'] must be one of {', '.join(ROLES)}, got {role!r}")
+        if content is None and not message.get("tool_calls"):
+            raise ValueError(f"{where}['content'] must be text, got {content!r}")
+        checked.append({**message, "content": _join_content(f"{where}['content']", content)})
+    return checked
+
+
+def _join_content(name: str, content: Any) -> str | None:
+    """Text as it is; parts of text joined by line breaks, as few templates know of parts."""
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise TypeError(f"{name} must be a string or a list of {{'type': 'text', 'text': str}}, got {content!r}")
+    for index, part in enumerate(content):
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{name}[{index}] must be {{'type': 'text', 'text': str}}, got {part!r}")
+    return "\n".join(part["text"] for part in content)

@@ -1,0 +1,107 @@
+"""The state of one completion: tokens in, text, log-probabilities and the reason of its end out."""
+
+from __future__ import annotations
+
+from compiled_engine.engine_io import EngineOutput
+from compiled_engine.frontend.detokenizer import Detokenizer
+from compiled_engine.frontend.stop_strings import StopStrings
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.outputs import CompletionOutput, Logprob
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.step import TokenLogprobs
+
+
+def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """The chosen token with its rank, then the most likely ones, ranked from 1."""
+    ranks = (entry.rank, *range(1, len(entry.token_ids)))
+    found: dict[int, Logprob] = {}
+    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
+        text = None if tokenizer is None else tokenizer.decode_token(token_id)
+        found.setdefault(token_id, Logprob(logprob, rank, text))
+    return found
+
+
+class Completion:
+    """Collects what the engine core says of one request. `finish_reason` is None until it ends."""
+
+    def __init__(
+        self,
+        index: int,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.index = index
+        self.finish_reason: str | None = None
+        self.num_tokens = 0
+        self._stop_reason: str | int | None = None
+        self._params = params
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._undecoded: list[int] = []
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._cumulative_logprob = 0.0
+        self._stops = StopStrings(params.stop or (), include_in_output=params.include_stop_str_in_output)
+        self._detokenizer: Detokenizer | None = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+
+    def update(self, output: EngineOutput) -> None:
+        """Take in what a step added; a stop string may end the completion before the core does."""
+        last = len(output.new_token_ids) - 1
+        for position, token_id in enumerate(output.new_token_ids):
+            self._token_ids.append(token_id)
+            self.num_tokens += 1
+            if self._logprobs is not None:
+                assert output.logprobs is not None
+                self._logprobs.append(logprob_dict(output.logprobs[position], self._tokenizer))
+                self._cumulative_logprob += output.logprobs[position].logprobs[0]
+            ends = output.finish_reason == "stop" and position == last
+            if not ends or self._params.include_stop_str_in_output:
+                self._undecoded.append(token_id)
+            if self._params.stop:
+                self._decode()
+            if self.finish_reason is not None:
+                return
+        if output.finish_reason is not None:
+            self._finish(output)
+
+    def snapshot(self) -> CompletionOutput:
+        """The completion as it is now."""
+        self._decode()
+        return CompletionOutput(
+            index=self.index,
+            text=self._text,
+            token_ids=list(self._token_ids),
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def _decode(self) -> None:
+        """Bring the text up to the tokens: at each token for stop strings, else when someone wants to see it."""
+        if self._detokenizer is not None and self._undecoded:
+            self._add_text(self._detokenizer.push(self._undecoded))
+            self._undecoded.clear()
+
+    def _add_text(self, text: str) -> None:
+        # A stop string counts only once min_tokens have come before its last token, like a stop token.
+        released, stop = self._stops.push(text, search=self.num_tokens > self._params.min_tokens)
+        self._text += released
+        if stop is not None:
+            self.finish_reason, self._stop_reason = "stop", stop
+
+    def _finish(self, output: EngineOutput) -> None:
+        self._decode()
+        if self._detokenizer is not None:
+            self._add_text(self._detokenizer.flush())
+        if self.finish_reason is None:
+            self._text += self._stops.flush()
+            self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason

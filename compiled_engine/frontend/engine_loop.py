@@ -1,0 +1,91 @@
+"""The synchronous loop: add requests to the core, step it, give out what changed, leave nothing behind."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.frontend.deferred_interrupt import deferred_interrupt
+from compiled_engine.frontend.input_processor import PreparedRequest
+from compiled_engine.frontend.output_processor import OutputProcessor, RequestState
+from compiled_engine.outputs import RequestOutput
+
+
+class Core(Protocol):
+    """What the loop asks of the engine core."""
+
+    def add(self, request: EngineRequest) -> None: ...
+
+    def abort(self, request_id: str) -> object: ...
+
+    def step(self) -> list[EngineOutput]: ...
+
+    def has_unfinished(self) -> bool: ...
+
+
+class EngineLoop:
+    """Runs requests on the core in the caller's thread.
+
+    Several runs may be under way, each an iterator: whichever is asked steps the core for all, and every run
+    gives out what happened to its own requests. A run that ends early, by an exception, an interrupt or
+    because its iterator is closed, aborts its requests, so that the core stays usable.
+    """
+
+    def __init__(self, core: Core, outputs: OutputProcessor) -> None:
+        self._core = core
+        self._outputs = outputs
+        self._changed: dict[str, RequestState] = {}  # what no run has given out yet, by request id
+        self._closed = False
+
+    def close(self) -> None:
+        """Let no run go on: the core is about to be closed."""
+        self._closed = True
+
+    def run(
+        self, requests: Sequence[PreparedRequest], *, partial: bool = False
+    ) -> Generator[RequestOutput, None, None]:
+        """Yield each request's output once it is finished; with `partial` also whenever it has grown."""
+        running: dict[str, RequestState] = {}
+        added: set[str] = set()
+        try:
+            for request in requests:
+                self._require_open()
+                with deferred_interrupt():
+                    running[request.request_id] = self._outputs.add(request)
+                    for engine_request in request.engine_requests:
+                        self._core.add(engine_request)
+                        added.add(engine_request.request_id)
+            while running:
+                changed = [request_id for request_id in self._changed if request_id in running]
+                if not changed:
+                    self._step()
+                for request_id in changed:
+                    state = self._changed.pop(request_id)
+                    if state.finished:
+                        del running[request_id]
+                    if state.finished or partial:
+                        yield state.snapshot()
+        finally:
+            for request_id, state in running.items():
+                self._changed.pop(request_id, None)
+                for engine_request_id in state.unfinished_ids():
+                    self._outputs.forget(engine_request_id)
+                    if engine_request_id in added and not self._closed:
+                        with deferred_interrupt():
+                            self._core.abort(engine_request_id)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this LLM is closed; make a new one")
+
+    def _step(self) -> None:
+        self._require_open()
+        if not self._core.has_unfinished():
+            raise RuntimeError("the engine core has nothing left to run, but a request is not finished")
+        with deferred_interrupt():
+            changed, aborts = self._outputs.process(self._core.step())
+            for engine_request_id in aborts:
+                self._core.abort(engine_request_id)
+            for state in changed:
+                self._changed[state.request.request_id] = state

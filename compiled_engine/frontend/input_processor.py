@@ -1,0 +1,173 @@
+"""Prompts and sampling parameters in, engine requests out; all are checked before any is scheduled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from compiled_engine.engine_io import EngineRequest
+from compiled_engine.frontend.bad_words import encode_bad_words
+from compiled_engine.frontend.prompts import Prompt
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.sampling.params import SamplingParams, validate_for_model
+
+
+@dataclass(frozen=True)
+class PreparedRequest:
+    """A prompt ready to run: one engine request for each of its `sampling_params.n` completions."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    engine_requests: tuple[EngineRequest, ...]
+
+
+@dataclass(frozen=True)
+class InputLimits:
+    """What the engine can take: token ids below `vocab_size`, `max_model_len` tokens of prompt and output."""
+
+    vocab_size: int
+    max_model_len: int
+    has_priorities: bool = False
+
+
+class InputProcessor:
+    """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run."""
+
+    def __init__(self, tokenizer: Tokenizer | None, limits: InputLimits, eos_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._numbers = itertools.count()
+
+    def process(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams],
+        priority: int | Sequence[int] | None = None,
+    ) -> list[PreparedRequest]:
+        """One request for each prompt; `sampling_params` and `priority` are for all, or one for each prompt.
+
+        Raises TypeError or ValueError, naming the field, its value and what is allowed.
+        """
+        params = self._params_for(sampling_params, len(prompts))
+        priorities = self._priorities_for(priority, len(prompts))
+        encoded = [self._encode(prompt, param) for prompt, param in zip(prompts, params, strict=True)]
+        return [
+            self._prepare(prompt, token_ids, param, order)
+            for prompt, token_ids, param, order in zip(prompts, encoded, params, priorities, strict=True)
+        ]
+
+    def _params_for(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+        if isinstance(given, SamplingParams):
+            return [self._complete(given, "sampling_params")] * count
+        if not isinstance(given, list | tuple):
+            raise TypeError(f"sampling_params must be SamplingParams or a list of them, got {given!r}")
+        if len(given) != count:
+            raise ValueError(
+                f"sampling_params must have one entry for each prompt, got {len(given)} for {count} prompts"
+            )
+        return [self._complete(param, f"sampling_params[{index}]") for index, param in enumerate(given)]
+
+    def _complete(self, params: SamplingParams, name: str) -> SamplingParams:
+        """The parameters, checked against the model, with bad_words in token ids."""
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"{name} must be SamplingParams, got {params!r}")
+        if self._tokenizer is None and (params.stop or params.bad_words):
+            field = "stop" if params.stop else "bad_words"
+            raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
+        try:
+            if self._tokenizer is not None and params.bad_words:
+                words = encode_bad_words(self._tokenizer, params.bad_words)
+                params = replace(params, bad_words_token_ids=params.bad_words_token_ids + words)
+            validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+        return params
+
+    def _priorities_for(self, given: int | Sequence[int] | None, count: int) -> list[int]:
+        if given is None:
+            return [0] * count
+        if not self._limits.has_priorities:
+            raise ValueError(f"priority must be None unless scheduling_policy is 'priority', got {given!r}")
+        values = [given] * count if isinstance(given, int) else given
+        if not isinstance(values, list | tuple):
+            raise TypeError(f"priority must be an integer or a list of integers, got {given!r}")
+        if len(values) != count:
+            raise ValueError(f"priority must have one entry for each prompt, got {len(values)} for {count} prompts")
+        for index, value in enumerate(values):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"priority[{index}] must be an integer, got {value!r}")
+        return list(values)
+
+    def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
+        """The prompt's token ids, truncated if that is asked for, and checked."""
+        token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt)
+        if not token_ids:
+            given = [] if prompt.text is None else prompt.text
+            raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
+        vocab_size, max_model_len = self._limits.vocab_size, self._limits.max_model_len
+        for index, token_id in enumerate(token_ids):
+            if not 0 <= token_id < vocab_size:
+                raise ValueError(
+                    f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
+                )
+        longest = max_model_len - 1
+        keep = params.truncate_prompt_tokens
+        if keep is not None:
+            token_ids = token_ids[-(longest if keep == -1 else min(keep, longest)) :]
+        if len(token_ids) > longest:
+            raise ValueError(
+                f"{prompt.name} must have at most {longest} tokens (max_model_len {max_model_len}, less one"
+                f" to generate), got {len(token_ids)}; truncate_prompt_tokens keeps the last ones"
+            )
+        if len(token_ids) + params.min_tokens > max_model_len:
+            raise ValueError(
+                f"{prompt.name}: min_tokens must be at most {max_model_len - len(token_ids)} after"
+                f" {len(token_ids)} prompt tokens (max_model_len {max_model_len}), got {params.min_tokens}"
+            )
+        return token_ids
+
+    def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+        text = prompt.text or ""
+        if self._tokenizer is None:
+            raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{prompt.name} must be valid Unicode, got {text!r}: {error.reason}") from error
+        return tuple(self._tokenizer.encode(text))
+
+    def _prepare(
+        self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams, priority: int
+    ) -> PreparedRequest:
+        request_id = str(next(self._numbers))
+        max_tokens = params.max_tokens
+        if max_tokens is None:
+            max_tokens = self._limits.max_model_len - len(token_ids)
+        requests = tuple(
+            EngineRequest(
+                request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+                prompt_token_ids=token_ids,
+                sampling_params=replace(
+                    params,
+                    n=1,
+                    seed=_child_seed(params.seed, index),
+                    max_tokens=max_tokens,
+                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                ),
+                eos_token_ids=self._eos_token_ids,
+                priority=priority,
+            )
+            for index in range(params.n)
+        )
+        return PreparedRequest(request_id, prompt.text, token_ids, params, requests)
+
+
+def _child_seed(seed: int | None, index: int) -> int | None:
+    """A seed of its own for each completion; past the largest, the smallest follows."""
+    if seed is None:
+        return None
+    return seed + index if seed + index < 2**64 else seed + index - 2**64

@@ -1,0 +1,120 @@
+"""From what a step produced to what a user gets: one RequestOutput for all completions of a prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from compiled_engine.engine_io import EngineOutput
+from compiled_engine.frontend.completion import Completion, logprob_dict
+from compiled_engine.frontend.input_processor import PreparedRequest
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.outputs import Logprob, RequestMetrics, RequestOutput
+from compiled_engine.scheduling.step import TokenLogprobs
+
+
+class RequestState:
+    """A prompt under way: its completions, prompt log-probabilities and times (in seconds)."""
+
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
+        self.request = request
+        self._tokenizer = tokenizer
+        params = request.sampling_params
+        self._completions = {
+            engine_request.request_id: Completion(index, request.prompt_token_ids, params, tokenizer)
+            for index, engine_request in enumerate(request.engine_requests)
+        }
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            self._prompt_logprobs = [None]
+        self._num_cached_tokens: int | None = None
+        self._arrival_time = now
+        self._first_token_time: float | None = None
+        self._finished_time: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(completion.finish_reason is not None for completion in self._completions.values())
+
+    def update(self, output: EngineOutput, now: float) -> str | None:
+        """Take in a step's output for one completion; give the finish reason that the completion has now."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._add_prompt_logprobs(*output.prompt_logprobs)
+        if output.new_token_ids and self._first_token_time is None:
+            self._first_token_time = now
+        completion = self._completions[output.request_id]
+        completion.update(output)
+        if self.finished:
+            self._finished_time = now
+        return completion.finish_reason
+
+    def unfinished_ids(self) -> list[str]:
+        """Ids of the engine requests that still run."""
+        return [key for key, completion in self._completions.items() if completion.finish_reason is None]
+
+    def snapshot(self) -> RequestOutput:
+        """The request as it is now."""
+        completions = self._completions.values()
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self.request.prompt,
+            prompt_token_ids=list(self.request.prompt_token_ids),
+            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
+            outputs=[completion.snapshot() for completion in completions],
+            finished=self.finished,
+            num_cached_tokens=self._num_cached_tokens,
+            metrics=RequestMetrics(
+                arrival_time=self._arrival_time,
+                first_token_time=self._first_token_time,
+                finished_time=self._finished_time,
+                num_output_tokens=max(completion.num_tokens for completion in completions),
+            ),
+        )
+
+    def _add_prompt_logprobs(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
+        """Entries come a chunk of the prompt at a time; a request that was preempted sends some again."""
+        assert self._prompt_logprobs is not None
+        known = len(self._prompt_logprobs) - first
+        assert known >= 0, f"prompt_logprobs from position {first} on, but {len(self._prompt_logprobs)} is the next"
+        for entry in entries[known:]:
+            self._prompt_logprobs.append(logprob_dict(entry, self._tokenizer))
+
+
+class OutputProcessor:
+    """Routes the core's outputs to the states of their requests."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._states: dict[str, RequestState] = {}
+
+    def add(self, request: PreparedRequest) -> RequestState:
+        """Start to follow a request; its arrival is now."""
+        state = RequestState(request, self._tokenizer, time.perf_counter())
+        for engine_request in request.engine_requests:
+            self._states[engine_request.request_id] = state
+        return state
+
+    def forget(self, engine_request_id: str) -> None:
+        """Stop following an engine request: what the core still says of it is dropped."""
+        self._states.pop(engine_request_id, None)
+
+    def process(self, outputs: Sequence[EngineOutput]) -> tuple[list[RequestState], list[str]]:
+        """Take in a step's outputs; give the states that changed, and the engine requests to abort.
+
+        Those to abort ended by a stop string, which the core knows nothing of.
+        """
+        now = time.perf_counter()
+        changed: dict[int, RequestState] = {}
+        aborts: list[str] = []
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is None:
+                continue
+            changed[id(state)] = state
+            if state.update(output, now) is not None:
+                self.forget(output.request_id)
+                if output.finish_reason is None:
+                    aborts.append(output.request_id)
+        return list(changed.values()), aborts

@@ -1,0 +1,77 @@
+"""The forms in which prompts may be given, turned into one: text or token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, TypeAlias
+
+PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+
+FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+KEYS = ("prompt", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, with its name in errors: text, or token ids, or both where they belong together."""
+
+    name: str
+    text: str | None
+    token_ids: tuple[int, ...] | None
+
+
+def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
+    """One prompt or many. A list of integers is one prompt, any other list is many.
+
+    Raises TypeError or ValueError, naming the prompt (such as prompts[3]), its value and what is allowed.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [_parse("prompts", prompts)]
+    if not _is_sequence(prompts):
+        raise TypeError(f"prompts must be {FORMS}, or a list of these, got {prompts!r}")
+    if len(prompts) == 0:
+        raise ValueError("prompts must not be empty")
+    if _is_integer(prompts[0]):
+        return [_parse("prompts", prompts)]
+    return [_parse(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
+
+
+def _parse(name: str, prompt: Any) -> Prompt:
+    if isinstance(prompt, str):
+        return Prompt(name, prompt, None)
+    if _is_sequence(prompt):
+        return Prompt(name, None, _parse_token_ids(name, prompt))
+    if not isinstance(prompt, Mapping):
+        raise TypeError(f"{name} must be {FORMS}, got {prompt!r}")
+    unknown = [key for key in prompt if key not in KEYS]
+    if unknown:
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {' and '.join(map(repr, KEYS))}")
+    if len(prompt) != 1:
+        raise ValueError(f"{name} must have one of the keys 'prompt' and 'prompt_token_ids', got {sorted(prompt)}")
+    key, value = next(iter(prompt.items()))
+    name = f"{name}[{key!r}]"
+    if key == "prompt":
+        if not isinstance(value, str):
+            raise TypeError(f"{name} must be a string, got {value!r}")
+        return Prompt(name, value, None)
+    if not _is_sequence(value):
+        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
+    return Prompt(name, None, _parse_token_ids(name, value))
+
+
+def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
+    for index, token_id in enumerate(token_ids):
+        if not _is_integer(token_id):
+            raise TypeError(f"{name}[{index}] must be a token id (an integer), got {token_id!r}")
+    return tuple(map(int, token_ids))
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))

@@ -1,0 +1,97 @@
+"""A checkpoint's tokenizer, loaded from local files, and the facts of its vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from compiled_engine.models.json_fields import JsonFields
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+class Tokenizer:
+    """A tokenizer of transformers, as the frontend uses it.
+
+    hf: the tokenizer itself. known_ids: its ids; a model's vocabulary may be padded beyond them.
+    special_ids: ids that skip_special_tokens leaves out. byte_ids: SentencePiece's tokens of a single byte
+    (<0x00> to <0xFF>); a run of them is decoded as a whole.
+    """
+
+    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
+        self.hf = hf
+        self._backend: Any = hf.backend_tokenizer if hf.is_fast else None
+        if hf.is_fast:
+            special = [index for index, token in hf.added_tokens_decoder.items() if token.special]
+        else:
+            special = hf.all_special_ids
+        self.special_ids = frozenset(special)
+        vocabulary = hf.get_vocab()
+        self.known_ids = frozenset(vocabulary.values())
+        byte_tokens = (f"<0x{byte:02X}>" for byte in range(256))
+        self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens if token in vocabulary)
+        self._decoded_tokens: dict[int, str] = {}
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with those that the tokenizer puts around a prompt unless told otherwise."""
+        return self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
+        if self._backend is not None:
+            return self._backend.decode(token_ids, skip_special_tokens=False)
+        text = self.hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return cast(str, text)
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token alone."""
+        text = self._decoded_tokens.get(token_id)
+        if text is None:
+            text = self._decoded_tokens[token_id] = self.decode([token_id])
+        return text
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether the folder holds a file that a tokenizer is loaded from."""
+    return any((path / name).is_file() for name in TOKENIZER_FILES)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer in the folder `path`, from its files alone: nothing is downloaded, no code of it is run.
+
+    Raises FileNotFoundError or ValueError, naming the folder and what is wrong.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"tokenizer must be a folder, and there is none at {str(path)!r}")
+    if not has_tokenizer(path):
+        raise FileNotFoundError(f"tokenizer: {str(path)!r} has none of {', '.join(TOKENIZER_FILES)}")
+    from transformers import AutoTokenizer
+
+    try:
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise ValueError(f"tokenizer: cannot load the one in {str(path)!r}: {error}") from error
+    return Tokenizer(hf)
+
+
+def read_json_if_there(path: Path) -> dict[str, Any]:
+    """The JSON object in a file that a checkpoint may lack, {} without it; ValueError if it is damaged."""
+    return JsonFields.from_file(path).values if path.is_file() else {}
+
+
+def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """Every end-of-sequence token that generation_config.json, config.json or the tokenizer names."""
+    found: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        value = read_json_if_there(model_path / name).get("eos_token_id")
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
+            raise ValueError(f"eos_token_id in {str(model_path / name)!r} must be an integer or a list, got {value!r}")
+        found.update(values)
+    if tokenizer is not None and tokenizer.hf.eos_token_id is not None:
+        found.add(tokenizer.hf.eos_token_id)
+    return frozenset(found)

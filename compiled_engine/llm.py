@@ -1,0 +1,212 @@
+"""`LLM`: the engine in the caller's process; prompts in, completions out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.engine_core import EngineCore
+from compiled_engine.frontend.chat import Conversation, render_chat, split_conversations
+from compiled_engine.frontend.engine_loop import EngineLoop
+from compiled_engine.frontend.generation_config import read_default_sampling_params
+from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
+from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
+from compiled_engine.frontend.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_eos_token_ids
+from compiled_engine.options import EngineOptions
+from compiled_engine.outputs import RequestOutput
+from compiled_engine.progress import RichProgress, SilentProgress
+from compiled_engine.resolve import resolve
+from compiled_engine.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class LLM:
+    """An engine with a model loaded, compiled and ready.
+
+    model: checkpoint folder in Hugging Face layout; None for the bundled model. options: the fields of
+    `EngineOptions`. progress: show what takes long on stderr.
+
+    Raises TypeError for an unknown option, ValueError or FileNotFoundError for a value that cannot be
+    honoured. Not to be called from several threads at a time. Closing it (or leaving its `with` block) frees
+    the device.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
+        engine_options = make_options(model, options)
+        self._config = resolve(engine_options)
+        model_path = self._config.model.path
+        self._tokenizer = _load_tokenizer(engine_options.tokenizer, model_path)
+        self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
+        limits = InputLimits(
+            vocab_size=self._config.model.vocab_size,
+            max_model_len=self._config.model.max_model_len,
+            has_priorities=self._config.scheduler.policy == "priority",
+        )
+        eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
+        self._inputs = InputProcessor(self._tokenizer, limits, eos_token_ids)
+        self._progress = RichProgress() if progress else SilentProgress()
+        self._core: EngineCore | None = EngineCore(self._config, self._progress)
+        self._loop = EngineLoop(self._core, OutputProcessor(self._tokenizer))
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete one or many prompts; the outputs are in the order of the prompts.
+
+        prompts: text, token ids (a list of integers is one prompt), {"prompt": text} or
+            {"prompt_token_ids": ids}, or a list of these.
+        sampling_params: for all prompts, or one for each; None for the checkpoint's defaults.
+        use_tqdm: show progress.
+        priority: lower is served first, where scheduling_policy is "priority"; for all, or one for each.
+
+        Raises TypeError or ValueError for bad input, before anything is scheduled.
+        """
+        self._require_open()
+        return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
+
+    def stream(self, prompt: PromptLike, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt; yields its output, with all text so far, whenever it has grown.
+
+        Closing the iterator aborts the request. Bad input raises as in `generate`, before the first output.
+        """
+        self._require_open()
+        parsed = parse_prompts(prompt)
+        if len(parsed) != 1:
+            raise ValueError(f"prompt must be a single one, got {len(parsed)}")
+        return self._loop.run(self._inputs.process(parsed, self._params_or_default(sampling_params)), partial=True)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
+
+        chat_template: a Jinja template instead of the tokenizer's. add_generation_prompt: open an answer.
+        continue_final_message: continue the last message instead. tools, chat_template_kwargs: what the
+        template may use. Otherwise as `generate`.
+        """
+        self._require_open()
+        tokenizer = self._require_tokenizer()
+        prompts = [
+            render_chat(
+                tokenizer,
+                conversation,
+                name=name,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for name, conversation in split_conversations(messages)
+        ]
+        return self._generate(prompts, sampling_params, use_tqdm, None)
+
+    def get_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer, as transformers made it."""
+        return self._require_tokenizer().hf
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used when no sampling_params are given."""
+        return self._default_sampling_params
+
+    def metrics(self) -> dict[str, Any]:
+        """What the engine has counted since it started."""
+        return self._require_open().metrics()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The resolved configuration."""
+        return self._config
+
+    def close(self) -> None:
+        """Free the device. May be called again; nothing else may."""
+        if self._core is not None:
+            self._loop.close()
+            self._core.close()
+            self._core = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool,
+        priority: int | Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        requests = self._inputs.process(prompts, self._params_or_default(sampling_params), priority)
+        finished: dict[str, RequestOutput] = {}
+        progress = self._progress if use_tqdm else SilentProgress()
+        with (
+            progress.stage("generate", total=len(requests)) as advance,
+            closing(self._loop.run(requests)) as outputs,
+        ):
+            for output in outputs:
+                finished[output.request_id] = output
+                advance(1)
+        return [finished[request.request_id] for request in requests]
+
+    def _params_or_default(
+        self, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> SamplingParams | Sequence[SamplingParams]:
+        return self._default_sampling_params if given is None else given
+
+    def _require_open(self) -> EngineCore:
+        if self._core is None:
+            raise RuntimeError("this LLM is closed; make a new one")
+        return self._core
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise ValueError(f"tokenizer must be given: {str(self._config.model.path)!r} has none")
+        return self._tokenizer
+
+
+def make_options(model: str | Path | None, options: Mapping[str, Any]) -> EngineOptions:
+    """The options as a dataclass; TypeError for an unknown one, with the nearest that is known."""
+    known = [*(field.name for field in fields(EngineOptions)), "progress"]
+    values: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise TypeError(f"LLM has no option {name!r}; the nearest is {nearest!r}")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    return EngineOptions(model=model, **values)
+
+
+def _load_tokenizer(given: str | Path | None, model_path: Path) -> Tokenizer | None:
+    """The tokenizer that was asked for, else the checkpoint's; None if that has none."""
+    if given is not None:
+        if not isinstance(given, str | Path):
+            raise TypeError(f"tokenizer must be the path of a folder, got {given!r}")
+        return load_tokenizer(Path(given))
+    return load_tokenizer(model_path) if has_tokenizer(model_path) else None

@@ -1,0 +1,81 @@
+"""What `LLM` returns: plain values with vLLM's names and shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely.
+
+    `decoded_token` is None when the engine has no tokenizer.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One completion of a prompt; the `index`-th of `SamplingParams.n`.
+
+    `token_ids` end with the token that ended generation; `text` leaves out an end-of-sequence or stop token,
+    and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a
+    token: the chosen token first, then the most likely ones. `finish_reason` is None while it runs, then
+    "stop", "length" or "abort"; `stop_reason` is the stop string or stop token id that ended it, None for an
+    end-of-sequence token.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds of a clock whose zero means nothing.
+
+    `num_output_tokens` counts the longest completion: its tokens come one a step.
+    """
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_output_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first token, in seconds."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of each token after the first, in seconds; None before the end or with a single one."""
+        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
+            return None
+        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its completions, whole or as far as they are.
+
+    `prompt` is None for a prompt of token ids. `prompt_logprobs` starts with None: nothing precedes the first
+    token. `num_cached_tokens` counts prompt tokens that came from the prefix cache; None before the first
+    step.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None

@@ -1,0 +1,65 @@
+"""What all tests share: the bundled model, one compile cache, and what becomes of tests that need a GPU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+
+CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
+NO_GPU = "no CUDA device"
+
+own_cache_dir = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compiled artifacts go to one folder for the whole run (workers inherit it), never to the user's."""
+    if CACHE_VARIABLE not in os.environ:
+        os.environ[CACHE_VARIABLE] = config.stash[own_cache_dir] = tempfile.mkdtemp(prefix="compiled-engine-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if own_cache_dir in config.stash:
+        shutil.rmtree(config.stash[own_cache_dir], ignore_errors=True)
+        del os.environ[CACHE_VARIABLE]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
+    if skipped:
+        terminalreporter.write_line(f"{len(skipped)} gpu tests skipped: {NO_GPU}", yellow=True)
+
+
+@pytest.fixture(scope="session")
+def bundled_model_path() -> Path:
+    """The folder of the bundled model: config, weights and tokenizer."""
+    return BUNDLED_MODEL_PATH
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """PyTorch computes in one thread: faster for small models where tests share the processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def bundled_tokenizer(bundled_model_path: Path) -> Tokenizer:
+    return load_tokenizer(bundled_model_path)

@@ -1,0 +1,81 @@
+"""A core without a model: every request says the tokens that a script has for it, one a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.scheduling.step import TokenLogprobs
+
+
+class ScriptedCore:
+    """`script` gives the tokens that a request says, until an end-of-sequence or stop token, or max_tokens.
+
+    `before_step` is called with the step's number before it. `live` are the requests under way.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[EngineRequest], Sequence[int]],
+        *,
+        tokens_a_step: int = 1,
+        before_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self.live: dict[str, tuple[EngineRequest, list[int]]] = {}
+        self.aborted: list[str] = []
+        self.steps = 0
+        self._script = script
+        self._tokens_a_step = tokens_a_step
+        self._before_step = before_step
+
+    def add(self, request: EngineRequest) -> None:
+        assert request.request_id not in self.live
+        self.live[request.request_id] = (request, [])
+
+    def abort(self, request_id: str) -> None:
+        del self.live[request_id]
+        self.aborted.append(request_id)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.live)
+
+    def step(self) -> list[EngineOutput]:
+        self.steps += 1
+        self._before_step(self.steps)
+        return [self._advance(*entry) for entry in list(self.live.values())]
+
+    def _advance(self, request: EngineRequest, said: list[int]) -> EngineOutput:
+        params = request.sampling_params
+        assert params.max_tokens is not None
+        first = len(said) == 0
+        new: list[int] = []
+        finish_reason = stop_reason = None
+        while len(new) < self._tokens_a_step and finish_reason is None:
+            token_id = self._script(request)[len(said)]
+            said.append(token_id)
+            new.append(token_id)
+            if token_id in request.eos_token_ids:
+                finish_reason = "stop"
+            elif token_id in (params.stop_token_ids or ()):
+                finish_reason, stop_reason = "stop", token_id
+            elif len(said) == params.max_tokens:
+                finish_reason = "length"
+        if finish_reason is not None:
+            del self.live[request.request_id]
+        prompt_logprobs = None
+        if first and params.prompt_logprobs is not None:
+            prompt_logprobs = (1, tuple(logprobs_of(token_id) for token_id in request.prompt_token_ids[1:]))
+        return EngineOutput(
+            request_id=request.request_id,
+            new_token_ids=tuple(new),
+            logprobs=None if params.logprobs is None else tuple(map(logprobs_of, new)),
+            prompt_logprobs=prompt_logprobs,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=2,
+        )
+
+
+def logprobs_of(token_id: int) -> TokenLogprobs:
+    """The token at rank 3, after tokens 5 and 6."""
+    return TokenLogprobs((token_id, 5, 6), (-3.0, -0.5, -1.0), rank=3)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_tokenizers import byte_level
+
+from compiled_engine.frontend.chat import render_chat, split_conversations
+
+TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message.role == 'tool' and not tools %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}</s>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+USER = {"role": "user", "content": "hello"}
+
+
+def render(conversation: Any, chat_template: str | None = TEMPLATE, **settings: Any) -> str | None:
+    return render_chat(byte_level(), conversation, chat_template=chat_template, **settings).text
+
+
+def test_a_conversation_becomes_a_prompt() -> None:
+    prompt = render_chat(byte_level(), [USER], chat_template=TEMPLATE)
+    assert prompt.text == "<|user|>hello</s><|assistant|>"
+    # The template writes the special tokens: <|user|> is 2 and </s> is 1.
+    assert prompt.token_ids is not None
+    assert prompt.token_ids[0] == 2
+    assert list(prompt.token_ids) == byte_level().encode(prompt.text, add_special_tokens=False)
+
+
+def test_the_template_of_the_tokenizer_is_used(bundled_tokenizer: Any) -> None:
+    prompt = render_chat(bundled_tokenizer, [USER])
+    assert prompt.text == bundled_tokenizer.hf.apply_chat_template([USER], tokenize=False, add_generation_prompt=True)
+
+
+def test_without_a_generation_prompt() -> None:
+    assert render([USER], add_generation_prompt=False) == "<|user|>hello</s>"
+
+
+def test_the_final_message_is_continued() -> None:
+    messages = [USER, {"role": "assistant", "content": "Well"}]
+    text = render(messages, add_generation_prompt=False, continue_final_message=True)
+    assert text == "<|user|>hello</s><|assistant|>Well"
+
+
+def test_parts_of_text_are_joined() -> None:
+    content = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    assert render([{"role": "user", "content": content}]) == "<|user|>one\ntwo</s><|assistant|>"
+
+
+def test_a_template_may_have_a_role_and_variables_of_its_own() -> None:
+    template = "{% for m in messages %}{% if m.role == 'critic' %}{{ mood }}{% endif %}{% endfor %}"
+    text = render([{"role": "critic", "content": "x"}], template, chat_template_kwargs={"mood": "cross"})
+    assert text == "cross"
+
+
+BAD: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ([USER], {"chat_template": None}, ValueError, "chat_template must be given: the tokenizer has none"),
+    ("hello", {}, TypeError, "messages must be a list of messages, got 'hello'"),
+    ([], {}, ValueError, "messages must not be empty"),
+    ([USER, "hello"], {}, TypeError, r"messages\[1\] must be a dict with 'role' and 'content', got 'hello'"),
+    (
+        [{"role": "usr", "content": "a"}],
+        {},
+        ValueError,
+        r"messages\[0\]\['role'\] must be one of system, developer, user, assistant, tool, got 'usr'",
+    ),
+    ([{"content": "a"}], {}, ValueError, r"messages\[0\]\['role'\] must be one of .*, got None"),
+    ([{"role": "user"}], {}, ValueError, r"messages\[0\]\['content'\] must be text, got None"),
+    ([{"role": "user", "content": 7}], {}, TypeError, r"messages\[0\]\['content'\] must be a string or a list"),
+    (
+        [{"role": "user", "content": [{"type": "image", "url": "x"}]}],
+        {},
+        ValueError,
+        r"messages\[0\]\['content'\]\[0\] must be {'type': 'text', 'text': str}, got {'type': 'image'",
+    ),
+    ([{"role": "tool", "content": "a"}], {}, ValueError, "messages: the chat template cannot render it: no tools here"),
+    ([USER], {"chat_template": "{% if %}"}, ValueError, "messages: the chat template cannot render it: Expected an"),
+    (
+        [USER],
+        {"chat_template": "{{ ''.__class__.__mro__ }}"},
+        ValueError,
+        "messages: the chat template cannot render it: access to attribute '__class__' .* unsafe",
+    ),
+    (
+        [USER],
+        {"continue_final_message": True},
+        ValueError,
+        "add_generation_prompt must be False when continue_final_message is True",
+    ),
+]
+
+
+@pytest.mark.parametrize(("conversation", "settings", "error", "message"), BAD)
+def test_bad_input(conversation: Any, settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        render(conversation, **{"chat_template": TEMPLATE, **settings})
+    assert render([USER]) == "<|user|>hello</s><|assistant|>"
+
+
+def test_one_conversation_or_many() -> None:
+    assert split_conversations([USER]) == [("messages", [USER])]
+    assert split_conversations([[USER], [USER, USER]]) == [("messages[0]", [USER]), ("messages[1]", [USER, USER])]
+    with pytest.raises(TypeError, match="messages must be a list of messages, or a list of such lists, got 'hello'"):
+        split_conversations("hello")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="messages must not be empty"):
+        split_conversations([])

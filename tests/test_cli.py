@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import compiled_engine
+from compiled_engine.cli.app import app
+from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, SAMPLING_ARGUMENTS
+from compiled_engine.cli.errors import OneLineErrors, bad_input_is_reported
+from compiled_engine.options import EngineOptions
+from compiled_engine.sampling.params import SamplingParams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SMALL = [
+    *("--mode", "eager", "--device", "cpu", "--max-model-len", "128", "--max-num-seqs", "4"),
+    *("--max-num-batched-tokens", "32", "--num-blocks", "64", "--quiet"),
+]
+PROMPT = "def add(a, b):\n"
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_every_engine_option_is_an_argument() -> None:
+    assert [argument.name for argument in ENGINE_ARGUMENTS] == [field.name for field in fields(EngineOptions)]
+
+
+def test_sampling_arguments_are_sampling_params() -> None:
+    assert {argument.name for argument in SAMPLING_ARGUMENTS} <= {field.name for field in fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["config"], ["demo"]])
+def test_help_has_examples_and_needs_no_torch(command: list[str]) -> None:
+    code = (
+        "import sys; from compiled_engine.cli.app import app\n"
+        f"try: app({[*command, '--help']})\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ("Examples:" if command else "examples") in result.stdout
+
+
+def test_without_arguments_there_is_help() -> None:
+    result = run()
+    assert result.exit_code == 0
+    assert result.stdout == run("--help").stdout
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == compiled_engine.__version__
+
+
+def test_config_as_a_table() -> None:
+    result = run("config", "--device", "cpu", "--max-num-seqs", "8")
+    assert result.exit_code == 0
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines() if line.strip()}
+    assert rows["scheduler.max_num_seqs"] == ["8"]
+    assert rows["model.dtype"][0] == "float32"
+    assert len(rows["model.dtype"]) > 1  # the reason
+
+
+def test_config_as_json() -> None:
+    result = run(
+        *("config", "--json", "--device", "cpu", "--mode", "eager", "--block-size", "32", "--seed", "3", "--no-cache"),
+        *("--disable-pass", "silu_mul", "--disable-pass", "residual_rms_norm", "--no-enable-prefix-caching"),
+    )
+    config = json.loads(result.stdout)
+    assert config["cache"]["block_size"] == 32
+    assert config["cache"]["enable_prefix_caching"] is False
+    assert config["compile"]["enabled"] is False
+    assert config["compile"]["cache_dir"] is None
+    assert not {"silu_mul", "residual_rms_norm"} & set(config["compile"]["passes"])
+    assert config["model"]["seed"] == 3
+    assert "model.path" in config["reasons"]
+
+
+def test_generate_prints_the_prompt_and_its_completion() -> None:
+    result = run("generate", *SMALL, "--prompt", PROMPT, "--max-tokens", "6", "--ignore-eos")
+    assert result.exit_code == 0
+    assert result.stdout.startswith(PROMPT)
+    assert len(result.stdout) > len(PROMPT) + 1
+    assert "6 tokens in " in result.stderr
+    assert "tok/s" in result.stderr
+
+
+def test_generate_prints_several_completions() -> None:
+    result = run(
+        *("generate", *SMALL, "--prompt", PROMPT, "--prompt", "class A:", "--n", "2"),
+        *("--max-tokens", "3", "--temperature", "1", "--ignore-eos"),
+    )
+    assert result.exit_code == 0
+    assert result.stdout.count(PROMPT) == result.stdout.count("class A:") == 2
+
+
+def test_json_holds_outputs_and_metrics_and_nothing_else_is_on_stdout() -> None:
+    program = [sys.executable, "-c", "from compiled_engine.cli.app import main; main()"]
+    arguments = ["generate", *SMALL[:-1], "--prompt", PROMPT, "--prompt", "import", "--temperature", "0"]
+    arguments += ["--max-tokens", "5", "--ignore-eos", "--logprobs", "2", "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*program, *arguments], capture_output=True, text=True, check=True, env=environment)
+    report = json.loads(result.stdout)
+    assert [output["prompt"] for output in report["outputs"]] == [PROMPT, "import"]
+    for output in report["outputs"]:
+        assert (len(output["token_ids"]), output["finish_reason"], output["stop_reason"]) == (5, "length", None)
+        assert len(output["logprobs"]) == 5
+        assert output["text"]
+    metrics = report["metrics"]
+    assert (metrics["traces"], metrics["compiles"], metrics["captures"], metrics["cache"]) == (0, 0, 0, "off")
+    assert (metrics["num_output_tokens"], metrics["preemptions"], metrics["prefix_hits"]) == (10, 0, 0)
+    for name in ("start_s", "ttft_s", "tpot_s", "output_tokens_per_s"):
+        assert metrics[name] > 0
+    assert metrics["start_s"] > metrics["engine_start_s"]
+    assert "kv_usage" in metrics
+    assert "load weights" in result.stderr
+
+
+def test_demo_writes_python() -> None:
+    result = run("demo", *SMALL[:-1], "--max-tokens", "4")
+    assert result.exit_code == 0
+    assert "class Stack:" in result.stdout
+    assert "tok/s" in result.stderr
+
+
+BAD_INPUT = [
+    (["generate"], "Missing option '--prompt'."),
+    (["generate", "--promt", "a"], "No such option: --promt"),
+    (["confg"], "No such command 'confg'."),
+    (["generate", "--prompt", "a", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
+    (["generate", "--prompt", "a", "--mode", "fast"], "mode is 'fast'; allowed: auto, eager, compiled, graphed"),
+    (["generate", "--prompt", "a", "--model", "nowhere"], "model must be a folder"),
+    (["config", "--block-size", "none"], "block_size"),
+    (["generate", *SMALL, "--prompt", ""], "prompts must have at least one token, got ''"),
+    (["generate", *SMALL, "--prompt", "a", "--prompt", ""], "prompts[1] must have at least one token, got ''"),
+    (["generate", *SMALL, "--prompt", "a", "--top-p", "2"], "top_p must be "),
+    (["generate", *SMALL, "--prompt", "a", "--max-tokens", "0"], "max_tokens must be an integer >= 1, got 0"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
+def test_bad_input_is_one_line_on_stderr(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("compiled-engine: error: ")
+    assert message in line
+
+
+def test_an_error_of_the_program_is_not_taken_for_bad_input() -> None:
+    failing = typer.Typer(cls=OneLineErrors)
+
+    @failing.command()
+    def read() -> None:
+        with bad_input_is_reported():
+            raise ValueError("no such\nfile")
+
+    @failing.command()
+    def compute() -> None:
+        raise ValueError("a mistake in the program")
+
+    result = CliRunner().invoke(failing, ["read"])
+    assert (result.exit_code, result.stderr) == (2, "compiled-engine: error: no such file\n")
+    assert isinstance(CliRunner().invoke(failing, ["compute"]).exception, ValueError)

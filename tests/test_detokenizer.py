@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import KINDS, byte_fallback, byte_level, word_piece
+
+from compiled_engine.frontend.detokenizer import Detokenizer
+from compiled_engine.frontend.tokenizer import Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+EMOJI = ("ð", "Ł", "ĺ", "ģ")  # the four bytes of 😁, as byte-level tokenizers write them
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "bundled"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    if request.param == "bundled":
+        return request.getfixturevalue("bundled_tokenizer")
+    return KINDS[request.param]()
+
+
+def deltas(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:
+    return [*(detokenizer.push([token_id]) for token_id in token_ids), detokenizer.flush()]
+
+
+def ids_of(tokenizer: Tokenizer, *tokens: str) -> list[int]:
+    vocabulary = tokenizer.hf.get_vocab()
+    return [vocabulary[token] for token in tokens]
+
+
+def whole(tokenizer: Tokenizer, token_ids: Sequence[int], skip: bool) -> str:
+    decoded = tokenizer.hf.decode(list(token_ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+    assert isinstance(decoded, str)
+    return decoded
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_deltas_of_any_tokens_join_to_the_whole_decode(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    # Two ids past the vocabulary stand for the padding that models have there.
+    token_ids = data.draw(st.lists(st.integers(0, len(tokenizer.hf) + 1), max_size=30))
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    assert "".join(deltas(detokenizer, token_ids)) == whole(tokenizer, token_ids, skip)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans(), spaces=st.booleans())
+def test_it_does_not_matter_how_many_tokens_come_at_a_time(
+    tokenizer: Tokenizer, data: st.DataObject, skip: bool, spaces: bool
+) -> None:
+    prompt, token_ids = (data.draw(st.lists(st.integers(0, len(tokenizer.hf) + 1), max_size=30)) for _ in range(2))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(token_ids)), max_size=4)))
+    one, other = (
+        Detokenizer(tokenizer, prompt, skip_special_tokens=skip, spaces_between_special_tokens=spaces) for _ in range(2)
+    )
+    pieces = [token_ids[start:end] for start, end in itertools.pairwise([0, *cuts, len(token_ids)])]
+    assert "".join(map(one.push, pieces)) + one.flush() == "".join(deltas(other, token_ids))
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=30))
+def test_deltas_of_any_text_join_to_it_and_never_hold_part_of_a_character(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text)
+    *pushed, flushed = deltas(Detokenizer(tokenizer), token_ids)
+    assert "".join(pushed) + flushed == whole(tokenizer, token_ids, skip=True)
+    assert REPLACEMENT in text or REPLACEMENT not in "".join(pushed)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_text_goes_on_where_the_prompt_ended(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
+    text = data.draw(st.text("helo a.wrd你é", min_size=1, max_size=10))
+    prompt = tokenizer.encode(text)
+    token_ids = data.draw(st.lists(st.sampled_from(tokenizer.encode(text + " hello")), max_size=10))
+    completion = "".join(deltas(Detokenizer(tokenizer, prompt, skip_special_tokens=skip), token_ids))
+    prompt_text = whole(tokenizer, prompt, skip)
+    if whole(tokenizer, prompt + token_ids, skip).startswith(prompt_text):
+        assert prompt_text + completion == whole(tokenizer, prompt + token_ids, skip)
+
+
+def test_a_character_of_several_tokens_comes_out_whole() -> None:
+    tokenizer = byte_level()
+    assert deltas(Detokenizer(tokenizer), ids_of(tokenizer, *EMOJI)) == ["", "", "", "😁", ""]
+
+
+def test_flush_gives_an_incomplete_character_as_the_replacement_character() -> None:
+    tokenizer = byte_level()
+    assert deltas(Detokenizer(tokenizer), ids_of(tokenizer, "a", EMOJI[0])) == ["a", "", REPLACEMENT]
+
+
+def test_a_character_that_the_prompt_began_is_completed() -> None:
+    tokenizer = byte_level()
+    ids = ids_of(tokenizer, *EMOJI, "a")
+    assert deltas(Detokenizer(tokenizer, ids[:2]), ids[2:]) == ["", "😁", "a", ""]
+
+
+def test_a_run_of_byte_tokens_is_held_until_it_ends() -> None:
+    tokenizer = byte_fallback()
+    ids = ids_of(tokenizer, "▁a", "<0xC3>", "<0xA9>", "h", "<0xC3>")
+    assert deltas(Detokenizer(tokenizer), ids) == ["a", "", "", "éh", "", REPLACEMENT]
+
+
+@pytest.mark.parametrize(("skip", "text"), [(True, "a the"), (False, "a</s> the")])
+def test_skipped_special_tokens_leave_the_spaces_alone(skip: bool, text: str) -> None:
+    tokenizer = byte_fallback()
+    ids = ids_of(tokenizer, "▁a", "</s>", "▁the")
+    assert "".join(deltas(Detokenizer(tokenizer, skip_special_tokens=skip), ids)) == text
+
+
+@pytest.mark.parametrize(
+    ("spaces", "text"), [(True, "hello <s> </s> <|user|> world"), (False, "hello <s></s><|user|> world")]
+)
+def test_spaces_between_special_tokens(spaces: bool, text: str) -> None:
+    tokenizer = word_piece()
+    ids = ids_of(tokenizer, "hello", "<s>", "</s>", "<|user|>", "world")
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+    assert "".join(deltas(detokenizer, ids)) == text

@@ -1,0 +1,166 @@
+"""The whole engine on a GPU: every mode and backend against transformers, and nothing compiled after warm-up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from compiled_engine import LLM, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+MODES = ("eager", "compiled", "graphed")
+BACKENDS = ("torch", "triton", "flash_attn")
+# Of log-probabilities that bf16 engine and fp32 transformers give the same text: most and mean difference.
+BF16_TOLERANCE = (0.35, 0.02)
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def engine(**options: Any) -> LLM:
+    return LLM(device="cuda", progress=False, gpu_memory_utilization=0.3, **options)
+
+
+def require_backend(backend: str) -> None:
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+
+
+def prompts(bundled_model_path: Path, count: int, longest: int = 300) -> list[list[int]]:
+    """Pieces of Python source, of mixed lengths."""
+    from transformers import AutoTokenizer
+
+    text = (bundled_model_path / "held_out.txt").read_text()
+    ids = AutoTokenizer.from_pretrained(bundled_model_path)(text)["input_ids"]
+    random_ = random.Random(0)
+    cut = []
+    for _ in range(count):
+        start, length = random_.randrange(len(ids) - longest), random_.randrange(1, longest)
+        cut.append(ids[start : start + length])
+    return cut
+
+
+def greedy_by_transformers(model: Any, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt], device="cuda")
+    out = model.generate(ids, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def oracle(bundled_model_path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32).cuda().eval()
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("mode", MODES)
+def test_greedy_tokens_in_fp32(mode: str, backend: str, bundled_model_path: Path, oracle: Any) -> None:
+    cut = prompts(bundled_model_path, 24)
+    expected = [greedy_by_transformers(oracle, prompt, 24) for prompt in cut]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    with engine(
+        mode=mode, dtype="float32", attention_backend=backend, max_num_batched_tokens=64, max_num_seqs=16
+    ) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
+        captures, replays = llm.metrics()["captures"], llm.metrics()["graph_replays"]
+        assert captures == (len((1, 2, 4, 8, 16)) if mode == "graphed" else 0)
+        assert (replays > 0) == (mode == "graphed")
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_bf16_logprobs(mode: str, backend: str, bundled_model_path: Path, oracle: Any) -> None:
+    require_backend(backend)
+    cut = prompts(bundled_model_path, 32)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    with engine(
+        mode=mode, dtype="bfloat16", attention_backend=backend, max_num_batched_tokens=256, max_num_seqs=16
+    ) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
+    differences = []
+    for output in outputs:
+        completion = output.outputs[0]
+        ids = list(output.prompt_token_ids) + list(completion.token_ids)
+        with torch.inference_mode():
+            expected = oracle(torch.tensor([ids], device="cuda")).logits[0].log_softmax(-1)
+        entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+        assert len(entries) == len(ids) - 1
+        for position, entry in enumerate(entries, start=1):
+            got = entry[ids[position]].logprob
+            differences.append(abs(got - expected[position - 1, ids[position]].item()))
+    assert max(differences) < BF16_TOLERANCE[0]
+    assert sum(differences) / len(differences) < BF16_TOLERANCE[1]
+
+
+class CompileCounter:
+    """Counts what must not happen while serving: Dynamo traces, Inductor and Triton compiles."""
+
+    def __init__(self) -> None:
+        self.triton = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        self.triton += 1
+
+    def counts(self) -> dict[str, int]:
+        counters = torch._dynamo.utils.counters
+        return {
+            "triton": self.triton,
+            "frames": sum(counters["frames"].values()),
+            "inductor": sum(n for name, n in counters["inductor"].items() if "cache" in name),
+            "aot": sum(counters["aot_autograd"].values()),
+        }
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash_attn"])
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_compiled_or_captured_after_warm_up(
+    mode: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require_backend(backend)
+    import triton
+
+    with engine(
+        mode=mode, dtype="bfloat16", attention_backend=backend, max_num_seqs=48, max_num_batched_tokens=512
+    ) as llm:
+        counter = CompileCounter()
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", counter)
+        before, captures = counter.counts(), llm.metrics()["captures"]
+        memory = torch.cuda.memory_reserved()
+        random_ = random.Random(0)
+        while llm.metrics()["steps"] < 1000:
+            batch, params = [], []
+            for _ in range(random_.choice([1, 2, 7, 30, 64])):
+                batch.append({"prompt_token_ids": [random_.randrange(4096) for _ in range(random_.randrange(1, 400))]})
+                params.append(
+                    SamplingParams(
+                        temperature=random_.choice([0.0, 0.7]),
+                        max_tokens=random_.randrange(1, 80),
+                        ignore_eos=True,
+                    )
+                )
+            llm.generate(batch, params)
+        assert counter.counts() == before
+        assert llm.metrics()["captures"] == captures
+        assert torch.cuda.memory_reserved() <= memory + (64 << 20)
+
+
+def test_closing_frees_the_device() -> None:
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    llm = engine(mode="graphed", max_num_seqs=8, max_num_batched_tokens=64)
+    llm.generate("def f(", SamplingParams(max_tokens=4, temperature=0))
+    assert torch.cuda.memory_allocated() > before
+    llm.close()
+    assert torch.cuda.memory_allocated() <= before + (32 << 20)

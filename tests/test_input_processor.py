@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny_tokenizers import byte_level
+
+from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
+from compiled_engine.frontend.prompts import parse_prompts
+from compiled_engine.sampling.params import SamplingParams
+
+EOS = frozenset({1})
+VOCAB_SIZE = len(byte_level().hf)
+MAX_MODEL_LEN = 20
+
+
+def make_processor(*, has_tokenizer: bool = True, has_priorities: bool = False) -> InputProcessor:
+    limits = InputLimits(VOCAB_SIZE, MAX_MODEL_LEN, has_priorities)
+    return InputProcessor(byte_level() if has_tokenizer else None, limits, EOS)
+
+
+def process(
+    prompts: Any, params: Any = None, priority: Any = None, processor: InputProcessor | None = None
+) -> list[PreparedRequest]:
+    processor = processor or make_processor()
+    return processor.process(parse_prompts(prompts), SamplingParams() if params is None else params, priority)
+
+
+def token_ids(prompts: Any) -> list[tuple[int, ...]]:
+    return [request.prompt_token_ids for request in process(prompts)]
+
+
+def test_every_form_of_prompt() -> None:
+    ids = tuple(byte_level().encode("hello world"))
+    for prompt in ["hello world", list(ids), ids, {"prompt": "hello world"}, {"prompt_token_ids": list(ids)}]:
+        assert token_ids(prompt) == [ids]
+        assert token_ids([prompt, prompt]) == [ids, ids]
+
+
+def test_the_text_of_a_prompt_is_kept() -> None:
+    assert [request.prompt for request in process(["hello", {"prompt": "hello"}, [1, 2]])] == [
+        "hello",
+        "hello",
+        None,
+    ]
+
+
+def test_integers_of_other_kinds_are_token_ids() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert token_ids(list(numpy.array([3, 4]))) == [(3, 4)]
+
+
+def test_request_ids_are_never_used_twice() -> None:
+    processor = make_processor()
+    params = [SamplingParams(n=3), SamplingParams()]
+    ids = [
+        engine_request.request_id
+        for _ in range(2)
+        for request in process(["hello", "a"], params, processor=processor)
+        for engine_request in request.engine_requests
+    ]
+    assert len(set(ids)) == 8
+
+
+BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
+    (None, TypeError, "prompts must be a string, a list of token ids, .* got None"),
+    (7, TypeError, "prompts must be .* got 7"),
+    ([], ValueError, "prompts must not be empty"),
+    ("", ValueError, "prompts must have at least one token, got ''"),
+    (["hello", ""], ValueError, r"prompts\[1\] must have at least one token, got ''"),
+    ([[]], ValueError, r"prompts\[0\] must have at least one token, got \[\]"),
+    ({"prompt": ""}, ValueError, r"prompts\['prompt'\] must have at least one token, got ''"),
+    (
+        {"prompt_token_ids": []},
+        ValueError,
+        r"prompts\['prompt_token_ids'\] must have at least one token, got \[\]",
+    ),
+    (["hello", 3], TypeError, r"prompts\[1\] must be a string, a list of token ids, .* got 3"),
+    ([3, "hello"], TypeError, r"prompts\[1\] must be a token id \(an integer\), got 'hello'"),
+    (["a", [3, 1.5]], TypeError, r"prompts\[1\]\[1\] must be a token id \(an integer\), got 1.5"),
+    ([[True]], TypeError, r"prompts\[0\]\[0\] must be a token id \(an integer\), got True"),
+    ([b"hello"], TypeError, r"prompts\[0\] must be .* got b'hello'"),
+    (
+        {"text": "a"},
+        ValueError,
+        "prompts has the unknown key 'text'; known are 'prompt' and 'prompt_token_ids'",
+    ),
+    ({}, ValueError, "prompts must have one of the keys 'prompt' and 'prompt_token_ids', got"),
+    (
+        ["a", {"prompt": "a", "prompt_token_ids": [1]}],
+        ValueError,
+        r"prompts\[1\] must have one of the keys 'prompt' and 'prompt_token_ids', got",
+    ),
+    ({"prompt": [1]}, TypeError, r"prompts\['prompt'\] must be a string, got \[1\]"),
+    (
+        {"prompt_token_ids": "a"},
+        TypeError,
+        r"prompts\['prompt_token_ids'\] must be a list of token ids, got 'a'",
+    ),
+    (
+        ["a", [3, VOCAB_SIZE]],
+        ValueError,
+        rf"prompts\[1\]: token 1 must be within the vocabulary, 0 to {VOCAB_SIZE - 1}, got {VOCAB_SIZE}",
+    ),
+    ([-1], ValueError, "prompts: token 0 must be within the vocabulary, 0 to .*, got -1"),
+    (
+        [[3] * 19, [3] * 20],
+        ValueError,
+        r"prompts\[1\] must have at most 19 tokens \(max_model_len 20, less one to generate\), got 20; truncate_pr",
+    ),
+    (["a", "\ud800"], ValueError, r"prompts\[1\] must be valid Unicode, got '\\ud800'"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "error", "message"), BAD_PROMPTS)
+def test_bad_prompts(prompts: Any, error: type[Exception], message: str) -> None:
+    processor = make_processor()
+    with pytest.raises(error, match=message):
+        process(prompts, processor=processor)
+    assert process("hello", processor=processor)[0].prompt == "hello"
+
+
+BAD_PARAMS: list[tuple[Any, type[Exception], str]] = [
+    (
+        {"temperature": 0},
+        TypeError,
+        "sampling_params must be SamplingParams or a list of them, got {'temperature': 0}",
+    ),
+    (
+        [SamplingParams()],
+        ValueError,
+        "sampling_params must have one entry for each prompt, got 1 for 2 prompts",
+    ),
+    ([SamplingParams(), None], TypeError, r"sampling_params\[1\] must be SamplingParams, got None"),
+    (
+        [SamplingParams(), SamplingParams(stop_token_ids=[VOCAB_SIZE])],
+        ValueError,
+        rf"sampling_params\[1\]: stop_token_ids\[0\] must be within the vocabulary, 0 to {VOCAB_SIZE - 1}, got",
+    ),
+    (
+        SamplingParams(bad_words=[" "]),
+        ValueError,
+        r"sampling_params: bad_words\[0\] must have at least one token",
+    ),
+    (
+        SamplingParams(min_tokens=19, max_tokens=None),
+        ValueError,
+        r"prompts\[1\]: min_tokens must be at most 18 after 2 prompt tokens \(max_model_len 20\), got 19",
+    ),
+]
+
+
+@pytest.mark.parametrize(("params", "error", "message"), BAD_PARAMS)
+def test_bad_sampling_params(params: Any, error: type[Exception], message: str) -> None:
+    processor = make_processor()
+    with pytest.raises(error, match=message):
+        process([[3], [3, 4]], params, processor=processor)
+    assert len(process([[3], [3, 4]], processor=processor)) == 2
+
+
+def test_sampling_params_for_each_prompt() -> None:
+    params = [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5)]
+    requests = process(["hello", "a"], params)
+    assert [request.engine_requests[0].sampling_params.max_tokens for request in requests] == [3, 5]
+
+
+def test_unlimited_max_tokens_reach_to_the_end_of_the_model() -> None:
+    (request,) = process([3, 4, 5], SamplingParams(max_tokens=None))
+    assert request.engine_requests[0].sampling_params.max_tokens == MAX_MODEL_LEN - 3
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(2, [4, 5]), (8, [3, 4, 5]), (1, [5])])
+def test_truncation_keeps_the_last_tokens(keep: int, kept: list[int]) -> None:
+    (request,) = process([3, 4, 5], SamplingParams(truncate_prompt_tokens=keep))
+    assert request.prompt_token_ids == tuple(kept)
+    assert request.engine_requests[0].prompt_token_ids == tuple(kept)
+
+
+@pytest.mark.parametrize("keep", [-1, MAX_MODEL_LEN])
+def test_truncation_leaves_room_for_a_token(keep: int) -> None:
+    (request,) = process(list(range(3, 33)), SamplingParams(truncate_prompt_tokens=keep))
+    assert request.prompt_token_ids == tuple(range(14, 33))
+
+
+def test_completions_of_a_prompt_have_ids_and_seeds_of_their_own() -> None:
+    (request,) = process("hello", SamplingParams(n=3, seed=5, prompt_logprobs=2))
+    children = request.engine_requests
+    assert len({child.request_id for child in children}) == 3
+    assert [child.sampling_params.seed for child in children] == [5, 6, 7]
+    assert [child.sampling_params.n for child in children] == [1, 1, 1]
+    assert [child.sampling_params.prompt_logprobs for child in children] == [2, None, None]
+    assert {child.eos_token_ids for child in children} == {EOS}
+
+
+def test_seeds_past_the_largest_begin_again() -> None:
+    (request,) = process("hello", SamplingParams(n=2, seed=2**64 - 1))
+    assert [child.sampling_params.seed for child in request.engine_requests] == [2**64 - 1, 0]
+
+
+def test_completions_without_a_seed_have_none() -> None:
+    (request,) = process("hello", SamplingParams(n=2))
+    assert [child.sampling_params.seed for child in request.engine_requests] == [None, None]
+
+
+def test_bad_words_are_forbidden_with_and_without_a_space_before_them() -> None:
+    tokenizer = byte_level()
+    (request,) = process("a", SamplingParams(bad_words=["a", " naive"]))
+    a, spaced_a = tokenizer.encode("a"), tokenizer.encode(" a")
+    assert len(spaced_a) == 1
+    words = request.engine_requests[0].sampling_params.bad_words_token_ids
+    assert words[:2] == (tuple(a), tuple(spaced_a))
+    assert tuple(tokenizer.encode("naive")) in words[2:]
+
+
+def test_priorities() -> None:
+    processor = make_processor(has_priorities=True)
+    assert [r.engine_requests[0].priority for r in process(["a", "a"], None, [2, 1], processor)] == [2, 1]
+    assert [r.engine_requests[0].priority for r in process(["a", "a"], None, 3, processor)] == [3, 3]
+    with pytest.raises(ValueError, match="priority must have one entry for each prompt, got 1 for 2 prompts"):
+        process(["a", "a"], None, [1], processor)
+    with pytest.raises(TypeError, match=r"priority\[1\] must be an integer, got 'high'"):
+        process(["a", "a"], None, [1, "high"], processor)
+    with pytest.raises(TypeError, match="priority must be an integer or a list of integers, got 'high'"):
+        process(["a", "a"], None, "high", processor)
+    with pytest.raises(ValueError, match="priority must be None unless scheduling_policy is 'priority', got 1"):
+        process("a", None, 1)
+
+
+def test_without_a_tokenizer_only_token_ids_can_be_run() -> None:
+    processor = make_processor(has_tokenizer=False)
+    with pytest.raises(ValueError, match=r"prompts\[1\] must be token ids, as there is no tokenizer, got 'hello'"):
+        process([[3], "hello"], processor=processor)
+    with pytest.raises(ValueError, match=r"sampling_params: stop needs a tokenizer, got \('x',\) without one"):
+        process([3], SamplingParams(stop="x"), processor=processor)
+    with pytest.raises(ValueError, match=r"sampling_params: bad_words needs a tokenizer, got \('x',\) without one"):
+        process([3], SamplingParams(bad_words=["x"]), processor=processor)
+    assert process([3], processor=processor)[0].prompt_token_ids == (3,)

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.outputs import RequestOutput
+
+PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n", "for i in range("]
+SMALL: dict[str, Any] = {
+    "mode": "eager",
+    "device": "cpu",
+    "progress": False,
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 32,
+    "num_blocks": 64,
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(one_thread: None) -> Iterator[LLM]:
+    with LLM(**SMALL) as engine:
+        yield engine
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(llm: LLM) -> Iterator[None]:
+    yield
+    metrics = llm.metrics()
+    assert (metrics["running"], metrics["waiting"], metrics["kv_usage"]) == (0, 0, 0)
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def test_greedy_tokens_are_those_of_transformers(llm: LLM, bundled_model_path: Path) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(bundled_model_path, dtype=torch.float32)
+    for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
+        ids = torch.tensor([output.prompt_token_ids + output.outputs[0].token_ids])
+        with torch.inference_mode():
+            logits = oracle(ids).logits[0, len(output.prompt_token_ids) - 1 : -1]
+        chosen = logits.gather(1, torch.tensor(output.outputs[0].token_ids)[:, None])[:, 0]
+        # Two tokens may be as good as equal: the chosen one is then the other.
+        assert (chosen >= logits.max(dim=1).values - 1e-3).all()
+
+
+def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in (9, 2, 7, 4)]
+    outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == PROMPTS
+    assert [len(ids) for ids in tokens(outputs)] == [9, 2, 7, 4]
+    for prompt, param, ids in zip(PROMPTS, params, tokens(outputs), strict=True):
+        assert tokens(llm.generate(prompt, param)) == [ids]
+
+
+def test_prompts_of_text_and_of_tokens_are_the_same(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPTS[0])
+    from_text = llm.generate(PROMPTS[0], GREEDY)
+    assert tokens(llm.generate(ids, GREEDY)) == tokens(from_text)
+    assert tokens(llm.generate([{"prompt_token_ids": ids}], GREEDY)) == tokens(from_text)
+
+
+def test_text_is_the_decode_of_the_tokens(llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[0], GREEDY)
+    tokenizer = llm.get_tokenizer()
+    assert output.prompt is not None
+    whole = tokenizer.decode(output.prompt_token_ids + output.outputs[0].token_ids, skip_special_tokens=True)
+    assert output.prompt + output.outputs[0].text == whole
+
+
+def test_a_stream_ends_with_what_generate_returns(llm: LLM) -> None:
+    outputs = list(llm.stream(PROMPTS[0], GREEDY))
+    texts = [output.outputs[0].text for output in outputs]
+    assert len(outputs) == GREEDY.max_tokens
+    assert all(after.startswith(before) for before, after in itertools.pairwise(texts))
+    assert [output.finished for output in outputs] == [False] * 11 + [True]
+    assert outputs[-1].outputs == llm.generate(PROMPTS[0], GREEDY)[0].outputs
+
+
+def test_a_stream_that_is_left_is_aborted(llm: LLM) -> None:
+    for output in llm.stream(PROMPTS[0], GREEDY):
+        assert not output.finished
+        break
+    assert llm.metrics()["running"] == 0
+
+
+def test_streams_may_run_at_the_same_time(llm: LLM) -> None:
+    first, second = (llm.stream(prompt, GREEDY) for prompt in PROMPTS[:2])
+    begun = next(first)
+    assert not begun.finished
+    last_of_second = list(second)[-1]
+    last_of_first = list(first)[-1]
+    assert tokens([last_of_first, last_of_second]) == tokens(llm.generate(PROMPTS[:2], GREEDY))
+
+
+def test_logprobs_agree_with_prompt_logprobs(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=3)
+    (output,) = llm.generate(PROMPTS[0], params)
+    completion = output.outputs[0]
+    assert completion.logprobs is not None
+    chosen = [entry[token_id] for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True)]
+    assert [len(entry) for entry in completion.logprobs] == [3] * 8
+    assert all(entry.rank == 1 for entry in chosen)
+    assert completion.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in chosen))
+
+    both = output.prompt_token_ids + completion.token_ids
+    (again,) = llm.generate(both, SamplingParams(max_tokens=1, prompt_logprobs=0))
+    assert again.prompt_logprobs is not None
+    assert again.prompt_logprobs[0] is None
+    assert len(again.prompt_logprobs) == len(both)
+    found = again.prompt_logprobs[-8:]
+    assert [entry[token_id].logprob for token_id, entry in zip(completion.token_ids, found, strict=True) if entry] == (
+        pytest.approx([entry.logprob for entry in chosen], abs=1e-3)
+    )
+
+
+def test_completions_of_a_prompt_are_those_of_their_seeds(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True)
+    (output,) = llm.generate(PROMPTS[0], params)
+    assert [completion.index for completion in output.outputs] == [0, 1, 2]
+    alone = [SamplingParams(seed=7 + index, max_tokens=6, ignore_eos=True) for index in range(3)]
+    assert tokens([output]) == tokens(llm.generate([PROMPTS[0]] * 3, alone))
+
+
+def test_a_stop_string_ends_generation(llm: LLM) -> None:
+    (whole,) = llm.generate(PROMPTS[0], GREEDY)
+    text = whole.outputs[0].text
+    stop = text[4:7]
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[stop])
+    (completion,) = llm.generate(PROMPTS[0], params)[0].outputs
+    assert completion.text == text[: text.index(stop)]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.token_ids == whole.outputs[0].token_ids[: len(completion.token_ids)]
+
+
+def test_generation_ends_at_the_length_of_the_model(llm: LLM) -> None:
+    (output,) = llm.generate([5] * 120, SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (8, "length")
+
+
+def test_chat_answers_conversations_in_order(llm: LLM) -> None:
+    conversations: list[Any] = [[{"role": "user", "content": text}] for text in ("hello", "world")]
+    outputs = llm.chat(conversations, GREEDY, use_tqdm=False)
+    for output, conversation in zip(outputs, conversations, strict=True):
+        rendered = llm.get_tokenizer().apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        assert output.prompt == rendered
+    assert tokens(llm.chat(conversations[1], GREEDY)) == tokens(outputs[1:])
+
+
+def test_defaults_are_those_of_the_checkpoint(llm: LLM, bundled_model_path: Path) -> None:
+    stated = json.loads((bundled_model_path / "generation_config.json").read_text())
+    defaults = llm.get_default_sampling_params()
+    assert (defaults.temperature, defaults.top_p) == (stated["temperature"], stated["top_p"])
+    (output,) = llm.generate(PROMPTS[0])
+    assert 1 <= len(output.outputs[0].token_ids) <= 16
+
+
+BAD_INPUT: list[tuple[Any, Any, type[Exception], str]] = [
+    ("", None, ValueError, "prompts must have at least one token, got ''"),
+    (["a", [4096]], None, ValueError, r"prompts\[1\]: token 0 must be within the vocabulary, 0 to 4095, got 4096"),
+    ([[5] * 128], None, ValueError, r"prompts\[0\] must have at most 127 tokens \(max_model_len 128, less one"),
+    (["a", 5], None, TypeError, r"prompts\[1\] must be a string, a list of token ids"),
+    (["a", {"text": "a"}], None, ValueError, r"prompts\[1\] has the unknown key 'text'"),
+    (["a", "b"], [GREEDY], ValueError, "sampling_params must have one entry for each prompt, got 1 for 2 prompts"),
+    ("a", {"temperature": 0}, TypeError, "sampling_params must be SamplingParams or a list of them"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_INPUT)
+def test_bad_input_is_refused_and_the_engine_goes_on(
+    llm: LLM, prompts: Any, params: Any, error: type[Exception], message: str
+) -> None:
+    finished = llm.metrics()["finished"]
+    with pytest.raises(error, match=message):
+        llm.generate(prompts, params)
+    assert llm.metrics()["finished"] == finished
+    assert len(tokens(llm.generate("a", GREEDY))[0]) == 12
+
+
+def test_other_bad_calls_are_refused(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="prompt must be a single one, got 2"):
+        llm.stream(["a", "b"], GREEDY)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="prompts must have at least one token"):
+        llm.stream("", GREEDY)
+    with pytest.raises(ValueError, match="priority must be None unless scheduling_policy is 'priority', got 3"):
+        llm.generate("a", GREEDY, priority=3)
+    with pytest.raises(ValueError, match=r"messages\[0\]\['role'\] must be one of"):
+        llm.chat([{"role": "usr", "content": "a"}], GREEDY)
+    assert len(tokens(llm.generate("a", GREEDY))[0]) == 12
+
+
+def test_unknown_and_impossible_options() -> None:
+    with pytest.raises(TypeError, match="LLM has no option 'max_num_seq'; the nearest is 'max_num_seqs'"):
+        LLM(max_num_seq=3)
+    with pytest.raises(ValueError, match="mode is 'fast'; allowed: auto, eager, compiled, graphed"):
+        LLM(mode="fast")
+    with pytest.raises(FileNotFoundError, match="tokenizer must be a folder, and there is none at 'nowhere'"):
+        LLM(tokenizer="nowhere", **SMALL)
+    with pytest.raises(TypeError, match="tokenizer must be the path of a folder, got 3"):
+        LLM(tokenizer=3, **SMALL)
+
+
+def test_a_closed_engine_says_so() -> None:
+    with LLM(load_format="dummy", **SMALL) as engine:
+        begun, unbegun = engine.stream("a", GREEDY), engine.stream("a", GREEDY)
+        assert not next(begun).finished
+    engine.close()
+    calls: list[Callable[[], Any]] = [
+        engine.metrics,
+        lambda: engine.generate("a"),
+        lambda: engine.stream("a"),
+        lambda: engine.chat([{"role": "user", "content": "a"}]),
+        lambda: next(begun),
+        lambda: next(unbegun),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
+            call()
+    assert engine.config.model.max_model_len == 128
+
+
+def test_a_checkpoint_without_a_tokenizer_takes_token_ids(tmp_path: Path, bundled_model_path: Path) -> None:
+    shutil.copy(bundled_model_path / "config.json", tmp_path)
+    with LLM(tmp_path, load_format="dummy", **SMALL) as engine:
+        (output,) = engine.generate([5, 6, 7], GREEDY)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].text) == (12, "")
+        with pytest.raises(ValueError, match="prompts must be token ids, as there is no tokenizer, got 'a'"):
+            engine.generate("a", GREEDY)
+        with pytest.raises(ValueError, match=r"tokenizer must be given: '.*' has none"):
+            engine.get_tokenizer()
+    with LLM(tmp_path, tokenizer=bundled_model_path, load_format="dummy", **SMALL) as engine:
+        assert engine.generate("a", GREEDY)[0].prompt == "a"

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from scripted_core import ScriptedCore
+from tiny_tokenizers import byte_level
+
+from compiled_engine.engine_io import EngineRequest
+from compiled_engine.frontend.engine_loop import EngineLoop
+from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
+from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.prompts import parse_prompts
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.outputs import Logprob, RequestOutput
+from compiled_engine.sampling.params import SamplingParams
+
+EOS = 1
+TOKENIZER = byte_level()
+SAID = "hello world, the quick brown fox jumps over the lazy dog" * 3
+
+
+class Frontend:
+    """The frontend on a scripted core, every request saying `text`."""
+
+    def __init__(self, text: str = SAID, tokenizer: Tokenizer | None = TOKENIZER, **core: Any) -> None:
+        tokens = [*TOKENIZER.encode(text), EOS]
+        self.core = ScriptedCore(lambda request: tokens, **core)
+        self.inputs = InputProcessor(tokenizer, InputLimits(len(TOKENIZER.hf), 400), frozenset({EOS}))
+        self.loop = EngineLoop(self.core, OutputProcessor(tokenizer))
+
+    def prepare(self, prompts: Any = "hello", **params: Any) -> list[PreparedRequest]:
+        return self.inputs.process(parse_prompts(prompts), SamplingParams(**params))
+
+    def run(self, prompts: Any = "hello", **params: Any) -> list[RequestOutput]:
+        return list(self.loop.run(self.prepare(prompts, **params)))
+
+    def stream(self, prompts: Any = "hello", **params: Any) -> list[RequestOutput]:
+        return list(self.loop.run(self.prepare(prompts, **params), partial=True))
+
+
+def test_a_completion_that_ends_by_length() -> None:
+    (output,) = Frontend().run(max_tokens=3)
+    (completion,) = output.outputs
+    assert (output.prompt, output.prompt_token_ids) == ("hello", TOKENIZER.encode("hello"))
+    assert (output.finished, output.num_cached_tokens) == (True, 2)
+    assert completion.token_ids == TOKENIZER.encode(SAID)[:3]
+    assert completion.text == TOKENIZER.decode(completion.token_ids)
+    assert (completion.finish_reason, completion.stop_reason) == ("length", None)
+    assert (completion.logprobs, completion.cumulative_logprob, output.prompt_logprobs) == (None, None, None)
+
+
+@pytest.mark.parametrize(("include", "text"), [(False, "hello"), (True, "hello</s>")])
+def test_an_end_of_sequence_token_is_in_the_tokens_but_not_in_the_text(include: bool, text: str) -> None:
+    (output,) = Frontend("hello").run(max_tokens=50, skip_special_tokens=False, include_stop_str_in_output=include)
+    (completion,) = output.outputs
+    assert completion.token_ids == [*TOKENIZER.encode("hello"), EOS]
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, "stop", None)
+
+
+def test_a_stop_token_is_the_stop_reason() -> None:
+    stop = TOKENIZER.encode(SAID)[2]
+    (completion,) = Frontend().run(max_tokens=50, stop_token_ids=[stop])[0].outputs
+    assert completion.token_ids == TOKENIZER.encode(SAID)[:3]
+    assert completion.text == TOKENIZER.decode(completion.token_ids[:2])
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+
+
+@pytest.mark.parametrize("tokens_a_step", [1, 4])
+@pytest.mark.parametrize(("include", "text"), [(False, "hello world, the qui"), (True, "hello world, the quick br")])
+def test_a_stop_string_ends_the_completion_and_the_request(tokens_a_step: int, include: bool, text: str) -> None:
+    frontend = Frontend(tokens_a_step=tokens_a_step)
+    (output,) = frontend.run(max_tokens=100, stop=["fox", "ck br"], include_stop_str_in_output=include, logprobs=0)
+    (completion,) = output.outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (text, "stop", "ck br")
+    # Tokens up to the one that completed the stop string.
+    assert "ck br" in TOKENIZER.decode(completion.token_ids)
+    assert "ck br" not in TOKENIZER.decode(completion.token_ids[:-1])
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    assert completion.cumulative_logprob == -3.0 * len(completion.token_ids)
+    assert frontend.core.aborted == [output.request_id]
+
+
+def test_a_stop_string_in_the_last_token_is_not_aborted_again() -> None:
+    tokens = TOKENIZER.encode("hello")
+    frontend = Frontend("hello")
+    (completion,) = frontend.run(max_tokens=len(tokens), stop="hello")[0].outputs
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == ("", "stop", "hello")
+    assert frontend.core.aborted == []
+
+
+def test_what_may_begin_a_stop_string_is_released_at_the_end() -> None:
+    (completion,) = Frontend("hello").run(max_tokens=50, stop="hello world")[0].outputs
+    assert (completion.text, completion.finish_reason) == ("hello", "stop")
+
+
+def test_a_stop_string_counts_after_min_tokens() -> None:
+    tokens = TOKENIZER.encode(SAID)
+    (completion,) = Frontend().run(max_tokens=100, stop="the", min_tokens=len(tokens) // 3)[0].outputs
+    assert completion.stop_reason == "the"
+    assert len(completion.token_ids) > len(tokens) // 3
+    assert completion.text.count("the") >= 1
+
+
+def test_logprobs_have_the_chosen_token_first() -> None:
+    tokens = TOKENIZER.encode("hello")
+    (completion,) = Frontend("hello").run(max_tokens=len(tokens), logprobs=2)[0].outputs
+    assert completion.logprobs == [
+        {
+            token_id: Logprob(-3.0, 3, TOKENIZER.decode([token_id])),
+            5: Logprob(-0.5, 1, TOKENIZER.decode([5])),
+            6: Logprob(-1.0, 2, TOKENIZER.decode([6])),
+        }
+        for token_id in tokens
+    ]
+    assert [next(iter(entry)) for entry in completion.logprobs] == tokens
+    assert completion.cumulative_logprob == -3.0 * len(tokens)
+
+
+def test_a_chosen_token_among_the_most_likely_is_listed_once() -> None:
+    loop = EngineLoop(ScriptedCore(lambda request: [6]), OutputProcessor(TOKENIZER))
+    (output,) = loop.run(Frontend().prepare(max_tokens=1, logprobs=2))
+    assert output.outputs[0].logprobs is not None
+    assert list(output.outputs[0].logprobs[0]) == [6, 5]
+
+
+def test_prompt_logprobs_begin_with_none() -> None:
+    (output,) = Frontend().run([7, 8, 9], max_tokens=1, prompt_logprobs=2, n=2)
+    assert output.prompt_logprobs is not None
+    assert output.prompt_logprobs[0] is None
+    assert [list(entry) for entry in output.prompt_logprobs[1:] if entry] == [[8, 5, 6], [9, 5, 6]]
+
+
+def test_completions_of_one_prompt_end_on_their_own() -> None:
+    said = TOKENIZER.encode(SAID)
+    core = ScriptedCore(lambda request: [*said[: 2 + int(request.request_id[-1])], EOS])
+    frontend = Frontend()
+    loop = EngineLoop(core, OutputProcessor(TOKENIZER))
+    outputs = list(loop.run(frontend.prepare(n=3, max_tokens=50), partial=True))
+    assert [completion.index for completion in outputs[-1].outputs] == [0, 1, 2]
+    assert [completion.token_ids for completion in outputs[-1].outputs] == [[*said[:count], EOS] for count in (2, 3, 4)]
+    assert [output.finished for output in outputs] == [False] * 4 + [True]
+
+
+def test_without_detokenising_there_is_no_text() -> None:
+    (completion,) = Frontend().run(max_tokens=3, detokenize=False)[0].outputs
+    assert (completion.text, len(completion.token_ids)) == ("", 3)
+
+
+def test_without_a_tokenizer_there_are_tokens() -> None:
+    (output,) = Frontend(tokenizer=None).run([3, 4], max_tokens=3, logprobs=0)
+    assert (output.outputs[0].text, len(output.outputs[0].token_ids)) == ("", 3)
+    assert output.outputs[0].logprobs is not None
+    assert {entry.decoded_token for entry in output.outputs[0].logprobs[0].values()} == {None}
+
+
+def test_a_stream_grows_and_never_takes_text_back() -> None:
+    texts = [output.outputs[0].text for output in Frontend("naïve 😀 café").stream(max_tokens=100, stop="caffé")]
+    assert texts[-1] == "naïve 😀 café"
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
+
+
+def test_metrics_of_a_request() -> None:
+    (output,) = Frontend().run(max_tokens=5)
+    metrics = output.metrics
+    assert metrics is not None
+    assert metrics.first_token_time is not None
+    assert metrics.finished_time is not None
+    assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
+    assert metrics.ttft_s == metrics.first_token_time - metrics.arrival_time
+    assert metrics.tpot_s == (metrics.finished_time - metrics.first_token_time) / 4
+
+
+def test_many_prompts_each_get_their_output() -> None:
+    outputs = Frontend().run([[3 + index] for index in range(20)], max_tokens=2)
+    assert sorted(output.prompt_token_ids for output in outputs) == [[3 + index] for index in range(20)]
+
+
+def raise_at(step: int, error: BaseException) -> Callable[[int], None]:
+    def before_step(number: int) -> None:
+        if number == step:
+            raise error
+
+    return before_step
+
+
+@pytest.mark.parametrize("error", [RuntimeError("lost device"), KeyboardInterrupt()])
+def test_an_error_in_a_step_leaves_nothing_behind(error: BaseException) -> None:
+    frontend = Frontend(before_step=raise_at(3, error))
+    with pytest.raises(type(error)):
+        frontend.run(["hello", "world"], n=2, max_tokens=50)
+    assert (len(frontend.core.aborted), frontend.core.live) == (4, {})
+    assert frontend.run(max_tokens=3)[0].finished
+
+
+def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
+    step_ended = []
+
+    def interrupt(number: int) -> None:
+        if number == 2:
+            signal.raise_signal(signal.SIGINT)
+            step_ended.append(number)
+
+    frontend = Frontend(before_step=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        frontend.run(max_tokens=50)
+    assert step_ended == [2]
+    assert frontend.core.live == {}
+    assert frontend.run(max_tokens=3)[0].finished
+
+
+def test_an_iterator_that_is_closed_aborts_its_request() -> None:
+    frontend = Frontend()
+    stream = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
+    assert not next(stream).finished
+    stream.close()
+    assert (len(frontend.core.aborted), frontend.core.live) == (1, {})
+    assert frontend.run(max_tokens=3)[0].finished
+
+
+def test_a_request_that_the_core_refuses_takes_back_those_before_it() -> None:
+    refused = Frontend().prepare(["hello", "hello", "hello"], max_tokens=3)
+
+    class Refusing(ScriptedCore):
+        def add(self, request: EngineRequest) -> None:
+            if request.request_id == refused[1].request_id:
+                raise ValueError("too long")
+            super().add(request)
+
+    core = Refusing(lambda request: TOKENIZER.encode(SAID))
+    loop = EngineLoop(core, OutputProcessor(TOKENIZER))
+    with pytest.raises(ValueError, match="too long"):
+        list(loop.run(refused))
+    assert (core.aborted, core.live) == ([refused[0].request_id], {})
+
+
+def test_two_runs_at_a_time_each_get_their_own() -> None:
+    frontend = Frontend()
+    stream = frontend.loop.run(frontend.prepare("hello", max_tokens=4), partial=True)
+    first = next(stream)
+    (other,) = frontend.run("world", max_tokens=6)
+    assert len(other.outputs[0].token_ids) == 6
+    rest = list(stream)
+    # The other run's steps finished the first run's request, which it is told of at once.
+    assert [len(output.outputs[0].token_ids) for output in [first, *rest]] == [1, 4]
+    assert rest[-1].finished
+    assert frontend.core.steps == 7
+
+
+def test_a_request_that_the_core_lost_is_an_error() -> None:
+    class Forgetful(ScriptedCore):
+        def has_unfinished(self) -> bool:
+            return False
+
+    loop = EngineLoop(Forgetful(lambda request: [3]), OutputProcessor(TOKENIZER))
+    with pytest.raises(RuntimeError, match="nothing left to run"):
+        list(loop.run(Frontend().prepare(max_tokens=3)))

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_engine.frontend.stop_strings import StopStrings
+
+TEXTS = st.text("ab", max_size=12)
+STOPS = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+def run(stops: Sequence[str], pieces: Sequence[str], include: bool = False) -> tuple[list[str], str | None]:
+    """What each piece releases, what the flush does, and the stop string found."""
+    watcher = StopStrings(stops, include_in_output=include)
+    released = []
+    for piece in pieces:
+        text, stop = watcher.push(piece)
+        released.append(text)
+        if stop is not None:
+            return released, stop
+    return [*released, watcher.flush()], None
+
+
+def first_stop(stops: Sequence[str], text: str) -> tuple[int, int, str] | None:
+    """(end, start, stop): the one that is complete first, the longest of those."""
+    found = [
+        (end, end - len(stop), stop) for end in range(len(text) + 1) for stop in stops if text[:end].endswith(stop)
+    ]
+    return min(found, default=None)
+
+
+@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS, include=st.booleans())
+def test_the_first_stop_string_is_found_however_the_text_is_cut(
+    pieces: list[str], stops: list[str], include: bool
+) -> None:
+    text = "".join(pieces)
+    released, stop = run(stops, pieces, include)
+    expected = first_stop(stops, text)
+    if expected is None:
+        assert (stop, "".join(released)) == (None, text)
+    else:
+        end, start, name = expected
+        assert (stop, "".join(released)) == (name, text[: end if include else start])
+
+
+@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
+def test_no_more_is_held_back_than_a_stop_string_may_begin_with(pieces: list[str], stops: list[str]) -> None:
+    watcher = StopStrings(stops)
+    arrived = released = ""
+    for piece in pieces:
+        text, stop = watcher.push(piece)
+        if stop is not None:
+            return
+        arrived, released = arrived + piece, released + text
+        held = arrived[len(released) :]
+        assert arrived.startswith(released)
+        assert not held or any(stop.startswith(held) for stop in stops)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "released"),
+    [
+        (["one S", "TO", "P two"], ["one ", "", ""]),
+        (["one STOP two"], ["one "]),
+        (["one S", "T", "one"], ["one ", "", "STone", ""]),
+        (["STOP"], [""]),
+        (["one ST"], ["one ", "ST"]),
+    ],
+)
+def test_the_beginning_of_a_stop_string_waits(pieces: list[str], released: list[str]) -> None:
+    assert run(["STOP"], pieces)[0] == released
+
+
+def test_with_the_stop_string_in_the_output_nothing_waits() -> None:
+    assert run(["STOP"], ["one S", "TOP two"], include=True) == (["one S", "TOP"], "STOP")
+
+
+def test_the_stop_string_that_is_complete_first_wins_over_the_order_of_the_list() -> None:
+    assert run(["world", "o w"], ["hello world"]) == (["hell"], "o w")
+
+
+def test_of_two_that_end_together_the_longer_wins() -> None:
+    assert run(["b", "ab"], ["xab"]) == (["x"], "ab")
+
+
+def test_a_stop_string_in_text_that_is_not_searched_does_not_count() -> None:
+    watcher = StopStrings(["ab"])
+    assert watcher.push("xab", search=False) == ("xab", None)
+    assert watcher.push("a") == ("", None)
+    assert watcher.push("b") == ("", "ab")
+
+
+def test_a_stop_string_may_begin_in_text_that_was_not_searched() -> None:
+    watcher = StopStrings(["ab"])
+    assert watcher.push("xa", search=False) == ("x", None)
+    assert watcher.push("b") == ("", "ab")
+
+
+def test_without_stop_strings_text_passes() -> None:
+    assert run([], ["a", "b"]) == (["a", "b", ""], None)

@@ -1,0 +1,85 @@
+"""Small tokenizers of the kinds that checkpoints have, made in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from compiled_engine.frontend.tokenizer import Tokenizer
+
+TEXTS = [
+    "hello world, the quick brown fox jumps over the lazy dog",
+    "def add(a, b):\n    return a + b",
+    "naïve café über 你好世界 😀",
+]
+SPECIALS = ["<s>", "</s>", "<|user|>"]
+WORDS = ["hello", "world", "the", "a", "b", "##s", "##ing", ",", ".", "'", "do", "n't"]
+
+
+def wrap(backend: Backend, **special_tokens: str) -> Tokenizer:
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **special_tokens))
+
+
+@cache
+def byte_level() -> Tokenizer:
+    """Like GPT-2, Llama 3 and Qwen: tokens are bytes, also parts of characters."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.add_tokens([AddedToken("<tool>"), AddedToken("two words")])
+    return wrap(backend)
+
+
+@cache
+def byte_fallback() -> Tokenizer:
+    """Like Llama 2 and Mistral: a space is part of a token, unknown characters are runs of byte tokens."""
+    pieces = [*SPECIALS, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁the", "▁hello", "▁a"]
+    vocabulary = {piece: index for index, piece in enumerate([*pieces, "h", "e", "l", "o", "a", "."])}
+    backend = Backend(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens(SPECIALS)
+    return wrap(backend)
+
+
+@cache
+def metaspace() -> Tokenizer:
+    """Like the Unigram models of SentencePiece: a first token loses its space."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIALS, show_progress=False)
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    return wrap(backend)
+
+
+@cache
+def word_piece() -> Tokenizer:
+    """Like BERT: a space before every token that does not continue a word."""
+    vocabulary = {piece: index for index, piece in enumerate([*SPECIALS, "[UNK]", *WORDS])}
+    backend = Backend(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    backend.add_special_tokens(SPECIALS)
+    return wrap(backend)
+
+
+KINDS: dict[str, Callable[[], Tokenizer]] = {
+    "byte_level": byte_level,
+    "byte_fallback": byte_fallback,
+    "metaspace": metaspace,
+    "word_piece": word_piece,
+}
