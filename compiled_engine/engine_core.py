@@ -36,9 +36,9 @@ class EngineCore:
             request = replace(request, sampling_params=params)
         self._scheduler.add(request)
 
-    def abort(self, request_id: str) -> EngineOutput | None:
-        """End a request now; None if it is not known any more."""
-        return self._scheduler.abort(request_id)
+    def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
+        """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string."""
+        return self._scheduler.abort(request_id, stopped=stopped)
 
     def step(self) -> list[EngineOutput]:
         """Schedule, execute, update. If the device fails, the step's requests are aborted and the error is raised."""
@@ -51,9 +51,12 @@ class EngineCore:
             self._scheduler.update(step, RunnerOutput({}))
             raise
         outputs = self._scheduler.update(step, result)
-        if not self._scheduler.has_unfinished():
-            self._scheduler.check_integrity()
+        self._scheduler.check_idle()
         return outputs
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""
+        self._scheduler.check_integrity()
 
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.step import TokenLogprobs
@@ -22,8 +23,7 @@ class EngineRequest:
     priority: int = 0
 
 
-@dataclass(frozen=True)
-class EngineOutput:
+class EngineOutput(NamedTuple):
     """What one step added to a request.
 
     `finish_reason` is None while it runs, then "stop", "length" or "abort"; `stop_reason` is the stop token id

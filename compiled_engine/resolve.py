@@ -5,6 +5,8 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 
 from __future__ import annotations
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),
         scheduler=scheduler,
-        compile=CompileConfig(compiled, _passes(options), _cache_dir(options)),
+        compile=_compile(options, compiled),
         graph=_graph(options, graphed, backend, scheduler, reasons),
         device=device,
         attention_backend=backend,
@@ -83,6 +85,10 @@ def _check_types(options: EngineOptions) -> None:
     _require_one_of("mode", options.mode, MODES)
     _require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     _require_one_of("generation_config", options.generation_config, ("auto", "none"))
+    for name in ("disable_passes", "capture_sizes"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, tuple):
+            raise TypeError(f"{name} is {value!r}; allowed: a list")
     if options.model is not None and not isinstance(options.model, str | Path):
         raise TypeError(f"model is {options.model!r}; allowed: the path of a checkpoint folder, or None")
 
@@ -127,9 +133,15 @@ def _device(options: EngineOptions, reasons: dict[str, str]) -> torch.device:
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
     """(compile?, CUDA graphs?)"""
     mode = options.mode
-    if mode == "auto":
+    has_compiler = device.type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
+    if mode == "auto" and not has_compiler:
+        mode = "eager"
+        reasons["compile.enabled"] = "mode is eager: compiling on a CPU needs g++, which was not found"
+    elif mode == "auto":
         mode = "graphed" if device.type == "cuda" else "compiled"
         reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"
+    if mode == "compiled" and not has_compiler:
+        raise ValueError("mode is 'compiled', which needs a C++ compiler on a CPU; install g++, or allowed: eager")
     if mode == "graphed" and device.type != "cuda":
         raise ValueError(
             "mode is 'graphed', which replays CUDA graphs and needs a CUDA GPU; allowed on cpu: eager, compiled"
@@ -177,10 +189,14 @@ def _attention(
     return backend, block_size
 
 
-def _passes(options: EngineOptions) -> tuple[str, ...]:
+def _compile(options: EngineOptions, enabled: bool) -> CompileConfig:
     for name in options.disable_passes:
         _require_one_of("disable_passes", name, PASS_NAMES)
-    return tuple(name for name in PASS_NAMES if name not in options.disable_passes)
+    for name in ("disable_passes", "cache_dir"):
+        if getattr(options, name) and not enabled:
+            raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
+    passes = tuple(name for name in PASS_NAMES if name not in options.disable_passes)
+    return CompileConfig(enabled, passes if enabled else (), _cache_dir(options))
 
 
 def _cache_dir(options: EngineOptions) -> Path | None:

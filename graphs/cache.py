@@ -25,6 +25,8 @@ log = logging.getLogger("compiled_engine")
 
 MANIFEST = "manifest.json"
 FACTORS = "factors.json"
+# The entries have a folder of their own below the root, which may be any folder of the user's.
+ENTRIES = "compiled"
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ def find_or_build(root: Path | None, factors: dict[str, Any], build: Callable[[P
 
 
 def _find_or_build(root: Path, key: str, factors: dict[str, Any], build: Callable[[Path], None]) -> Lookup:
+    root = root / ENTRIES
     _make_private(root)
     final = root / key
     with _locked(root / f"{key}.lock"):

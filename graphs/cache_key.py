@@ -9,13 +9,16 @@ from __future__ import annotations
 import hashlib
 import importlib
 import platform
+import subprocess
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import triton
+from torch._inductor.cpp_builder import get_cpp_compiler
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.manager import pass_uuid
@@ -86,10 +89,25 @@ def cache_factors(config: EngineConfig) -> dict[str, Any]:
             "torch": torch.__version__,
             "triton": triton.__version__,
             "cuda": torch.version.cuda,
+            "c++": cpp_compiler_version() if config.device.type == "cpu" else None,
         },
+        "inductor": inductor_settings_digest(),
         "device": describe_device(config.device),
         "source": source_digest(),
     }
+
+
+def inductor_settings_digest() -> str:
+    """Digest of Inductor's own settings, which the caller or its environment may have changed."""
+    settings = inductor_config.save_config_portable()
+    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
+
+
+@cache
+def cpp_compiler_version() -> str:
+    """The first line of what the C++ compiler says of itself."""
+    command = [get_cpp_compiler(), "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:

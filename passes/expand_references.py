@@ -1,6 +1,7 @@
 """On a device without our kernels, the fused ops are written out as their plain-torch references.
 
-Inductor's C++ backend then fuses them with their neighbours; an opaque op would stop it.
+Inductor's C++ backend then fuses them with their neighbours; the fused ops stand for Triton kernels, which it cannot
+compile there.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def prefix_hashes(token_ids: Sequence[int]) -> Iterator[int]:
 
 
 def next_token(prefix_hash: int) -> int:
-    return hash((prefix_hash, "next")) % VOCAB_SIZE
+    return hash((prefix_hash, VOCAB_SIZE)) % VOCAB_SIZE
 
 
 def logprobs_of(prefix_hash: int, token_id: int) -> TokenLogprobs:
@@ -59,7 +59,6 @@ class FakeRunner:
         self.rows: dict[str, Row] = {}
         self.slots: dict[tuple[int, int], int] = {}
         self.last_step = 0
-        self.num_tokens_computed = 0
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
         self.receive(step)
@@ -83,7 +82,6 @@ class FakeRunner:
                 if row.params.logprobs is not None:
                     logprobs[share.request_id] = logprobs_of(row.hashes[-1], token_id)
                 row.append(token_id)
-        self.num_tokens_computed += step.num_tokens
         return RunnerOutput(token_ids, logprobs, prompt_logprobs)
 
     def receive(self, step: SchedulerOutput) -> None:

@@ -32,7 +32,7 @@ class ScriptedCore:
         assert request.request_id not in self.live
         self.live[request.request_id] = (request, [])
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
         del self.live[request_id]
         self.aborted.append(request_id)
 

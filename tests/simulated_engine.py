@@ -47,6 +47,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler(config, CacheConfig(block_size, None, 0.9, prefix_caching), num_blocks)
         self.runner = FakeRunner(num_blocks, block_size, max_num_seqs, budget)
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
+        self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
         self.by_priority = policy == "priority"
         self.live: dict[str, Record] = {}
         self.waiting: set[str] = set()
@@ -131,13 +132,12 @@ class SimulatedEngine:
         return outputs
 
     def fail_step(self) -> None:
-        """The runner fails before it computes anything: its requests are aborted, the others go on."""
+        """The runner fails before it computes anything: all ids of the step are aborted, the others go on."""
         step, self.in_flight = self.in_flight, None
         assert step is not None
         self.runner.receive(step)
         for share in step.scheduled:
             self.abort(share.request_id)
-        # An id that was aborted in flight and added again is not part of the failed step, but goes with it here.
         assert self.scheduler.update(step, RunnerOutput({})) == []
         self.scheduler.check_integrity()
 
@@ -146,7 +146,7 @@ class SimulatedEngine:
         return self.finish_step()
 
     def run(self) -> None:
-        """Until every request has ended; it must not take longer than each of them alone, one after another."""
+        """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"

@@ -73,13 +73,25 @@ def test_config_as_a_table() -> None:
 
 def test_config_as_json() -> None:
     result = run(
-        *("config", "--json", "--device", "cpu", "--mode", "eager", "--block-size", "32", "--seed", "3", "--no-cache"),
-        *("--disable-pass", "silu_mul", "--disable-pass", "residual_rms_norm", "--no-enable-prefix-caching"),
+        *(
+            "config",
+            "--json",
+            "--device",
+            "cpu",
+            "--mode",
+            "compiled",
+            "--block-size",
+            "32",
+            "--seed",
+            "3",
+            "--no-cache",
+        ),
+        *("--disable-pass", "silu_mul", "--disable-pass", "residual_rms_norm", "--no-prefix-caching"),
     )
     config = json.loads(result.stdout)
     assert config["cache"]["block_size"] == 32
     assert config["cache"]["enable_prefix_caching"] is False
-    assert config["compile"]["enabled"] is False
+    assert config["compile"]["enabled"] is True
     assert config["compile"]["cache_dir"] is None
     assert not {"silu_mul", "residual_rms_norm"} & set(config["compile"]["passes"])
     assert config["model"]["seed"] == 3

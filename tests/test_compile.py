@@ -55,9 +55,7 @@ def traced(config: EngineConfig) -> TracedGraph:
 
 
 def apply_passes(config: EngineConfig, graph: TracedGraph, strict: bool = True) -> tuple[PassReport, ...]:
-    return run_passes(
-        graph.module.graph, PASS_NAMES, CompileRange(1, 256), "cpu", config.model.num_layers, strict
-    )
+    return run_passes(graph.module.graph, PASS_NAMES, CompileRange(1, 256), "cpu", config.model.num_layers, strict)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,9 +153,7 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
 
 
 def test_the_stitched_forward_is_readable_and_frees_what_it_used(compiled_config: EngineConfig) -> None:
-    folder = compile_model(
-        compiled_config, lambda: build_model(compiled_config.model), SilentProgress()
-    ).lookup.folder
+    folder = compile_model(compiled_config, lambda: build_model(compiled_config.model), SilentProgress()).lookup.folder
     source = (folder / "forward.py").read_text()
     assert source == forward_source(Plan.from_json((folder / "plan.json").read_text()))
     assert source.count("compiled_engine_attention(") == 3

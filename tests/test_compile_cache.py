@@ -43,7 +43,7 @@ def test_second_lookup_is_a_hit(root: Path) -> None:
     found = find_or_build(root, FACTORS, build)
     assert (found.status, build.builds) == ("hit", 1)
     assert json.loads((found.folder / "factors.json").read_text()) == FACTORS
-    assert (root.stat().st_mode & 0o777) == 0o700
+    assert (found.folder.parent.stat().st_mode & 0o777) == 0o700
 
 
 def test_other_factors_are_another_entry(root: Path) -> None:
@@ -51,6 +51,12 @@ def test_other_factors_are_another_entry(root: Path) -> None:
     other = FACTORS | {"device": {"type": "cuda"}}
     assert find_or_build(root, FACTORS, build).folder != find_or_build(root, other, build).folder
     assert build.builds == 2
+
+
+def test_a_folder_of_the_users_keeps_its_mode(root: Path) -> None:
+    root.mkdir(mode=0o755)
+    assert find_or_build(root, FACTORS, Builder()).status == "miss"
+    assert (root.stat().st_mode & 0o777) == 0o755
 
 
 def test_a_moved_folder_stays_valid(root: Path, tmp_path: Path) -> None:
@@ -119,7 +125,7 @@ def test_a_damaged_entry_is_set_aside_and_built_again(
     assert find_or_build(root, FACTORS, build).status == "miss"
     assert build.builds == 1
     assert "damaged" in caplog.text
-    assert list(root.glob("damaged_*"))
+    assert list(root.glob("compiled/damaged_*"))
     assert find_or_build(root, FACTORS, build).status == "hit"
 
 
@@ -130,7 +136,7 @@ def test_a_failed_build_leaves_nothing_behind(root: Path) -> None:
 
     with pytest.raises(RuntimeError, match="compiler failed"):
         find_or_build(root, FACTORS, fail)
-    assert [path.name for path in root.iterdir()] == [f"{factors_key(FACTORS)}.lock"]
+    assert [path.name for path in (root / "compiled").iterdir()] == [f"{factors_key(FACTORS)}.lock"]
 
 
 def test_a_root_that_is_a_file_means_no_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

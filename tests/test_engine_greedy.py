@@ -55,7 +55,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, min_tokens=OUTPUT_
         pytest.param({}, id="defaults"),
         pytest.param({"max_num_batched_tokens": 16, "max_num_seqs": 16}, id="chunks of 16"),
         pytest.param({"enable_prefix_caching": False, "max_num_seqs": 7}, id="no prefix cache"),
-        pytest.param({"num_blocks": 12, "max_num_seqs": 8, "max_model_len": 192}, id="tiny pool"),
+        pytest.param({"num_blocks": 48, "block_size": 4, "max_num_seqs": 16, "max_model_len": 192}, id="tiny pool"),
     ],
 )
 def test_greedy_tokens_equal_transformers(

@@ -470,6 +470,7 @@ def test_metrics() -> None:
         "running": 1,
         "waiting": 0,
         "kv_usage": 0.25,
+        "kv_usage_peak": 0.25,
         "blocks_total": 8,
         "blocks_free": 6,
         "prefix_queries": 12,

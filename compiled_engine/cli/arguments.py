@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,7 +30,8 @@ class Argument:
 
     def parameter(self, panel: str, default: object = None) -> inspect.Parameter:
         flag = self.flag or f"--{self.name.replace('_', '-')}"
-        text = self.help if default in (None, ()) else f"{self.help} Default: {default}."
+        shows_nothing = default in (None, ()) or isinstance(default, bool)
+        text = self.help if shows_nothing else f"{self.help} Default: {default}."
         option = typer.Option(None, flag, help=text, rich_help_panel=panel, show_default=False)
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=self.type | None)
 
@@ -53,8 +55,9 @@ ENGINE_ARGUMENTS = (
     Argument(
         "enable_prefix_caching",
         bool,
-        "Whether to reuse the KV cache of prompts that begin alike.",
-        flag="--enable-prefix-caching/--no-enable-prefix-caching",
+        "Compute every prompt whole, also where prompts begin alike.",
+        flag="--no-prefix-caching",
+        convert=operator.not_,
     ),
     Argument("scheduling_policy", str, "fcfs or priority."),
     Argument("seed", int, "Seed of all that is random."),
@@ -75,7 +78,7 @@ ENGINE_ARGUMENTS = (
         convert=tuple,
     ),
     Argument("cache_dir", Path, "Where compiled artifacts are kept."),
-    Argument("compile_cache", bool, "Whether to keep compiled artifacts.", flag="--cache/--no-cache"),
+    Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
 )
 

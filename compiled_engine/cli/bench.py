@@ -70,7 +70,7 @@ def against_transformers(
 @bench.command("load")
 def load(
     *,
-    model: ModelFolder = None,
+    model: Annotated[Path | None, typer.Option(help="Checkpoint folder to load.")] = None,
     shape: Annotated[
         str | None, typer.Option(help="Write and load a random checkpoint of this shape: qwen3-0.6b, qwen3-8b.")
     ] = None,

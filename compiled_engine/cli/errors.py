@@ -19,11 +19,13 @@ class BadInputError(Exception):
 
 
 @contextmanager
-def bad_input_is_reported() -> Iterator[None]:
-    """Around what checks the user's input: its errors are the user's, not the program's."""
+def bad_input_is_reported(
+    kinds: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, MemoryError),
+) -> Iterator[None]:
+    """Around what checks the user's input: its errors of these kinds are the user's, not the program's."""
     try:
         yield
-    except (ValueError, TypeError, OSError, MemoryError) as error:
+    except kinds as error:
         raise BadInputError(str(error)) from error
 
 

@@ -43,8 +43,12 @@ def generate(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
-            from compiled_engine.llm import LLM
+            from compiled_engine.llm import LLM, make_options
+            from compiled_engine.resolve import resolve
 
+            resolve(make_options(engine.get("model"), {k: v for k, v in engine.items() if k != "model"}))
+        # The options are right; what may still be wrong is the checkpoint, or the memory too small.
+        with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
         ready_s = time.time() - psutil.Process().create_time()
         with llm:

@@ -17,7 +17,7 @@ class Core(Protocol):
 
     def add(self, request: EngineRequest) -> None: ...
 
-    def abort(self, request_id: str) -> object: ...
+    def abort(self, request_id: str, *, stopped: bool = False) -> object: ...
 
     def step(self) -> list[EngineOutput]: ...
 
@@ -86,6 +86,6 @@ class EngineLoop:
         with deferred_interrupt():
             changed, aborts = self._outputs.process(self._core.step())
             for engine_request_id in aborts:
-                self._core.abort(engine_request_id)
+                self._core.abort(engine_request_id, stopped=True)
             for state in changed:
                 self._changed[state.request.request_id] = state

@@ -27,7 +27,7 @@ from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import graph_bytes_estimate, warm_up
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput, TokenLogprobs
+from compiled_engine.scheduling.step import RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 PROMPT_LOGPROBS_CHUNK = 256
 
@@ -95,7 +95,9 @@ class Runner:
             return self._run(step)
 
     def _run(self, step: SchedulerOutput) -> RunnerOutput:
-        uniform = 1 if all(request.num_tokens == 1 for request in step.scheduled) else None
+        decodes_only = all(request.num_tokens == 1 for request in step.scheduled)
+        # A decode graph ends at the logits; prompt log-probabilities need the hidden states of every token.
+        uniform = 1 if decodes_only and not any(map(self._owes_prompt_logprobs, step.scheduled)) else None
         key = self.dispatcher.dispatch(step.num_tokens, len(step.scheduled), uniform)
         if uniform and key is None and self.dispatcher.keys:
             self.graph_fallbacks += 1
@@ -113,6 +115,13 @@ class Runner:
             wanted_RD = hidden_TD if batch.logits_rows_R is None else hidden_TD[batch.logits_rows_R]
             logits_RV = self.logits(wanted_RD)
         return self._sample(batch, logits_RV, prompt or {})
+
+    def _owes_prompt_logprobs(self, request: ScheduledRequest) -> bool:
+        row = self.states.row(request.request_id)
+        params = self.states.sampling_params[row]
+        assert params is not None
+        before_last_prompt_token = request.num_computed_tokens < self.states.num_prompt_tokens[row] - 1
+        return params.prompt_logprobs is not None and bool(before_last_prompt_token)
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:
@@ -186,6 +195,10 @@ class Runner:
             "compiles": counts.compiles if counts else 0,
             "captures": self.graphs.num_captures,
             "cache": self.compiled.lookup.status if self.compiled else "off",
+            "cache_entry": str(self.compiled.lookup.folder) if self.compiled else None,
+            "passes": {p.name: {"matches": p.matches, "contract": p.contract} for p in self.compiled.passes}
+            if self.compiled
+            else {},
             "graph_replays": self.graph_replays,
             "graph_fallbacks": self.graph_fallbacks,
             "graph_bytes_predicted": self.predicted_graph_bytes,

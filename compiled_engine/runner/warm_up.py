@@ -26,13 +26,8 @@ BYTES_PER_CAPTURED_LAYER = 160 << 10
 def warm_up(runner: Runner, progress: Progress) -> int:
     """Run the largest batch, and one of each kind; returns the peak bytes of a step beyond what was there before."""
     config = runner.config
-    limits = config.scheduler
-    shapes = [(limits.max_num_batched_tokens, 1)]
-    decode_sizes = {1, 2, min(limits.max_num_seqs, limits.max_num_batched_tokens)}
-    shapes += [(size, size) for size in sorted(decode_sizes)]
-    if limits.max_num_seqs > 1 and limits.max_num_batched_tokens > 2:
-        shapes.append((min(limits.max_num_batched_tokens, 16), 2))
     on_gpu = config.device.type == "cuda"
+    shapes = _shapes(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs, on_gpu)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
@@ -45,6 +40,18 @@ def warm_up(runner: Runner, progress: Progress) -> int:
     peak = torch.cuda.max_memory_allocated(config.device) - before
     torch.cuda.empty_cache()
     return peak
+
+
+def _shapes(max_tokens: int, max_requests: int, on_gpu: bool) -> list[tuple[int, int]]:
+    """(tokens, requests) of each warm-up batch: on a GPU the largest first, then decodes, then a mixed batch."""
+    mixed = [(min(max_tokens, 16), 2)] if max_requests > 1 and max_tokens > 2 else []
+    if not on_gpu:
+        return [(1, 1), *mixed]
+    return [
+        (max_tokens, max_requests),
+        *((size, size) for size in sorted({1, min(2, max_requests), max_requests})),
+        *mixed,
+    ]
 
 
 def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:

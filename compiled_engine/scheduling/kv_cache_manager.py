@@ -92,6 +92,7 @@ class KVCacheManager:
         for block in reversed(request.block_ids):
             self.pool.release(block)
         request.block_ids = []
+        request.num_computed_tokens = 0
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
         """Raise RuntimeError unless exactly `holders` hold blocks, and each block is accounted for."""

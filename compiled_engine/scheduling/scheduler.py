@@ -49,6 +49,7 @@ class Scheduler:
         self._running: list[Request] = []  # sorted by order
         self._in_flight: dict[str, Request] = {}
         self._removed: list[str] = []
+        self._least_free = num_blocks
         self._num_arrived = 0
         self._step = 0
         self._num_steps = 0
@@ -78,8 +79,11 @@ class Scheduler:
         self._requests[request.request_id] = queued
         self._waiting.push(queued)
 
-    def abort(self, request_id: str) -> EngineOutput | None:
-        """End a request; what a step in flight yields for it is ignored. None if it is unknown or ended."""
+    def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
+        """End a request; what a step in flight yields for it is ignored. None if it is unknown or ended.
+
+        `stopped`: it counts as finished, since the caller found its output complete.
+        """
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
@@ -91,7 +95,8 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        self._num_aborted += 1
+        self._num_finished += stopped
+        self._num_aborted += not stopped
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
@@ -108,6 +113,7 @@ class Scheduler:
         scheduled: list[ScheduledRequest] = []
         budget = self._schedule_running(scheduled)
         new = self._admit_waiting(scheduled, budget)
+        self._least_free = min(self._least_free, self._kv_cache.pool.num_free)
         self._num_steps += bool(scheduled)
         removed, self._removed = tuple(self._removed), []
         single = [request for request in scheduled if request.num_tokens == 1]
@@ -160,7 +166,6 @@ class Scheduler:
         """Take the blocks of the last running request; it waits in its old place to be computed again."""
         request = self._running.pop()
         self._kv_cache.free(request)
-        request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
         self._removed.append(request.request_id)
@@ -223,14 +228,15 @@ class Scheduler:
     def metrics(self) -> dict[str, int | float]:
         """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
 
-        Since the start: prefix_queries and prefix_hits (prompt tokens), preemptions, finished (by a stop or
-        the length), aborted, steps.
+        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
+        (by a stop or the length), aborted, steps.
         """
         pool = self._kv_cache.pool
         return {
             "running": len(self._running),
             "waiting": len(self._waiting),
             "kv_usage": 1 - pool.num_free / pool.num_blocks,
+            "kv_usage_peak": 1 - self._least_free / pool.num_blocks,
             "blocks_total": pool.num_blocks,
             "blocks_free": pool.num_free,
             "prefix_queries": self._kv_cache.prefix_queries,
@@ -240,6 +246,12 @@ class Scheduler:
             "aborted": self._num_aborted,
             "steps": self._num_steps,
         }
+
+    def check_idle(self) -> None:
+        """The part of check_integrity that costs nothing: without requests, every block must be free."""
+        pool = self._kv_cache.pool
+        if not self._requests and pool.num_free != pool.num_blocks:
+            raise RuntimeError(f"no request is left, but only {pool.num_free} of {pool.num_blocks} blocks are free")
 
     def check_integrity(self) -> None:
         """Raise RuntimeError, saying what is wrong, unless each block and request is accounted for once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from compiled_engine.sampling.params import SamplingParams
 
@@ -34,8 +35,7 @@ class NewRequest:
     block_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One request's share of a step: compute `num_tokens` tokens from position `num_computed_tokens` on.
 
     `new_block_ids` are blocks that it got since the runner last heard of it (for a NewRequest: none).

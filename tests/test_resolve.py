@@ -1,0 +1,93 @@
+"""What a user asks for becomes a configuration, or an error that names the field, the value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.config import GraphMode
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.manager import PASS_NAMES
+from compiled_engine.resolve import resolve
+
+
+def resolved(**options: Any) -> Any:
+    return resolve(EngineOptions(**{"device": "cpu"} | options))
+
+
+def test_defaults_on_a_cpu_have_reasons() -> None:
+    config = resolved()
+    assert config.device == torch.device("cpu")
+    assert config.model.dtype is torch.float32
+    assert (config.compile.enabled, config.graph.mode) == (True, GraphMode.NONE)
+    assert config.compile.passes == PASS_NAMES
+    assert config.attention_backend == "torch"
+    for name in ("model.path", "model.dtype", "compile.enabled", "attention_backend", "scheduler.max_num_seqs"):
+        assert config.reasons[name]
+
+
+def test_what_was_given_has_no_reason() -> None:
+    config = resolved(mode="eager", max_num_seqs=3, dtype="bfloat16")
+    assert not {"compile.enabled", "scheduler.max_num_seqs", "model.dtype"} & set(config.reasons)
+
+
+def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    config = resolved()
+    assert not config.compile.enabled
+    assert "g++" in config.reasons["compile.enabled"]
+    with pytest.raises(ValueError, match=r"mode is 'compiled', which needs a C\+\+ compiler"):
+        resolved(mode="compiled")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"mode": "graphed"},
+            ValueError,
+            "mode is 'graphed', which replays CUDA graphs.*allowed on cpu: eager, compiled",
+        ),
+        ({"mode": "fast"}, ValueError, "mode is 'fast'; allowed: auto, eager, compiled, graphed"),
+        ({"device": "tpu"}, ValueError, "device is 'tpu'; allowed: auto, cpu, cuda"),
+        ({"dtype": "int8"}, ValueError, "int8"),
+        ({"max_num_seqs": 0}, ValueError, "max_num_seqs is 0; allowed: an integer of at least 1"),
+        ({"max_num_seqs": 2.5}, TypeError, "max_num_seqs is 2.5; allowed: an integer"),
+        ({"max_num_seqs": True}, TypeError, "max_num_seqs is True"),
+        (
+            {"max_num_seqs": 8, "max_num_batched_tokens": 4},
+            ValueError,
+            "max_num_batched_tokens is 4; allowed: at least",
+        ),
+        ({"max_model_len": 10**9}, ValueError, "max_model_len"),
+        ({"block_size": "big"}, ValueError, "block_size is 'big'; allowed: a positive integer or 'auto'"),
+        ({"num_blocks": -1}, ValueError, "num_blocks is -1"),
+        ({"gpu_memory_utilization": 1.5}, ValueError, "gpu_memory_utilization is 1.5; allowed: above 0 and at most 1"),
+        ({"gpu_memory_utilization": "all"}, TypeError, "gpu_memory_utilization is 'all'"),
+        ({"gpu_memory_utilization": float("nan")}, ValueError, "gpu_memory_utilization is nan"),
+        ({"enable_prefix_caching": 1}, TypeError, "enable_prefix_caching is 1; allowed: True or False"),
+        ({"scheduling_policy": "lifo"}, ValueError, "scheduling_policy is 'lifo'; allowed: fcfs, priority"),
+        ({"seed": "x"}, TypeError, "seed is 'x'; allowed: an integer"),
+        ({"load_format": "pt"}, ValueError, "load_format"),
+        ({"attention_backend": "xformers"}, ValueError, "xformers.*torch, triton, flash_attn"),
+        ({"disable_passes": ("magic",)}, ValueError, "disable_passes is 'magic'; allowed: merge_linears"),
+        ({"disable_passes": "silu_mul"}, TypeError, "disable_passes is 'silu_mul'; allowed: a list"),
+        ({"disable_passes": ("silu_mul",), "mode": "eager"}, ValueError, "the mode is eager: nothing is compiled"),
+        ({"capture_sizes": 8}, TypeError, "capture_sizes is 8; allowed: a list"),
+        ({"capture_sizes": (8,)}, ValueError, "the mode captures no CUDA graphs"),
+        ({"cache_dir": "/tmp/x", "compile_cache": False}, ValueError, "compile_cache is False"),
+        ({"cache_dir": "/tmp/x", "mode": "eager"}, ValueError, "cache_dir is '/tmp/x', but the mode is eager"),
+        ({"generation_config": "best"}, ValueError, "generation_config is 'best'; allowed: auto, none"),
+        ({"model": 3}, TypeError, "model is 3; allowed: the path of a checkpoint folder"),
+        ({"model": "/nowhere/at/all"}, ValueError, "/nowhere/at/all"),
+    ],
+)
+def test_what_cannot_be_honoured_is_an_error(options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        resolved(**options)
