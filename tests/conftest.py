@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
 NO_GPU = "no CUDA device"
+
+# How fast a machine is may not decide whether a test passes.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 own_cache_dir = pytest.StashKey[str]()
 
