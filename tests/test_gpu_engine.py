@@ -156,6 +156,16 @@ def test_nothing_is_compiled_or_captured_after_warm_up(
         assert torch.cuda.memory_reserved() <= memory + (64 << 20)
 
 
+def test_long_prompts_in_many_chunks_that_sample_nothing(bundled_model_path: Path, oracle: Any) -> None:
+    """Such steps end without waiting for the device, so the next one must not overwrite what it still has to read."""
+    cut = prompts(bundled_model_path, 4, longest=1500)
+    expected = [greedy_by_transformers(oracle, prompt, 4) for prompt in cut]
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with engine(mode="compiled", dtype="float32", max_num_batched_tokens=16, max_num_seqs=2) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in cut], params)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
 def test_closing_frees_the_device() -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()

@@ -48,6 +48,7 @@ def gather_batch(
 
     Padding requests have one token in no slot and an empty context: they write nothing and read nothing.
     """
+    buffers.reclaim()
     request_ids = [request.request_id for request in scheduled]
     rows = np.fromiter((states.row(request_id) for request_id in request_ids), np.int64, len(scheduled))
     lens = np.fromiter((request.num_tokens for request in scheduled), np.int64, len(scheduled))
@@ -115,6 +116,7 @@ def _pad(buffers: InputBuffers, num_tokens: int, num_requests: int, key: GraphKe
 
 def empty_batch(buffers: InputBuffers, num_tokens: int, num_requests: int) -> None:
     """Fill the buffers with a batch that leaves no trace: no slots, empty contexts, tokens shared out evenly."""
+    buffers.reclaim()
     for buffer in (buffers.input_ids_T, buffers.positions_T, buffers.seq_lens_R, buffers.block_table_RB):
         buffer.host[:] = 0
     buffers.slot_mapping_T.host[:] = -1

@@ -36,6 +36,15 @@ class InputBuffers:
         self.query_start_loc_R1 = MirroredBuffer((max_num_requests + 1,), torch.int32, device)
         self.seq_lens_R = MirroredBuffer((max_num_requests,), torch.int32, device)
         self.block_table_RB = MirroredBuffer((max_num_requests, max_blocks), torch.int32, device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def reclaim(self) -> None:
+        """Wait until the last batch was copied: only then may the host arrays be written again.
+
+        A step that samples nothing ends without any wait, and its copies may still stand behind other work.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
 
     def publish(self, num_tokens: int, num_requests: int) -> None:
         """Copy a batch's inputs to the device."""
@@ -44,3 +53,5 @@ class InputBuffers:
         for per_request in (self.logits_rows_R, self.seq_lens_R, self.block_table_RB):
             per_request.publish(num_requests)
         self.query_start_loc_R1.publish(num_requests + 1)
+        if self._copied is not None:
+            self._copied.record()
