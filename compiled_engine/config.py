@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: `kind` is default | linear | dynamic-free kinds llama3 | yarn."""
+    """Rotary position embedding: `kind` is default | linear | llama3 | yarn."""
 
     theta: float
     kind: str = "default"

@@ -12,7 +12,6 @@ from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.executor import Executor, InProcessExecutor
 from compiled_engine.progress import Progress
 from compiled_engine.scheduling.scheduler import Scheduler
-from compiled_engine.scheduling.step import RunnerOutput
 
 
 class EngineCore:
@@ -42,15 +41,12 @@ class EngineCore:
 
     def step(self) -> list[EngineOutput]:
         """Schedule, execute, update. If the device fails, the step's requests are aborted and the error is raised."""
-        step = self._scheduler.schedule()
         try:
-            result = self._executor.execute(step)
+            step = self._scheduler.schedule()
+            outputs = self._scheduler.update(step, self._executor.execute(step))
         except BaseException:
-            for request in step.scheduled:
-                self._scheduler.abort(request.request_id)
-            self._scheduler.update(step, RunnerOutput({}))
+            self._scheduler.fail_step()
             raise
-        outputs = self._scheduler.update(step, result)
         self._scheduler.check_idle()
         return outputs
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
+
+import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.progress import Progress
@@ -26,14 +30,25 @@ class InProcessExecutor:
     """A single runner in this process."""
 
     def __init__(self, config: EngineConfig, progress: Progress):
-        self._runner = Runner(config, progress)
+        self._device = config.device
+        with self._own_context():
+            self._runner = Runner(config, progress)
         self.num_blocks = self._runner.num_blocks
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
-        return self._runner.execute(step)
+        with self._own_context():
+            return self._runner.execute(step)
 
     def metrics(self) -> dict[str, Any]:
         return self._runner.metrics()
 
     def close(self) -> None:
-        self._runner.close()
+        with self._own_context():
+            self._runner.close()
+
+    @contextmanager
+    def _own_context(self) -> Iterator[None]:
+        """The engine's device, and no autocast, whatever the caller has set."""
+        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with on_device, torch.autocast(self._device.type, enabled=False):
+            yield

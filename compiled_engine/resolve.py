@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,10 @@ def _check_types(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value is not None and not isinstance(value, tuple):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
-    if options.model is not None and not isinstance(options.model, str | Path):
-        raise TypeError(f"model is {options.model!r}; allowed: the path of a checkpoint folder, or None")
+    for name in ("model", "tokenizer", "cache_dir"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, str | Path):
+            raise TypeError(f"{name} is {value!r}; allowed: the path of a folder, or None")
 
 
 def _require_positive(name: str, value: Any, optional: bool = False) -> None:
@@ -118,7 +121,7 @@ def _device(options: EngineOptions, reasons: dict[str, str]) -> torch.device:
         device = torch.device(options.device)
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {options.device!r}; allowed: auto, cpu, cuda, cuda:N") from error
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
         raise ValueError(f"device is {options.device!r}; allowed: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {options.device!r}, but torch finds no CUDA GPU here; allowed: auto, cpu")
@@ -184,7 +187,10 @@ def _attention(
         0,
         min(windows, default=None),
     )
-    backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
+    if isinstance(options.block_size, bool):
+        raise TypeError(f"block_size is {options.block_size!r}; allowed: a positive integer or 'auto'")
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
     reasons |= attention_reasons
     return backend, block_size
 
@@ -206,7 +212,7 @@ def _cache_dir(options: EngineOptions) -> Path | None:
                 f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
             )
         return None
-    return default_root() if options.cache_dir is None else Path(options.cache_dir)
+    return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()
 
 
 def _graph(

@@ -39,6 +39,7 @@ class Lookup:
     folder: Path
     key: str
     status: str
+    loaded: Any = None
     keeper: tempfile.TemporaryDirectory[str] | None = None
 
 
@@ -57,23 +58,32 @@ def factors_key(factors: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def find_or_build(root: Path | None, factors: dict[str, Any], build: Callable[[Path], None]) -> Lookup:
-    """The entry for `factors`, built by `build(folder)` if there is none. `root` None keeps nothing.
+def find_or_build(
+    root: Path | None,
+    factors: dict[str, Any],
+    build: Callable[[Path], None],
+    load: Callable[[Path], Any] = lambda folder: None,
+) -> Lookup:
+    """The entry for `factors`, built by `build(folder)` if there is none, then read by `load(folder)`.
 
+    `root` None keeps nothing. An entry that was found but cannot be loaded counts as damaged.
     Two processes that want the same entry wait for each other; the second finds it.
     """
     key = factors_key(factors)
     if root is not None:
         try:
-            return _find_or_build(root, key, factors, build)
+            return _find_or_build(root, key, factors, build, load)
         except OSError as error:
             log.warning("compile cache %s cannot be used (%s); compiling without one", root, error)
     keeper = tempfile.TemporaryDirectory(prefix="compiled_engine_", ignore_cleanup_errors=True)
-    build(Path(keeper.name))
-    return Lookup(Path(keeper.name), key, "off", keeper)
+    folder = Path(keeper.name)
+    build(folder)
+    return Lookup(folder, key, "off", load(folder), keeper)
 
 
-def _find_or_build(root: Path, key: str, factors: dict[str, Any], build: Callable[[Path], None]) -> Lookup:
+def _find_or_build(
+    root: Path, key: str, factors: dict[str, Any], build: Callable[[Path], None], load: Callable[[Path], Any]
+) -> Lookup:
     root = root / ENTRIES
     _make_private(root)
     final = root / key
@@ -81,7 +91,7 @@ def _find_or_build(root: Path, key: str, factors: dict[str, Any], build: Callabl
         if final.exists():
             try:
                 verify(final, factors)
-                return Lookup(final, key, "hit")
+                return Lookup(final, key, "hit", _load_verified(final, load))
             except DamagedEntry as damage:
                 aside = Path(tempfile.mkdtemp(prefix=f"damaged_{key}_", dir=root))
                 os.replace(final, aside / key)
@@ -99,7 +109,14 @@ def _find_or_build(root: Path, key: str, factors: dict[str, Any], build: Callabl
             os.replace(building, final)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-    return Lookup(final, key, "miss")
+        return Lookup(final, key, "miss", load(final))
+
+
+def _load_verified(folder: Path, load: Callable[[Path], Any]) -> Any:
+    try:
+        return load(folder)
+    except Exception as error:
+        raise DamagedEntry(f"it cannot be loaded: {error}") from error
 
 
 def verify(folder: Path, factors: dict[str, Any]) -> None:
@@ -110,6 +127,8 @@ def verify(folder: Path, factors: dict[str, Any]) -> None:
         raise DamagedEntry("another user owns it")
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
+        if FACTORS not in manifest:
+            raise DamagedEntry("its manifest is not complete")
         for name, digest in manifest.items():
             path = folder / name
             if path.is_symlink() or _digest(path) != digest:

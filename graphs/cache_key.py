@@ -68,6 +68,7 @@ SOURCE_PACKAGES = ("compiled_engine.passes", "compiled_engine.graphs")
 SOURCE_MODULES = (
     "compiled_engine.attention.inputs",
     "compiled_engine.attention.op",
+    "compiled_engine.models.families",
     "compiled_engine.models.layers",
     "compiled_engine.models.llama",
     "compiled_engine.models.qwen3",
@@ -115,6 +116,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device)
         return {
             "type": "cuda",
+            "index": device.index,
             "name": properties.name,
             "capability": [properties.major, properties.minor],
             "multiprocessors": properties.multi_processor_count,
@@ -123,7 +125,16 @@ def describe_device(device: torch.device) -> dict[str, Any]:
         "type": "cpu",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "machine": platform.machine(),
+        "flags": cpu_flags_digest(),
     }
+
+
+def cpu_flags_digest() -> str:
+    """Digest of the instruction sets that the CPU says it has; compiled pieces use all of them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return hashlib.sha256(flags.encode()).hexdigest()[:16]
 
 
 @cache

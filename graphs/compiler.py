@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,8 @@ from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.progress import Progress
+
+log = logging.getLogger("compiled_engine")
 
 # On a CPU the number of threads is chosen for each step (runner/cpu_threads.py), not when a piece is compiled.
 INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
@@ -77,16 +80,24 @@ def compile_model(config: EngineConfig, make_model: Callable[[], nn.Module], pro
         config.compile.cache_dir,
         cache_factors(config),
         lambda folder: built.append(_build(config, make_model, folder, progress, seconds)),
+        lambda folder: _load(folder, seconds),
     )
-    loading = time.perf_counter()
-    plan = Plan.from_json((lookup.folder / "plan.json").read_text())
-    reports = json.loads((lookup.folder / "passes.json").read_text())
-    with _compiler_folders(lookup.folder):
-        pieces = {key: CompiledArtifact.load(path=str(_piece_path(lookup.folder, key))) for key in plan.piece_keys()}
-    seconds |= {"load_pieces": time.perf_counter() - loading, "compile_total": time.perf_counter() - start}
+    plan, pieces, reports = lookup.loaded
+    seconds["compile_total"] = time.perf_counter() - start
     counts = built[0] if built else CompileCounts(0, 0)
-    passes = tuple(PassReport(**report | {"near_misses": tuple(report["near_misses"])}) for report in reports)
-    return CompiledModel(plan, pieces, passes, lookup, counts, seconds)
+    return CompiledModel(plan, pieces, reports, lookup, counts, seconds)
+
+
+def _load(folder: Path, seconds: dict[str, float]) -> tuple[Plan, dict[str, CompiledArtifact], tuple[PassReport, ...]]:
+    plan = Plan.from_json((folder / "plan.json").read_text())
+    reports = json.loads((folder / "passes.json").read_text())
+    with _timed(seconds, "load_pieces"), _compiler_folders(folder):
+        pieces = {key: CompiledArtifact.load(path=str(_piece_path(folder, key))) for key in plan.piece_keys()}
+    return (
+        plan,
+        pieces,
+        tuple(PassReport(**report | {"near_misses": tuple(report["near_misses"])}) for report in reports),
+    )
 
 
 def _build(
@@ -124,6 +135,10 @@ def _run_passes(config: EngineConfig, module: fx.GraphModule) -> tuple[fx.GraphM
     reports = run_passes(
         module.graph, config.compile.passes, compile_range, config.device.type, config.model.num_layers
     )
+    for report in reports:
+        if report.matches < report.contract:
+            missed = "; ".join(report.near_misses) or "no near miss"
+            log.warning("pass %s matched %d times of %d: %s", report.name, report.matches, report.contract, missed)
     return (module if config.device.type == "cuda" else expand_references(module)), reports
 
 

@@ -36,7 +36,7 @@ def example_inputs(config: EngineConfig) -> ForwardInputs:
         seq_lens_R=torch.zeros(requests, dtype=torch.int32, device=device),
         block_table_RB=torch.zeros(requests, 2, dtype=torch.int32, device=device),
         slot_mapping_T=torch.zeros(tokens, dtype=torch.int64, device=device),
-        host_3=torch.zeros(3, dtype=torch.int32),
+        host_3=torch.zeros(3, dtype=torch.int32, device="cpu"),
         backend=config.attention_backend,
     )
     return ForwardInputs(
@@ -44,6 +44,6 @@ def example_inputs(config: EngineConfig) -> ForwardInputs:
         positions_T=torch.zeros(tokens, dtype=torch.int64, device=device),
         attention_inputs=attention_inputs,
         kv_caches=[torch.zeros(cache_shape, dtype=model.dtype, device=device) for _ in range(model.num_layers)],
-        max_tokens=config.scheduler.max_num_batched_tokens,
-        max_requests=config.scheduler.max_num_seqs,
+        # The declared range must hold the example, also where a step may have fewer tokens.
+        max_tokens=max(tokens, config.scheduler.max_num_batched_tokens),
     )

@@ -46,6 +46,8 @@ def split(graph: fx.Graph) -> list[Step]:
             if pending:
                 steps.append(_piece(pending))
                 pending = []
+            if node.kwargs:
+                raise SplitError(f"splitting op {name} is called with keywords: {dict(node.kwargs)}")
             steps.append(Step(None, name, tuple(node.args), ()))
         elif _mutates(node):
             raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(SPLITTING_OPS)}")

@@ -26,7 +26,8 @@ def stitch(plan: Plan, pieces: Mapping[str, Callable[..., Any]], parameters: Map
         if source.kind == "parameter":
             namespace[f"parameter_{index}"] = parameters[source.name]
     exec(compile(forward_source(plan), "<stitched forward>", "exec"), namespace)
-    return namespace["forward"]
+    # Without its own name in its globals the function is not a cycle: dropping it frees the parameters at once.
+    return namespace.pop("forward")
 
 
 def forward_source(plan: Plan) -> str:

@@ -23,18 +23,19 @@ from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.matching import arg, fake_mode_of
 
 MAX_BLOCKS = 1 << 31
+# More than any step has: the number of requests is not in the cache key, so it may not shape the trace.
+MAX_REQUESTS = 1 << 20
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The arguments of a model's forward, and the largest sizes that they may take."""
+    """The arguments of a model's forward, and the most tokens that they may have."""
 
     input_ids_T: torch.Tensor
     positions_T: torch.Tensor
     attention_inputs: AttentionInputs
     kv_caches: list[torch.Tensor]
     max_tokens: int
-    max_requests: int
 
     def arguments(self) -> tuple[Any, ...]:
         return self.input_ids_T, self.positions_T, self.attention_inputs, self.kv_caches
@@ -55,8 +56,6 @@ class TracedGraph:
 
     module: fx.GraphModule
     shape_env: ShapeEnv
-    guards: tuple[str, ...]
-    discharged: tuple[str, ...]
 
 
 class GuardError(RuntimeError):
@@ -85,11 +84,11 @@ def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
         module = make_fx(graph)(*fakes)
     for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
         node.meta["source"] = source
-    discharged = _discharge_asserts(module)
+    _discharge_asserts(module)
     require_no_guards(shape_env)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return TracedGraph(module, shape_env, tuple(str(g.expr) for g in shape_env.guards), discharged)
+    return TracedGraph(module, shape_env)
 
 
 def require_no_guards(shape_env: ShapeEnv) -> None:
@@ -102,7 +101,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 def _declared_sizes(inputs: ForwardInputs) -> dict[tuple[str, int], tuple[str, int, int]]:
     """(argument, dimension) -> (name of the size, least, most); equal names are equal sizes."""
     tokens = ("tokens", 1, inputs.max_tokens)
-    requests = ("requests", 1, inputs.max_requests)
+    requests = ("requests", 1, MAX_REQUESTS)
     declared = {
         ("input_ids_T", 0): tokens,
         ("positions_T", 0): tokens,
@@ -110,7 +109,7 @@ def _declared_sizes(inputs: ForwardInputs) -> dict[tuple[str, int], tuple[str, i
         ("attention_inputs.seq_lens_R", 0): requests,
         ("attention_inputs.block_table_RB", 0): requests,
         ("attention_inputs.block_table_RB", 1): ("blocks_per_request", 1, MAX_BLOCKS),
-        ("attention_inputs.query_start_loc_R1", 0): ("request_borders", 2, inputs.max_requests + 1),
+        ("attention_inputs.query_start_loc_R1", 0): ("request_borders", 2, MAX_REQUESTS + 1),
     }
     blocks = ("blocks", 1, MAX_BLOCKS)
     return declared | {(f"kv_caches.{i}", 0): blocks for i in range(len(inputs.kv_caches))}
@@ -175,9 +174,8 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
     return Source("parameter", path)
 
 
-def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
+def _discharge_asserts(module: fx.GraphModule) -> None:
     """Drop run-time asserts that the declared sizes imply; any other one is an error."""
-    discharged = []
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
         value = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
@@ -185,6 +183,4 @@ def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
             value = statically_known_true(value)
         if value is not True:
             raise GuardError(f"the trace needs a run-time check that cannot be proved: {node.args[1]}")
-        discharged.append(str(node.args[1]))
         module.graph.erase_node(node)
-    return tuple(discharged)

@@ -60,7 +60,7 @@ def _copy_chunks(
     chunks: deque[_Chunk], buffer_bytes: int, device: torch.device, advance: Callable[[int], None]
 ) -> None:
     """What each thread does until no chunk is left, or until another thread has failed and cleared them."""
-    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     events = [torch.cuda.Event() for _ in buffers]
     stream = torch.cuda.Stream(device)
     try:

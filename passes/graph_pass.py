@@ -15,9 +15,6 @@ class CompileRange:
     low: int
     high: int
 
-    def __contains__(self, num_tokens: int) -> bool:
-        return self.low <= num_tokens <= self.high
-
 
 @dataclass(frozen=True)
 class PassResult:

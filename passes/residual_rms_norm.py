@@ -120,6 +120,10 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> str | None:
     total = through_cast(wide)
     if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
         return ""
+    if wide.meta["val"].dtype != torch.float32:
+        return f"the norm is computed in {wide.meta['val'].dtype}"
+    if shifted.kwargs or mean.kwargs or mean.args[0].kwargs:
+        return "the mean of squares or its sum with eps has further arguments"
     left, right = total.args[:2]
     if not all(isinstance(a, fx.Node) and a.meta["val"].shape == total.meta["val"].shape for a in (left, right)):
         return "the addends differ in shape"
@@ -136,6 +140,8 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> str | None:
     weight = other_factor(product, scaled)
     if not is_parameter(weight) or weight.meta["val"].dtype != total.meta["val"].dtype:
         return "the weight is not a parameter of the same dtype"
+    if tuple(weight.meta["val"].shape) != (total.meta["val"].shape[-1],):
+        return "the weight is not a vector of the hidden size"
     if product.meta["val"].dtype != total.meta["val"].dtype:
         return "the result has another dtype"
     with graph.inserting_after(total):

@@ -78,6 +78,8 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> str | None:
     split = gate.args[0]
     if not is_call(split, aten.split_with_sizes.default) or len(split.args[1]) != 2:
         return "gate and up are not the two halves of one tensor (merge_linears makes them so)"
+    if len(split.args) < 3 or split.args[2] not in (-1, 1):  # the default is 0, rows
+        return "the halves are not halves of each row"
     if split.args[1][0] != split.args[1][1] or split.args[0].meta["val"].dim() != 2:
         return "the halves differ in width"
     with graph.inserting_before(product):

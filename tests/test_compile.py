@@ -15,7 +15,7 @@ from compiled_engine.graphs.example_inputs import example_inputs, without_storag
 from compiled_engine.graphs.plan import Plan, make_plan
 from compiled_engine.graphs.split import SplitError, split
 from compiled_engine.graphs.stitch import forward_source
-from compiled_engine.graphs.trace import TracedGraph, trace
+from compiled_engine.graphs.trace import TracedGraph, require_no_guards, trace
 from compiled_engine.models.families import FAMILIES
 from compiled_engine.models.parameters import materialize
 from compiled_engine.models.random_weights import fill_with_random_weights
@@ -79,13 +79,20 @@ def test_every_pass_keeps_its_contract(architecture: str, num_layers: int, dtype
 
 def test_the_trace_holds_for_all_sizes() -> None:
     graph = traced(tiny_config())
-    assert graph.guards == ()
+    require_no_guards(graph.shape_env)
     sizes = {
         node.meta["source"].name: node
         for node in graph.module.graph.find_nodes(op="placeholder")
         if node.meta["source"].kind == "size"
     }
     assert "input_ids_T" in sizes
+
+
+@pytest.mark.parametrize(("max_tokens", "max_requests"), [(1, 1), (64, 1), (2, 2), (12, 2)])
+def test_small_limits_are_traced_too(max_tokens: int, max_requests: int) -> None:
+    config = tiny_config()
+    limits = replace(config.scheduler, max_num_batched_tokens=max_tokens, max_num_seqs=max_requests)
+    require_no_guards(traced(replace(config, scheduler=limits)).shape_env)
 
 
 def test_no_piece_takes_or_returns_the_kv_cache() -> None:
@@ -176,7 +183,7 @@ def test_the_callers_compiler_folders_are_put_back(
 def test_tracing_again_and_again_meets_no_recompile_limit() -> None:
     config = tiny_config()
     for _ in range(torch._dynamo.config.recompile_limit + 2):
-        assert traced(config).guards == ()
+        require_no_guards(traced(config).shape_env)
 
 
 def test_the_cache_key_covers_the_code_that_shapes_the_graph() -> None:

@@ -171,3 +171,21 @@ def test_concurrent_lookups_build_once(root: Path) -> None:
     for thread in threads:
         thread.join()
     assert build.builds == 1
+
+
+def test_an_entry_that_cannot_be_loaded_is_built_again(root: Path) -> None:
+    build_once(root)
+    build = Builder()
+
+    def load(folder: Path) -> str:
+        if build.builds == 0:
+            raise ImportError("cannot read file data")
+        return "loaded"
+
+    found = find_or_build(root, FACTORS, build, load)
+    assert (found.status, found.loaded, build.builds) == ("miss", "loaded", 1)
+
+
+def test_an_empty_manifest_proves_nothing(root: Path) -> None:
+    (build_once(root) / "manifest.json").write_text("{}")
+    assert find_or_build(root, FACTORS, Builder()).status == "miss"

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 
 from compiled_engine.config import EngineConfig, GraphMode
@@ -115,3 +116,36 @@ def test_prompt_logprobs_are_complete_though_chunks_of_one_token_could_be_replay
     for (_, entries), request in zip(run(core, requests).values(), requests, strict=True):
         assert entries == len(request.prompt_token_ids) - 1
     assert graphs.replays
+
+
+def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, runner = make_core(make_config(32))
+    expected = run(core, make_requests(3, 1))
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("injected")
+
+    for owner, name in (
+        (runner.sampler, "add_row"),
+        (runner.states, "remove"),
+        (runner, "forward"),
+        (runner.sampler, "sample"),
+        (core._scheduler, "_advance"),
+    ):
+        for request in make_requests(2, 6):
+            core.add(request)
+        core.step()
+        for request in make_requests(3, 1)[2:]:
+            core.add(request)
+        with monkeypatch.context() as broken:
+            broken.setattr(owner, name, fail)
+            try:
+                for _ in range(20):
+                    core.step()
+            except MemoryError:
+                pass
+        for request_id in ("0", "1", "2"):
+            core.abort(request_id)
+        assert run(core, make_requests(3, 1)) == expected, name
+        assert core.metrics()["blocks_free"] == core.metrics()["blocks_total"]
+        assert len(runner.states._row_of) <= 3

@@ -192,3 +192,55 @@ def test_disabled_passes_do_not_run() -> None:
     reports = run_passes(module.graph, ("silu_mul",), CompileRange(1, 64), "cpu", num_layers=1)
     assert [report.name for report in reports] == ["silu_mul"]
     assert count(module, torch.ops.aten.mm.default) == 2
+
+
+def rms_norm_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A norm of a sum that looks like the textbook's, but for one thing."""
+
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = residual + x
+        wide = total if change == "narrow" else total.float()
+        squares = wide.pow(2).mean(-1, keepdim=True)
+        shifted = torch.add(squares, 1e-5, alpha=3) if change == "alpha" else squares + 1e-5
+        normed = (wide * torch.rsqrt(shifted)).to(total.dtype)
+        return weight * normed, total
+
+    return function
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "weight_shape"),
+    [
+        ("narrow", torch.bfloat16, (24,)),
+        ("alpha", torch.float32, (24,)),
+        ("shape", torch.float32, (1,)),
+        ("shape", torch.float32, (5, 24)),
+    ],
+)
+def test_what_only_looks_like_a_residual_norm_is_a_near_miss(
+    change: str, dtype: torch.dtype, weight_shape: tuple[int, ...]
+) -> None:
+    inputs = random_tensors(dtype, x=(5, 24), residual=(5, 24))
+    module = graph_of(rms_norm_with(change), inputs, random_tensors(dtype, weight=weight_shape))
+    result = rewrite(ResidualRMSNorm(), module)
+    assert result.matches == 0
+    assert len(result.near_misses) == 1
+
+
+def test_halves_of_the_rows_are_not_silu_mul() -> None:
+    def by_rows(x: torch.Tensor) -> torch.Tensor:
+        gate, up = torch.split(x, [3, 3], dim=0)
+        return torch.nn.functional.silu(gate) * up
+
+    module = graph_of(by_rows, random_tensors(x=(6, 8)), {})
+    assert rewrite(SiluMul(), module).matches == 0
+
+
+def test_linears_named_at_different_depths_stay_apart() -> None:
+    def experts(x: torch.Tensor, **parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(x @ weight.t() for weight in parameters.values())
+
+    weights = random_tensors(**{"mlp.gate": (4, 8), "mlp.experts.0.up": (4, 8)})
+    result = rewrite(MergeLinears(), graph_of(experts, random_tensors(x=(5, 8)), weights))
+    assert result.matches == 0
+    assert "depth" in result.near_misses[0]

@@ -37,6 +37,7 @@ class EngineLoop:
         self._outputs = outputs
         self._changed: dict[str, RequestState] = {}  # what no run has given out yet, by request id
         self._closed = False
+        self._failure: BaseException | None = None
 
     def close(self) -> None:
         """Let no run go on: the core is about to be closed."""
@@ -82,9 +83,14 @@ class EngineLoop:
     def _step(self) -> None:
         self._require_open()
         if not self._core.has_unfinished():
-            raise RuntimeError("the engine core has nothing left to run, but a request is not finished")
+            raise RuntimeError("a step failed and ended this request with it") from self._failure
         with deferred_interrupt():
-            changed, aborts = self._outputs.process(self._core.step())
+            try:
+                outputs = self._core.step()
+            except BaseException as error:
+                self._failure = error
+                raise
+            changed, aborts = self._outputs.process(outputs)
             for engine_request_id in aborts:
                 self._core.abort(engine_request_id, stopped=True)
             for state in changed:

@@ -135,6 +135,6 @@ def attention_inputs(
         seq_lens_R=buffers.seq_lens_R.device[:num_requests],
         block_table_RB=buffers.block_table_RB.device[:num_requests],
         slot_mapping_T=buffers.slot_mapping_T.device[:num_tokens],
-        host_3=torch.tensor(host, dtype=torch.int32),
+        host_3=torch.tensor(host, dtype=torch.int32, device="cpu"),
         backend=backend,
     )

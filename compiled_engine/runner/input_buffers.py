@@ -15,7 +15,7 @@ class MirroredBuffer:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
         on_gpu = device.type == "cuda"
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=on_gpu)
+        self._host = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
         self.device = torch.zeros(shape, dtype=dtype, device=device) if on_gpu else self._host
         self.host: np.ndarray = self._host.numpy()
 

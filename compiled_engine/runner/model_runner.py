@@ -27,7 +27,7 @@ from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import graph_bytes_estimate, warm_up
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.scheduling.step import RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from compiled_engine.scheduling.step import NewRequest, RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 PROMPT_LOGPROBS_CHUNK = 256
 
@@ -125,17 +125,27 @@ class Runner:
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:
-            self.sampler.remove_row(self.states.remove(request_id))
+            row = self.states.remove(request_id)
+            if row is not None:
+                self.sampler.remove_row(row)
         for request in step.new:
-            row = self.states.add(request)
-            params = request.sampling_params
-            assert params.seed is not None  # the engine core fills it in
-            self.sampler.add_row(
-                row, params, params.seed, request.token_ids, request.num_prompt_tokens, request.eos_token_ids
-            )
+            self._add_row(request)
         for scheduled in step.scheduled:
             if scheduled.new_block_ids:
                 self.states.append_blocks(self.states.row(scheduled.request_id), scheduled.new_block_ids)
+
+    def _add_row(self, request: NewRequest) -> None:
+        """A row in the states and in the sampler, or in neither."""
+        row = self.states.add(request)
+        params = request.sampling_params
+        assert params.seed is not None  # the engine core fills it in
+        try:
+            self.sampler.add_row(
+                row, params, params.seed, request.token_ids, request.num_prompt_tokens, request.eos_token_ids
+            )
+        except BaseException:
+            self.states.remove(request.request_id)
+            raise
 
     def _sample(
         self, batch: InputBatch, logits_RV: torch.Tensor, prompt: dict[str, tuple[int, list[TokenLogprobs]]]

@@ -39,6 +39,7 @@ class RequestStates:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.sampling_params[row] = request.sampling_params
         self.num_blocks[row] = 0
+        self.block_table[row] = 0
         self.append_blocks(row, request.block_ids)
         return row
 
@@ -51,9 +52,11 @@ class RequestStates:
         self.token_ids[row, self.num_tokens[row]] = token_id
         self.num_tokens[row] += 1
 
-    def remove(self, request_id: str) -> int:
-        """Free the request's row; returns it."""
-        row = self._row_of.pop(request_id)
+    def remove(self, request_id: str) -> int | None:
+        """Free the request's row; returns it, or None for a request without one: its step failed before it got it."""
+        row = self._row_of.pop(request_id, None)
+        if row is None:
+            return None
         self.sampling_params[row] = None
         self._free_rows.append(row)
         return row

@@ -52,6 +52,7 @@ class Scheduler:
         self._least_free = num_blocks
         self._num_arrived = 0
         self._step = 0
+        self._last = SchedulerOutput(0, (), (), ())
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_finished = 0
@@ -118,7 +119,8 @@ class Scheduler:
         removed, self._removed = tuple(self._removed), []
         single = [request for request in scheduled if request.num_tokens == 1]
         several = [request for request in scheduled if request.num_tokens != 1]
-        return SchedulerOutput(self._step, removed, tuple(new), tuple(single + several))
+        self._last = SchedulerOutput(self._step, removed, tuple(new), tuple(single + several))
+        return self._last
 
     def _schedule_running(self, scheduled: list[ScheduledRequest]) -> int:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
@@ -195,6 +197,14 @@ class Scheduler:
         if self._num_finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return outputs
+
+    def fail_step(self) -> None:
+        """Take back the last step, whose result will not come: its requests end, and its removals are sent again."""
+        for scheduled in self._last.scheduled:
+            self.abort(scheduled.request_id)
+        if self._in_flight:
+            self.update(self._last, RunnerOutput({}))
+        self._removed = [*self._last.removed, *self._removed]
 
     def _advance(self, request: Request, samples: bool, result: RunnerOutput) -> EngineOutput | None:
         """Add what a step produced for one request; None if that is nothing to tell."""

@@ -1,0 +1,63 @@
+"""What the caller has set in torch, before or beside the engine, does not reach it; and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+from compiled_engine import LLM, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6)
+OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+
+
+def complete(mode: str) -> tuple[int, ...]:
+    with LLM(mode=mode, **OPTIONS) as llm:
+        return tuple(llm.generate("def f(", PARAMS)[0].outputs[0].token_ids)
+
+
+def test_autocast_around_the_engine_changes_nothing() -> None:
+    expected = complete("compiled")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert complete("eager") == expected
+        assert complete("compiled") == expected
+
+
+def test_a_default_dtype_and_grad_mode_change_nothing() -> None:
+    expected = complete("eager")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.enable_grad():
+            assert complete("eager") == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_closing_frees_the_weights_at_once() -> None:
+    llm = LLM(mode="compiled", **OPTIONS)
+    core: Any = llm._core
+    runner = core._executor._runner
+    weights = [weakref.ref(value) for value in runner.forward.__globals__.values() if isinstance(value, torch.Tensor)]
+    assert len(weights) > 20
+    gc.collect()
+    gc.disable()
+    try:
+        del runner, core
+        llm.close()
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
+
+
+def test_the_callers_own_compile_keeps_working_beside_the_engine() -> None:
+    @torch.compile(backend="eager")
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    assert doubled(torch.ones(3)).sum() == 6
+    complete("compiled")
+    assert doubled(torch.ones(3)).sum() == 6
+    assert doubled(torch.ones(5)).sum() == 10
