@@ -198,6 +198,15 @@ def test_an_error_in_a_step_leaves_nothing_behind(error: BaseException) -> None:
     assert frontend.run(max_tokens=3)[0].finished
 
 
+@pytest.fixture
+def _python_handles_sigint() -> Iterator[None]:
+    """As in a terminal; a background job of a shell starts with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_python_handles_sigint")
 def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
     step_ended = []
 
@@ -258,5 +267,5 @@ def test_a_request_that_the_core_lost_is_an_error() -> None:
             return False
 
     loop = EngineLoop(Forgetful(lambda request: [3]), OutputProcessor(TOKENIZER))
-    with pytest.raises(RuntimeError, match="nothing left to run"):
+    with pytest.raises(RuntimeError, match="a step failed and ended this request"):
         list(loop.run(Frontend().prepare(max_tokens=3)))
