@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from compiled_engine.llm import LLM
     from compiled_engine.outputs import CompletionOutput, Logprob, RequestOutput
+    from compiled_engine.passes.registry import register_pass, unregister_pass
     from compiled_engine.sampling.params import SamplingParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "register_pass",
+    "unregister_pass",
+]
 
 _MODULES = {
     "LLM": "compiled_engine.llm",
@@ -21,6 +30,8 @@ _MODULES = {
     "Logprob": "compiled_engine.outputs",
     "RequestOutput": "compiled_engine.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
+    "register_pass": "compiled_engine.passes.registry",
+    "unregister_pass": "compiled_engine.passes.registry",
 }
 
 

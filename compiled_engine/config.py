@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,6 +29,21 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    @property
+    def angle_scale(self) -> float:
+        """What cos and sin are multiplied by; other than 1 in YaRN (Peng et al., 2023) alone."""
+
+        def magnitude(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+        return magnitude(1.0)
 
 
 @dataclass(frozen=True)
@@ -82,10 +98,19 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Whether and how the model is compiled. `passes` are the enabled FX passes in their fixed order."""
+    """Whether and how the model is compiled. `passes` are the enabled FX passes in their fixed order.
+
+    `small_ranges`: token counts (first, last), ascending, that have a version of their own, which returns the logits
+    of every token. `strict`: a pass below its contract is an error. `verify`: each rewrite is executed and compared.
+    `workers`: processes that compile pieces; 0 compiles them in this one.
+    """
 
     enabled: bool
     passes: tuple[str, ...]
+    small_ranges: tuple[tuple[int, int], ...]
+    strict: bool
+    verify: bool
+    workers: int
     cache_dir: Path | None
 
 

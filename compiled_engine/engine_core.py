@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,18 +11,21 @@ from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.executor import Executor, InProcessExecutor
 from compiled_engine.progress import Progress
 from compiled_engine.scheduling.scheduler import Scheduler
+from compiled_engine.timeline import Timeline
 
 
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps."""
 
     def __init__(self, config: EngineConfig, progress: Progress):
-        start = time.perf_counter()
+        timeline = Timeline()
+        start_s = timeline.now()
+        timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
         self.config = config
-        self._executor: Executor = InProcessExecutor(config, progress)
+        self._executor: Executor = InProcessExecutor(config, progress, timeline)
         self._scheduler = Scheduler(config.scheduler, config.cache, self._executor.num_blocks)
         self._seeds = random.Random(config.model.seed)
-        self._start_seconds = time.perf_counter() - start
+        self._start_seconds = timeline.now() - start_s
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError if it can never fit or its id is in use.

@@ -12,6 +12,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.progress import Progress
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
+from compiled_engine.timeline import Timeline
 
 
 class Executor(Protocol):
@@ -29,10 +30,10 @@ class Executor(Protocol):
 class InProcessExecutor:
     """A single runner in this process."""
 
-    def __init__(self, config: EngineConfig, progress: Progress):
+    def __init__(self, config: EngineConfig, progress: Progress, timeline: Timeline):
         self._device = config.device
         with self._own_context():
-            self._runner = Runner(config, progress)
+            self._runner = Runner(config, progress, timeline)
         self.num_blocks = self._runner.num_blocks
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:

@@ -24,7 +24,12 @@ class EngineOptions:
     scheduling_policy: fcfs | priority.
     load_format: auto | safetensors | dummy (random weights).
     attention_backend: auto | torch | triton | flash_attn.
-    disable_passes: FX passes to leave out.
+    passes: the FX passes to run, by name; None for all. disable_passes: those to leave out.
+    strict_passes: an error if a pass matches less often than it must in a known model family.
+    verify_passes: execute every rewrite on random inputs, before and after, against an fp32 oracle.
+    compile_ranges: token counts up to which the model is compiled once more for small batches, such as (8, 64);
+        () for none, None for what pays on the device.
+    compile_workers: processes that compile; 0 compiles in this one, None chooses by the number of cores.
     capture_sizes: batch sizes to capture as CUDA graphs, instead of the default rule.
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
@@ -46,7 +51,12 @@ class EngineOptions:
     seed: int = 0
     load_format: str = "auto"
     attention_backend: str = "auto"
+    passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()
+    strict_passes: bool = False
+    verify_passes: bool = False
+    compile_ranges: tuple[int, ...] | None = None
+    compile_workers: int | None = None
     capture_sizes: tuple[int, ...] | None = None
     cache_dir: str | Path | None = None
     compile_cache: bool = True

@@ -29,11 +29,25 @@ from compiled_engine.graphs.dispatcher import default_capture_sizes
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.registry import read_model_config
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.manager import PASS_NAMES
+from compiled_engine.passes.registry import registered_passes
 
 MODES = ("auto", "eager", "compiled", "graphed")
 POLICIES = ("fcfs", "priority")
 DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
+COMPILE_OPTIONS = (
+    "passes",
+    "disable_passes",
+    "strict_passes",
+    "verify_passes",
+    "compile_ranges",
+    "compile_workers",
+    "cache_dir",
+)
+# Up to how many tokens a version of its own is compiled by default.
+DEFAULT_COMPILE_RANGES = {"cuda": (32,), "cpu": ()}
+MIN_CORES_FOR_WORKERS = 4
+# Three pieces for each of two ranges.
+MAX_WORKERS = 6
 
 
 def resolve(options: EngineOptions) -> EngineConfig:
@@ -62,7 +76,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
             block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),
         scheduler=scheduler,
-        compile=_compile(options, compiled),
+        compile=_compile(options, compiled, scheduler, device, reasons),
         graph=_graph(options, graphed, backend, scheduler, reasons),
         device=device,
         attention_backend=backend,
@@ -75,7 +89,7 @@ def _check_types(options: EngineOptions) -> None:
         _require_positive(name, getattr(options, name), optional=True)
     if isinstance(options.seed, bool) or not isinstance(options.seed, int):
         raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
-    for name in ("enable_prefix_caching", "compile_cache"):
+    for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
     share = options.gpu_memory_utilization
@@ -86,7 +100,7 @@ def _check_types(options: EngineOptions) -> None:
     _require_one_of("mode", options.mode, MODES)
     _require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     _require_one_of("generation_config", options.generation_config, ("auto", "none"))
-    for name in ("disable_passes", "capture_sizes"):
+    for name in ("passes", "disable_passes", "compile_ranges", "capture_sizes"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, tuple):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
@@ -195,14 +209,57 @@ def _attention(
     return backend, block_size
 
 
-def _compile(options: EngineOptions, enabled: bool) -> CompileConfig:
-    for name in options.disable_passes:
-        _require_one_of("disable_passes", name, PASS_NAMES)
-    for name in ("disable_passes", "cache_dir"):
-        if getattr(options, name) and not enabled:
-            raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
-    passes = tuple(name for name in PASS_NAMES if name not in options.disable_passes)
-    return CompileConfig(enabled, passes if enabled else (), _cache_dir(options))
+def _compile(
+    options: EngineOptions, enabled: bool, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
+) -> CompileConfig:
+    defaults = EngineOptions()
+    if not enabled:
+        for name in COMPILE_OPTIONS:
+            if getattr(options, name) != getattr(defaults, name):
+                raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
+        return CompileConfig(False, (), (), False, False, 0, _cache_dir(options))
+    known = tuple(graph_pass.name for graph_pass in registered_passes())
+    for field in ("passes", "disable_passes"):
+        for name in getattr(options, field) or ():
+            _require_one_of(field, name, known)
+    wanted = known if options.passes is None else options.passes
+    return CompileConfig(
+        enabled=True,
+        passes=tuple(name for name in known if name in wanted and name not in options.disable_passes),
+        small_ranges=_small_ranges(options, scheduler, device, reasons),
+        strict=options.strict_passes,
+        verify=options.verify_passes,
+        workers=_workers(options, reasons),
+        cache_dir=_cache_dir(options),
+    )
+
+
+def _small_ranges(
+    options: EngineOptions, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
+) -> tuple[tuple[int, int], ...]:
+    most = scheduler.max_num_batched_tokens
+    ends = options.compile_ranges
+    if ends is None:
+        ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES[device.type] if most > 1)
+        reasons["compile.small_ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
+    for end in ends:
+        _require_positive("compile_ranges", end)
+        if end >= most:
+            raise ValueError(f"compile_ranges has {end}; allowed: less than max_num_batched_tokens ({most})")
+    ends = tuple(sorted(set(ends)))
+    return tuple(zip((1, *(end + 1 for end in ends)), ends, strict=False))
+
+
+def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
+    if options.compile_workers is not None:
+        if isinstance(options.compile_workers, bool) or not isinstance(options.compile_workers, int):
+            raise TypeError(f"compile_workers is {options.compile_workers!r}; allowed: an integer from 0 on")
+        if options.compile_workers < 0:
+            raise ValueError(f"compile_workers is {options.compile_workers!r}; allowed: an integer from 0 on")
+        return options.compile_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"
+    return min(cores // 2, MAX_WORKERS) if cores >= MIN_CORES_FOR_WORKERS else 0
 
 
 def _cache_dir(options: EngineOptions) -> Path | None:

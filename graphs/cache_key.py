@@ -1,29 +1,21 @@
 """What decides whether a compiled model can be used again: the declared factors of the cache key.
 
-Every config field is in one of the two lists below; a field in neither is an error, so that a new one cannot be
-forgotten.
+Every config field is in one of the lists below; a field in none is an error, so that a new one cannot be forgotten.
 """
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import platform
-import subprocess
-from dataclasses import asdict, fields
-from functools import cache
-from pathlib import Path
+from dataclasses import fields, is_dataclass
+from enum import Enum
 from typing import Any
 
-import torch
-import torch._inductor.config as inductor_config
-import triton
-from torch._inductor.cpp_builder import get_cpp_compiler
-
 from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.environment import Environment, this_environment
 from compiled_engine.passes.manager import pass_uuid
+from compiled_engine.passes.registry import registered_passes
 
-GRAPH_FIELDS = {
+# With another value the pieces, their plan or their ranges can be others.
+GRAPH_FIELDS = (
     "model.architecture",
     "model.vocab_size",
     "model.hidden_size",
@@ -33,8 +25,6 @@ GRAPH_FIELDS = {
     "model.num_kv_heads",
     "model.head_dim",
     "model.rms_norm_eps",
-    "model.rope",
-    "model.tie_word_embeddings",
     "model.qkv_bias",
     "model.attention_out_bias",
     "model.mlp_bias",
@@ -42,10 +32,29 @@ GRAPH_FIELDS = {
     "model.dtype",
     "scheduler.max_num_batched_tokens",
     "compile.passes",
+    "compile.small_ranges",
     "attention_backend",
-}
-OTHER_FIELDS = {
+)
+# These count by what they make of model.rope.angle_scale, a constant of the graph.
+ANGLE_SCALE_FIELDS = (
+    "model.rope.kind",
+    "model.rope.factor",
+    "model.rope.attention_factor",
+    "model.rope.mscale",
+    "model.rope.mscale_all_dim",
+)
+# With another value they are the same: rotary frequencies and tied weights, for instance, are inputs of the graph like
+# any others. The device is a factor of its own.
+OTHER_FIELDS = (
     "model.path",
+    "model.rope.theta",
+    "model.rope.original_max_position_embeddings",
+    "model.rope.low_freq_factor",
+    "model.rope.high_freq_factor",
+    "model.rope.beta_fast",
+    "model.rope.beta_slow",
+    "model.rope.truncate",
+    "model.tie_word_embeddings",
     "model.max_position_embeddings",
     "model.max_model_len",
     "model.load_format",
@@ -58,113 +67,48 @@ OTHER_FIELDS = {
     "scheduler.max_model_len",
     "scheduler.policy",
     "compile.enabled",
+    "compile.strict",
+    "compile.verify",
+    "compile.workers",
     "compile.cache_dir",
     "graph.mode",
     "graph.capture_sizes",
     "device",
     "reasons",
-}
-SOURCE_PACKAGES = ("compiled_engine.passes", "compiled_engine.graphs")
-SOURCE_MODULES = (
-    "compiled_engine.attention.inputs",
-    "compiled_engine.attention.op",
-    "compiled_engine.models.families",
-    "compiled_engine.models.layers",
-    "compiled_engine.models.llama",
-    "compiled_engine.models.qwen3",
-    "compiled_engine.models.rope",
 )
 
 
-def cache_factors(config: EngineConfig) -> dict[str, Any]:
-    """All factors, readable: config fields, pass digests, versions, device and the digest of our own source."""
-    flat = _flatten(config)
-    undeclared = set(flat) - GRAPH_FIELDS - OTHER_FIELDS
+def cache_factors(config: EngineConfig, environment: Environment | None = None) -> dict[str, Any]:
+    """All factors as plain JSON. `environment` None: this process's, for the config's device."""
+    environment = this_environment(config.device) if environment is None else environment
+    passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
+    return {"config": graph_config(config), "passes": passes} | environment.as_factors()
+
+
+def graph_config(config: EngineConfig) -> dict[str, Any]:
+    """What of the config shapes the graph, under dotted names.
+
+    Raises RuntimeError for a field that is declared neither as one that does nor as one that does not.
+    """
+    flat = flatten(config)
+    undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})
     if undeclared:
-        raise RuntimeError(f"config fields not declared as graph-affecting or not: {sorted(undeclared)}")
-    return {
-        "config": {name: flat[name] for name in sorted(GRAPH_FIELDS)},
-        "passes": {name: pass_uuid(name) for name in config.compile.passes},
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-            "c++": cpp_compiler_version() if config.device.type == "cpu" else None,
-        },
-        "inductor": inductor_settings_digest(),
-        "device": describe_device(config.device),
-        "source": source_digest(),
-    }
+        raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
+    return {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
 
 
-def inductor_settings_digest() -> str:
-    """Digest of Inductor's own settings, which the caller or its environment may have changed."""
-    settings = inductor_config.save_config_portable()
-    return hashlib.sha256(repr(sorted(settings.items())).encode()).hexdigest()
-
-
-@cache
-def cpp_compiler_version() -> str:
-    """The first line of what the C++ compiler says of itself."""
-    command = [get_cpp_compiler(), "--version"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")[0]
-
-
-def describe_device(device: torch.device) -> dict[str, Any]:
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return {
-            "type": "cuda",
-            "index": device.index,
-            "name": properties.name,
-            "capability": [properties.major, properties.minor],
-            "multiprocessors": properties.multi_processor_count,
-        }
-    return {
-        "type": "cpu",
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "machine": platform.machine(),
-        "flags": cpu_flags_digest(),
-    }
-
-
-def cpu_flags_digest() -> str:
-    """Digest of the instruction sets that the CPU says it has; compiled pieces use all of them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return hashlib.sha256(flags.encode()).hexdigest()[:16]
-
-
-@cache
-def source_digest() -> str:
-    """Digest of every Python file that shapes the compiled graph: model code, passes, and the compiler itself."""
-    digest = hashlib.sha256()
-    for path in source_files():
-        digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def source_files() -> list[Path]:
-    """The files that `source_digest` reads."""
-    folders = [Path(next(iter(importlib.import_module(name).__path__))) for name in SOURCE_PACKAGES]
-    modules = [Path(str(importlib.import_module(name).__file__)) for name in SOURCE_MODULES]
-    return sorted([path for folder in folders for path in folder.glob("*.py")] + modules)
-
-
-def _flatten(config: EngineConfig) -> dict[str, Any]:
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every field of nested dataclasses as JSON has it, under its dotted name."""
     flat: dict[str, Any] = {}
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in ("model", "cache", "scheduler", "compile", "graph"):
-            flat |= {f"{field.name}.{name}": _plain(inner) for name, inner in asdict(value).items()}
-        else:
-            flat[field.name] = _plain(value)
+    for field in fields(value):
+        name, inner = prefix + field.name, getattr(value, field.name)
+        flat |= flatten(inner, f"{name}.") if is_dataclass(inner) else {name: _plain(inner)}
     return flat
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
     return value if isinstance(value, str | int | float | bool | dict | None) else str(value)

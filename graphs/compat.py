@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import sympy
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx
+from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.decorators import mark_unbacked
-from torch._inductor import standalone_compile
+from torch._inductor import cpu_vec_isa, standalone_compile
+from torch._inductor.utils import clear_caches
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
@@ -46,3 +51,41 @@ def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: di
     return standalone_compile(
         piece, list(fake_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )
+
+
+@contextmanager
+def bytecode_of(function: Callable[..., Any]) -> Iterator[list[tuple[types.CodeType, types.CodeType]]]:
+    """Collects (code before, code after) when Dynamo rewrites `function`; other functions are not looked at."""
+    found: list[tuple[types.CodeType, types.CodeType]] = []
+
+    def hook(code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
+        if code is function.__code__:
+            found.append((code, new_code))
+        return None
+
+    handle = register_bytecode_hook(hook)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def forget_compilations() -> None:
+    """Let Inductor forget what it compiled in this process: an entry would lack the files that it remembers."""
+    clear_caches()
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        for kind in type(isa).__mro__:
+            for member in vars(kind).values():
+                if hasattr(member, "cache_clear"):
+                    member.cache_clear()
+
+
+def changed_inductor_settings() -> dict[str, Any]:
+    """Inductor's settings that differ from its defaults in this process, as far as JSON can carry them."""
+    declared: Any = inductor_config
+    return {
+        name: value
+        for name, value in declared.save_config_portable().items()
+        if value != declared._config[name].default and isinstance(value, bool | int | float | str | None)
+    }

@@ -23,7 +23,11 @@ class CudaGraphManager:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._result: torch.Tensor | None = None
         self._sealed = False
-        self.bytes_used = 0
+        self.capture_bytes: dict[int, int] = {}  # by the number of requests
+
+    @property
+    def bytes_used(self) -> int:
+        return sum(self.capture_bytes.values())
 
     @property
     def num_captures(self) -> int:
@@ -38,7 +42,6 @@ class CudaGraphManager:
         if self._sealed:
             raise RuntimeError("CUDA graphs are captured once, at start-up")
         keys = sorted(keys, key=lambda key: key.num_tokens, reverse=True)
-        free_before = torch.cuda.mem_get_info()[0]
         pool = torch.cuda.graph_pool_handle()
         with progress.stage("capture CUDA graphs", total=len(keys)) as advance:
             for key in keys:
@@ -47,13 +50,14 @@ class CudaGraphManager:
                     self._result = torch.empty_like(warm)
                 del warm
                 torch.cuda.synchronize()
+                free_before = torch.cuda.mem_get_info()[0]
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool):
                     self._result[: key.num_requests].copy_(step(key))
                 self._graphs[key] = graph
+                self.capture_bytes[key.num_requests] = max(0, free_before - torch.cuda.mem_get_info()[0])
                 advance(1)
         self._sealed = True
-        self.bytes_used = max(0, free_before - torch.cuda.mem_get_info()[0])
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         """Logits [key.num_requests, V] of the batch in the input buffers; valid until the next replay."""

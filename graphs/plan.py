@@ -6,12 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torch import fx
-
-from compiled_engine.graphs.split import Step, piece_key
 from compiled_engine.parameter_layout import PackedParameter, ParameterLayout
-from compiled_engine.passes.graph_inputs import Source, source_of
-from compiled_engine.passes.matching import arg
+from compiled_engine.passes.graph_inputs import Source
 
 
 @dataclass(frozen=True)
@@ -54,27 +50,3 @@ class Plan:
             PlannedStep(s["piece"], s["op"], tuple(s["arguments"]), tuple(s["results"])) for s in data["steps"]
         )
         return Plan(inputs, steps, tuple(data["outputs"]))
-
-
-def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, Step]]:
-    """The plan of a split graph, and for each unique piece key the first step that has it."""
-    index: dict[fx.Node, int] = {}
-    for node in graph.find_nodes(op="placeholder"):
-        index[node] = len(index)
-    inputs = tuple(source_of(node) for node in index)
-    unique: dict[str, Step] = {}
-    planned = []
-    for step in steps:
-        arguments = tuple(
-            {"value": index[argument]} if isinstance(argument, fx.Node) else {"constant": argument}
-            for argument in step.inputs
-        )
-        for node in step.outputs:
-            index[node] = len(index)
-        key = None
-        if step.piece is not None:
-            key = piece_key(step.piece)
-            unique.setdefault(key, step)
-        planned.append(PlannedStep(key, step.op, arguments, tuple(index[node] for node in step.outputs)))
-    outputs = arg(graph.output_node(), 0)
-    return Plan(inputs, tuple(planned), tuple(index[node] for node in outputs)), unique

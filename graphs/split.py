@@ -1,4 +1,4 @@
-"""Split a whole model's graph at its splitting ops into pieces, and tell equal pieces apart from different ones.
+"""Split a whole model's graph at its splitting ops into pieces.
 
 Pieces take their inputs in order of first use, and what differs between layers is an input, so the layers of a
 model give structurally equal pieces, which compile once.
@@ -6,15 +6,13 @@ model give structurally equal pieces, which compile once.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import SPLITTING_OPS
+from compiled_engine.graphs.splitting_ops import SPLITTING_OPS
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def split(graph: fx.Graph) -> list[Step]:
                 pending = []
             if node.kwargs:
                 raise SplitError(f"splitting op {name} is called with keywords: {dict(node.kwargs)}")
-            steps.append(Step(None, name, tuple(node.args), ()))
+            steps.append(Step(None, name, tuple(node.args), (node,) if node.users else ()))
         elif _mutates(node):
             raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(SPLITTING_OPS)}")
         else:
@@ -86,49 +84,3 @@ def _piece(nodes: list[fx.Node]) -> Step:
 def _value_meta(node: fx.Node) -> dict[str, Any]:
     value = node.meta["val"]
     return {"val": value, "example_value": value}
-
-
-def piece_key(piece: fx.GraphModule) -> str:
-    """Digest of a piece's structure: ops, wiring, constants, and every value's shape, stride and dtype.
-
-    Symbolic sizes are numbered by first appearance, so equal layers have equal keys.
-    """
-    return hashlib.sha256(describe_piece(piece).encode()).hexdigest()[:20]
-
-
-def describe_piece(piece: fx.GraphModule) -> str:
-    """The text that `piece_key` digests, one node a line."""
-    symbols: dict[sympy.Symbol, sympy.Symbol] = {}
-    numbers: dict[fx.Node, str] = {}
-
-    def size(value: int | torch.SymInt) -> str:
-        if isinstance(value, int):
-            return str(value)
-        expression = value.node.expr
-        for symbol in sorted(expression.free_symbols, key=str):
-            symbols.setdefault(symbol, sympy.Symbol(f"n{len(symbols)}"))
-        return str(expression.xreplace(symbols))
-
-    def value_type(value: Any) -> str:
-        if isinstance(value, torch.Tensor):
-            dims = ",".join(size(s) for s in value.shape)
-            strides = ",".join(size(s) for s in value.stride())
-            return f"{value.dtype}[{dims}]({strides}) {value.device.type}"
-        if isinstance(value, list | tuple):
-            return "[" + "; ".join(value_type(item) for item in value) + "]"
-        return size(value) if isinstance(value, int | torch.SymInt) else str(value)
-
-    lines = []
-    for i, node in enumerate(piece.graph.nodes):
-        numbers[node] = f"%{i}"
-        arguments = fx.map_arg((node.args, node.kwargs), lambda argument: _Reference(numbers[argument]))
-        target = "" if node.op == "placeholder" else _op_name(node)
-        lines.append(f"%{i} = {node.op} {target} {arguments} -> {value_type(node.meta.get('val'))}")
-    return "\n".join(lines)
-
-
-class _Reference(str):
-    """A node's number, printed without quotes."""
-
-    def __repr__(self) -> str:
-        return str(self)

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.op import SPLITTING_OPS
 from compiled_engine.graphs.plan import Plan, PlannedStep
+from compiled_engine.graphs.splitting_ops import SPLITTING_OPS
 from compiled_engine.passes.graph_inputs import Source
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
@@ -84,6 +84,7 @@ def _op_function(op: str) -> str:
 def _call(step: PlannedStep, names: list[str]) -> str:
     arguments = ", ".join(names[a["value"]] if "value" in a else repr(a["constant"]) for a in step.arguments)
     if step.op is not None:
-        return f"{_op_function(step.op)}({arguments})"
+        returned = "".join(f"{names[i]} = " for i in step.results)
+        return f"{returned}{_op_function(step.op)}({arguments})"
     targets = "".join(f"{names[i]}, " for i in step.results)
     return f"{targets}= piece_{step.piece}({arguments})"

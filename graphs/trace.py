@@ -14,12 +14,17 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import CompileId, Guard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs import compat
+from compiled_engine.graphs.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
+from compiled_engine.graphs.record import SymbolRecord, symbols
+from compiled_engine.graphs.structured_trace import current_compile_id
 from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.matching import arg, fake_mode_of
 
 MAX_BLOCKS = 1 << 31
@@ -52,10 +57,33 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class TracedGraph:
-    """The ATen graph of a forward; each placeholder's meta holds its `source`, each node's its fake `val`."""
+    """The ATen graph of a forward; each placeholder's meta holds its `source`, each node's its fake `val`.
+
+    Its outputs are (hidden_TD, logits_TV) of every token; `for_range` keeps one of them. The rest is what the
+    inspector shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, and the guards with
+    what discharges each.
+    """
 
     module: fx.GraphModule
     shape_env: ShapeEnv
+    dynamo_graph: str
+    bytecode: tuple[types.CodeType, types.CodeType] | None
+    symbols: tuple[SymbolRecord, ...]
+    guards: tuple[GuardRecord, ...]
+    compile_id: CompileId | None
+
+    def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
+        """A copy of the graph with the output that a range needs, and only the parameters that this takes."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self.module.graph, copies)
+        hidden, logits = arg(self.module.graph.output_node(), 0)
+        graph.output((copies[logits if compile_range.small else hidden],))
+        graph.eliminate_dead_code()
+        for placeholder in graph.find_nodes(op="placeholder"):
+            if not placeholder.users and placeholder.meta["source"].kind == "parameter":
+                graph.erase_node(placeholder)
+        return fx.GraphModule({}, graph)
 
 
 class GuardError(RuntimeError):
@@ -71,7 +99,8 @@ def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
     tensors = inputs.by_name()
     for (name, dim), size in declared.items():
         compat.mark_dynamic_size(tensors[name], dim, *size)
-    graph, fakes = _dynamo_graph(model, inputs)
+    dynamo = _run_dynamo(model, inputs)
+    graph, fakes = dynamo.graph, dynamo.fakes
     fake_mode = fake_mode_of(fakes)
     shape_env = fake_mode.shape_env
     assert shape_env is not None
@@ -84,11 +113,19 @@ def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
         module = make_fx(graph)(*fakes)
     for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
         node.meta["source"] = source
-    _discharge_asserts(module)
+    proved = _discharge_asserts(module)
     require_no_guards(shape_env)
     module.graph.eliminate_dead_code()
     module.recompile()
-    return TracedGraph(module, shape_env)
+    return TracedGraph(
+        module=module,
+        shape_env=shape_env,
+        dynamo_graph=graph.print_readable(print_output=False),
+        bytecode=dynamo.bytecode,
+        symbols=symbols(module.graph, declared),
+        guards=(*describe_guards(dynamo.guards), *proved_asserts(proved)),
+        compile_id=dynamo.compile_id,
+    )
 
 
 def require_no_guards(shape_env: ShapeEnv) -> None:
@@ -115,7 +152,18 @@ def _declared_sizes(inputs: ForwardInputs) -> dict[tuple[str, int], tuple[str, i
     return declared | {(f"kv_caches.{i}", 0): blocks for i in range(len(inputs.kv_caches))}
 
 
-def _dynamo_graph(model: nn.Module, inputs: ForwardInputs) -> tuple[fx.GraphModule, list[Any]]:
+@dataclass(frozen=True)
+class _DynamoResult:
+    """What Dynamo made of a forward; `fakes` are the values of the graph's placeholders."""
+
+    graph: fx.GraphModule
+    fakes: list[Any]
+    guards: tuple[Guard, ...]
+    compile_id: CompileId | None
+    bytecode: tuple[types.CodeType, types.CodeType] | None
+
+
+def _run_dynamo(model: nn.Module, inputs: ForwardInputs) -> _DynamoResult:
     held: dict[str, Any] = {}
 
     def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -123,19 +171,24 @@ def _dynamo_graph(model: nn.Module, inputs: ForwardInputs) -> tuple[fx.GraphModu
         for node in placeholders:
             node.meta["source_name"] = compat.source_name(node)
         held.update(graph=graph, fakes=[node.meta["example_value"] for node in placeholders])
+        held.update(guards=dynamo_guards(), compile_id=current_compile_id())
         output = arg(graph.graph.output_node(), 0)
         return lambda *args: tuple(torch.empty(0) for _ in output)
 
-    with torch.no_grad():
-        torch.compile(_fresh_entry(), backend=backend, fullgraph=True, dynamic=False)(model, *inputs.arguments())
-    return held["graph"], held["fakes"]
+    entry = _fresh_entry()
+    with torch.no_grad(), compat.bytecode_of(entry) as bytecode:
+        torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)(model, *inputs.arguments())
+    return _DynamoResult(bytecode=bytecode[0] if bytecode else None, **held)
 
 
-def _entry(model: nn.Module, input_ids_T: Any, positions_T: Any, attention_inputs: Any, kv_caches: Any) -> torch.Tensor:
-    return model(input_ids_T, positions_T, attention_inputs, kv_caches)
+def _entry(
+    model: Any, input_ids_T: Any, positions_T: Any, attention_inputs: Any, kv_caches: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_TD = model(input_ids_T, positions_T, attention_inputs, kv_caches)
+    return hidden_TD, model.logits(hidden_TD)
 
 
-def _fresh_entry() -> Callable[..., torch.Tensor]:
+def _fresh_entry() -> Callable[..., Any]:
     """Dynamo keeps what it compiled, and a limit on it, per code object: a new one each time leaves no trace of
     us in the caller's process and never meets the limit."""
     return types.FunctionType(_entry.__code__.replace(), _entry.__globals__, "traced_forward")
@@ -174,8 +227,9 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
     return Source("parameter", path)
 
 
-def _discharge_asserts(module: fx.GraphModule) -> None:
-    """Drop run-time asserts that the declared sizes imply; any other one is an error."""
+def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
+    """Drop run-time asserts that the declared sizes imply, and say which; any other one is an error."""
+    proved = []
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
         condition = node.args[0]
         value = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
@@ -183,4 +237,6 @@ def _discharge_asserts(module: fx.GraphModule) -> None:
             value = statically_known_true(value)
         if value is not True:
             raise GuardError(f"the trace needs a run-time check that cannot be proved: {node.args[1]}")
+        proved.append(str(node.args[1]))
         module.graph.erase_node(node)
+    return tuple(proved)

@@ -30,7 +30,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, 
     if rope.kind == "llama3":
         return _llama3(frequencies, rope), 1.0
     if rope.kind == "yarn":
-        return _yarn(positions_per_radian, rope, head_dim), _yarn_attention_factor(rope)
+        return _yarn(positions_per_radian, rope, head_dim), rope.angle_scale
     return frequencies, 1.0
 
 
@@ -67,17 +67,6 @@ def _yarn(positions_per_radian: torch.Tensor, rope: RopeConfig, head_dim: int) -
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (rope.factor * positions_per_radian) * (1 - kept) + 1.0 / positions_per_radian * kept
-
-
-def _yarn_attention_factor(rope: RopeConfig) -> float:
-    def magnitude(mscale: float) -> float:
-        return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
-    return magnitude(1.0)
 
 
 class RotaryEmbedding(nn.Module):

@@ -6,31 +6,62 @@ compile there.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_engine.passes import residual_rms_norm, silu_mul
-from compiled_engine.passes.matching import fake_mode_of
+from compiled_engine.passes import (
+    residual_rms_norm,
+    rms_norm,
+    rope_angles,
+    rope_kv_write,
+    silu_mul,
+    small_batch_linear_op,
+)
+from compiled_engine.passes.matching import fake_mode_of, is_call
 
 REFERENCES = {
     torch.ops.compiled_engine.residual_rms_norm.default: residual_rms_norm.reference,
+    torch.ops.compiled_engine.rms_norm.default: rms_norm.reference,
+    torch.ops.compiled_engine.rope_angles.default: rope_angles.reference,
     torch.ops.compiled_engine.silu_mul.default: silu_mul.reference,
+    torch.ops.compiled_engine.small_batch_linear.default: small_batch_linear_op.reference,
 }
 
 
 def expand_references(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of an ATen graph in which every fused op is its reference; placeholders keep their sources."""
-    module.recompile()
     placeholders = module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["val"] for node in placeholders]
     references: dict[Any, Any] = dict(REFERENCES)
     with fake_mode_of(fakes):
-        expanded = make_fx(module, decomposition_table=references)(*fakes)
+        expanded = make_fx(_with_writes_in_attention(module.graph), decomposition_table=references)(*fakes)
     for new, old in zip(expanded.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         new.meta["source"] = old.meta["source"]
     expanded.graph.eliminate_dead_code()
     expanded.recompile()
     return expanded
+
+
+def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
+    """A copy in which attention writes k and v again, so that what comes before it is free of side effects.
+
+    The two ops that rope_kv_write made have to be undone together, which a table of decompositions cannot do.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(original, {}))
+    for fused in graph.find_nodes(op="call_function", target=rope_kv_write.FUSED):
+        attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))
+        q, k, v, *norm_and_angles = fused.args[:8]
+        with graph.inserting_before(fused):
+            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles))
+            rotated_q, rotated_k = (graph.call_function(operator.getitem, (rotated, i)) for i in range(2))
+        with graph.inserting_before(attend):
+            graph.call_function(rope_kv_write.ATTENTION, (rotated_q, rotated_k, v, *attend.args[1:]))
+        graph.erase_node(attend)
+        fused.replace_all_uses_with(rotated_q)
+        graph.erase_node(fused)
+    return fx.GraphModule({}, graph)

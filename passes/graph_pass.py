@@ -7,32 +7,53 @@ from typing import Protocol
 
 from torch import fx
 
+from compiled_engine.config import ModelConfig
+
 
 @dataclass(frozen=True)
 class CompileRange:
-    """Token counts, both ends included, that one compiled version of the graph serves."""
+    """Token counts, both ends included, that one compiled version of the graph serves.
+
+    A `small` version returns the logits of every token, the others hidden states.
+    """
 
     low: int
     high: int
+    small: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.low}-{self.high}"
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """The value that node `before` (its name) had before the pass is now the value of node `after`."""
+
+    before: str
+    after: fx.Node
 
 
 @dataclass(frozen=True)
 class PassResult:
-    """`near_misses` say where a pattern began to match and why it did not."""
+    """`near_misses` say where a pattern began to match and why it did not; the verifier compares `replacements`."""
 
     matches: int
     near_misses: tuple[str, ...] = ()
+    replacements: tuple[Replacement, ...] = ()
 
 
 class GraphPass(Protocol):
-    """Rewrites a whole model's ATen graph in place, before it is split.
-
-    `matches_per_layer` is the contract: how often it must match in a transformer layer of the known families.
-    """
+    """Rewrites a whole model's ATen graph in place, before it is split."""
 
     name: str
-    matches_per_layer: int
 
-    def applicable(self, compile_range: CompileRange, device_type: str) -> bool: ...
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        """None where the pass applies, otherwise why it does not."""
+        ...
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        """How often the pass must match in this model, of one of the known families."""
+        ...
 
     def run(self, graph: fx.Graph) -> PassResult: ...

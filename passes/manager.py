@@ -1,4 +1,4 @@
-"""The ordered list of passes, and the manager that runs it over a whole model's graph."""
+"""Runs the passes over a graph in their order, and reports what each did or why it did nothing."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import hashlib
 import inspect
 import sys
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import fx
 
+from compiled_engine.config import ModelConfig
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
-from compiled_engine.passes.merge_linears import MergeLinears
-from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
-from compiled_engine.passes.silu_mul import SiluMul
-
-PASSES: tuple[GraphPass, ...] = (MergeLinears(), ResidualRMSNorm(), SiluMul())
-PASS_NAMES = tuple(graph_pass.name for graph_pass in PASSES)
+from compiled_engine.passes.graph_text import graph_diff, graph_text
+from compiled_engine.passes.profile import DeviceProfile
+from compiled_engine.passes.verifier import copy_of, verify_rewrites
 
 
 class ContractError(RuntimeError):
@@ -25,47 +26,131 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did to one graph. `contract` is how often it had to match."""
+    """What one pass did to one graph.
+
+    `applied` False: it was not run, for `reason`. `contract`: how often it had to match. `diff`: the graph's text
+    before and after. `verified`: how many rewrites were executed on both sides and agreed.
+    """
 
     name: str
-    matches: int
-    contract: int
-    near_misses: tuple[str, ...]
-    seconds: float
+    enabled: bool
+    applied: bool
+    reason: str = ""
+    matches: int = 0
+    contract: int = 0
+    near_misses: tuple[str, ...] = ()
+    seconds: float = 0.0
+    nodes_before: int = 0
+    nodes_after: int = 0
+    diff: str = ""
+    verified: int = 0
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> PassReport:
+        return PassReport(**data | {"near_misses": tuple(data["near_misses"])})
 
 
 def run_passes(
     graph: fx.Graph,
-    names: tuple[str, ...],
+    passes: Sequence[GraphPass],
+    enabled: Collection[str],
+    model: ModelConfig,
     compile_range: CompileRange,
-    device_type: str,
-    num_layers: int,
+    device: torch.device,
+    *,
+    profile: DeviceProfile | None = None,
     strict: bool = False,
+    verify: bool = False,
 ) -> tuple[PassReport, ...]:
-    """Run the passes called `names`, in the order of PASSES, where they apply; rewrites `graph` in place.
+    """Run the enabled passes, in the order of `passes`, where they apply and pay; rewrites `graph` in place.
 
-    Raises ContractError in strict mode when a pass matched less often than its contract.
+    Returns a report for each known pass. `profile`: what was measured on the device; without one every pass that
+    applies runs. Raises ContractError in strict mode when a pass matched less often than its contract, and
+    VerificationError in verify mode when a rewrite computes something else.
     """
     reports = []
-    for graph_pass in PASSES:
-        if graph_pass.name not in names or not graph_pass.applicable(compile_range, device_type):
+    for graph_pass in passes:
+        reason = _why_not(graph_pass, enabled, compile_range, device, profile)
+        if reason is not None:
+            reports.append(PassReport(graph_pass.name, graph_pass.name in enabled, False, reason))
             continue
-        start = time.perf_counter()
-        result = graph_pass.run(graph)
-        graph.lint()
-        contract = graph_pass.matches_per_layer * num_layers
-        seconds = time.perf_counter() - start
-        reports.append(PassReport(graph_pass.name, result.matches, contract, result.near_misses, seconds))
-        if strict and result.matches < contract:
-            raise ContractError(
-                f"pass {graph_pass.name} matched {result.matches} times, its contract is {contract}; "
-                f"near misses: {'; '.join(result.near_misses) or 'none'}"
-            )
+        report = _run(graph_pass, graph, model, compile_range, device, verify)
+        reports.append(report)
+        if strict:
+            require_contracts(compile_range, (report,))
     return tuple(reports)
 
 
-def pass_uuid(name: str) -> str:
-    """Digest of the source of the file that defines a pass: part of the cache key."""
-    graph_pass = next(p for p in PASSES if p.name == name)
-    source = inspect.getsource(sys.modules[type(graph_pass).__module__])
+def require_contracts(compile_range: CompileRange, reports: Sequence[PassReport]) -> None:
+    """Raise ContractError for an applied pass that matched less often than its contract."""
+    for report in reports:
+        if report.matches < report.contract:
+            raise ContractError(
+                f"pass {report.name} matched {report.matches} times over {compile_range.name} tokens, its contract is "
+                f"{report.contract}; near misses: {'; '.join(report.near_misses) or 'none'}"
+            )
+
+
+def _why_not(
+    graph_pass: GraphPass,
+    enabled: Collection[str],
+    compile_range: CompileRange,
+    device: torch.device,
+    profile: DeviceProfile | None,
+) -> str | None:
+    if graph_pass.name not in enabled:
+        return "disabled"
+    missing = [name for name in getattr(graph_pass, "requires", ()) if name not in enabled]
+    if missing:
+        return f"needs {', '.join(missing)}, which is disabled"
+    reason = graph_pass.applicable(compile_range, device.type)
+    return reason or (profile.why_not(graph_pass.name, compile_range) if profile else None)
+
+
+def _run(
+    graph_pass: GraphPass,
+    graph: fx.Graph,
+    model: ModelConfig,
+    compile_range: CompileRange,
+    device: torch.device,
+    verify: bool,
+) -> PassReport:
+    before = copy_of(graph) if verify else None
+    text = graph_text(graph)
+    start = time.perf_counter()
+    result = graph_pass.run(graph)
+    graph.lint()
+    seconds = time.perf_counter() - start
+    verified = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device) if before else 0
+    after = graph_text(graph)
+    return PassReport(
+        name=graph_pass.name,
+        enabled=True,
+        applied=True,
+        matches=result.matches,
+        contract=graph_pass.contract(model, compile_range),
+        near_misses=result.near_misses,
+        seconds=seconds,
+        nodes_before=len(text),
+        nodes_after=len(after),
+        diff=graph_diff(text, after),
+        verified=verified,
+    )
+
+
+def pass_uuid(graph_pass: GraphPass) -> str:
+    """Digest of the source of the module that defines a pass: part of the cache key.
+
+    A pass without a source file (in a notebook) gives an attribute `uuid` of its own.
+    """
+    own = getattr(graph_pass, "uuid", None)
+    if own is not None:
+        return str(own)
+    try:
+        source = inspect.getsource(sys.modules[type(graph_pass).__module__])
+    except (OSError, TypeError) as error:
+        raise ValueError(
+            f"pass {graph_pass.name} has no source file to digest for the cache key: give it an attribute `uuid` that "
+            "changes when the pass does"
+        ) from error
     return hashlib.sha256(source.encode()).hexdigest()[:16]

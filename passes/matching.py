@@ -50,6 +50,14 @@ def other_factor(product: fx.Node, factor: object) -> Any:
     return right if through_cast(left) is factor or left is factor else left
 
 
+def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
+    """Both orders of a product's operands; nothing for anything else."""
+    if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
+        return []
+    left, right = product.args
+    return [(left, right), (right, left)]
+
+
 def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     """A call at the graph's insertion point, with its fake value computed."""
     node = graph.call_function(target, args)
@@ -71,3 +79,10 @@ def _fake_tensors(value: Any) -> list[FakeTensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _fake_tensors(item)]
     return []
+
+
+def always_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
+    """Whether two sizes are equal for every value that they may have."""
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a quarter of a second
+
+    return statically_known_true(a == b)

@@ -1,8 +1,9 @@
 """Residual add and the RMSNorm that follows it become one kernel that returns both results.
 
-Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch. Eager code gains
-the most; Inductor by itself finds the same fusion as two loops over the row, this kernel keeps the row in
-registers.
+Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch; Inductor by itself finds
+the same fusion as two loops over the row, this kernel keeps the row in registers. With few tokens small_batch_linear
+takes both in. On an H200, leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8, 32 and 64 tokens
+122, 186, 82 and 84 microseconds of 605, 972, 1292 and 1263.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes.dependent_launch import may_launch_early
 from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.graph_pass import CompileRange, PassResult
+from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
 from compiled_engine.passes.matching import (
     arg,
     aten,
@@ -26,28 +30,33 @@ from compiled_engine.passes.matching import (
     through_cast,
     user_through_cast,
 )
+from compiled_engine.passes.op_library import define_op
 
 
-@triton.jit(do_not_specialize=["hidden_size"])
+@triton.jit(do_not_specialize=["eps"])
 def _kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     sum_ptr: tl.tensor,
-    hidden_size: tl.tensor,
     eps: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    start = tl.program_id(0).to(tl.int64) * hidden_size
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    start = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE
     column = tl.arange(0, BLOCK)
-    mask = column < hidden_size
+    mask = column < HIDDEN_SIZE
     x = tl.load(x_ptr + start + column, mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + start + column, mask, other=0.0).to(tl.float32)
     total = (x + residual).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + start + column, total, mask)
     total = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, 0) / hidden_size + eps)
+    scale = tl.rsqrt(tl.sum(total * total, 0) / HIDDEN_SIZE + eps)
     normed = (total * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
     tl.store(normed_ptr + start + column, (normed * weight).to(normed_ptr.dtype.element_ty), mask)
@@ -63,52 +72,68 @@ def reference(
     return weight_D * normed_TD.to(x_TD.dtype), total_TD
 
 
-@torch.library.triton_op("compiled_engine::residual_rms_norm", mutates_args={})
-def residual_rms_norm(
+def launch(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernel behind `reference`; rows must be contiguous."""
+    """The kernel behind `reference`."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
     block = triton.next_power_of_2(hidden_size)
-    torch.library.wrap_triton(_kernel)[(x_TD.shape[0],)](
+    early = may_launch_early(x_TD.device)
+    _kernel[(x_TD.shape[0],)](
         x_TD,
         residual_TD,
         weight_D,
         normed_TD,
         total_TD,
-        hidden_size,
         eps,
+        HIDDEN_SIZE=hidden_size,
         BLOCK=block,
+        DEPENDENT_LAUNCH=early,
         num_warps=max(1, min(16, block // 512)),
+        **({"launch_pdl": True} if early else {}),
     )
     return normed_TD, total_TD
 
 
-residual_rms_norm.register_kernel("cpu")(reference)
+def _fake(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(x_TD)
+
+
+residual_rms_norm = define_op(
+    "residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps) -> (Tensor, Tensor)",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+)
 
 
 class ResidualRMSNorm:
     name = "residual_rms_norm"
-    matches_per_layer = 2
 
-    def applicable(self, compile_range: CompileRange, device_type: str) -> bool:
-        return True
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return 2 * model.num_layers
 
     def run(self, graph: fx.Graph) -> PassResult:
-        matches, near_misses = 0, []
+        near_misses: list[str] = []
+        replacements: list[Replacement] = []
         for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-            reason = _rewrite(graph, rsqrt)
-            if reason is None:
-                matches += 1
-            elif reason:
-                near_misses.append(f"{rsqrt.name}: {reason}")
-        return PassResult(matches, tuple(near_misses))
+            found = _rewrite(graph, rsqrt)
+            if isinstance(found, str):
+                near_misses += [f"{rsqrt.name}: {found}"] if found else []
+            else:
+                replacements += found
+        return PassResult(len(replacements) // 2, tuple(near_misses), tuple(replacements))
 
 
-def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> str | None:
-    """None when rewritten, a reason when it is a norm of a sum but does not fit, "" for norms of anything else.
+def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str:
+    """What was rewritten; why not, when it is a norm of a sum that does not fit; "" for norms of anything else.
 
     The textbook form: wide * rsqrt(mean(wide ** 2) + eps), cast, times a weight; wide is the sum in fp32.
     """
@@ -150,7 +175,18 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> str | None:
         new_total = emit_item(graph, fused, 1)
     with graph.inserting_after(fused):
         normed = emit_item(graph, fused, 0)
+    replacements = [Replacement(total.name, new_total), Replacement(product.name, normed)]
     product.replace_all_uses_with(normed)
     total.replace_all_uses_with(new_total)
-    graph.eliminate_dead_code()
-    return None
+    _erase_dead(graph, product)
+    return replacements
+
+
+def _erase_dead(graph: fx.Graph, node: fx.Node) -> None:
+    """Erase a value that nothing reads, and what only led to it."""
+    if node.users or node.op != "call_function":
+        return
+    inputs = node.all_input_nodes
+    graph.erase_node(node)
+    for argument in inputs:
+        _erase_dead(graph, argument)

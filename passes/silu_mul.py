@@ -1,6 +1,8 @@
 """silu(gate) * up becomes one kernel that reads both halves of the merged linear in place.
 
-Why: one pass over the widest activation of the model instead of two, and one launch.
+Why: one pass over the widest activation of the model instead of two, and one launch; with few tokens small_batch_linear
+takes it in. On an H200, leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8, 32 and 64 tokens 108,
+66, 3 and -11 microseconds of 605, 972, 1292 and 1263.
 """
 
 from __future__ import annotations
@@ -11,20 +13,33 @@ import torch
 import triton
 import triton.language as tl
 from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.passes.graph_pass import CompileRange, PassResult
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes.dependent_launch import may_launch_early
+from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor
+from compiled_engine.passes.op_library import define_op
 
 
-@triton.jit(do_not_specialize=["width"])
-def _kernel(gate_up_ptr: tl.tensor, out_ptr: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr) -> None:
+@triton.jit
+def _kernel(
+    gate_up_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = column < width
-    gate = tl.load(gate_up_ptr + row * 2 * width + column, mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up_ptr + row * 2 * width + width + column, mask, other=0.0).to(tl.float32)
+    mask = column < WIDTH
+    gate = tl.load(gate_up_ptr + row * 2 * WIDTH + column, mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, mask, other=0.0).to(tl.float32)
     activated = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * width + column, (activated * up).to(out_ptr.dtype.element_ty), mask)
+    tl.store(out_ptr + row * WIDTH + column, (activated * up).to(out_ptr.dtype.element_ty), mask)
 
 
 def reference(gate_up_TI2: torch.Tensor) -> torch.Tensor:
@@ -33,41 +48,56 @@ def reference(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.silu(gate_TI) * up_TI
 
 
-@torch.library.triton_op("compiled_engine::silu_mul", mutates_args={})
-def silu_mul(gate_up_TI2: torch.Tensor) -> torch.Tensor:
-    """The kernel behind `reference`: [T, 2 I] -> [T, I]; rows must be contiguous."""
+def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+    """The kernel behind `reference`: [T, 2 I] -> [T, I]."""
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
-    block = 1024
-    torch.library.wrap_triton(_kernel)[(num_tokens, triton.cdiv(width, block))](gate_up_TI2, out_TI, width, BLOCK=block)
+    block = 512 if num_tokens <= 128 else 1024
+    early = may_launch_early(gate_up_TI2.device)
+    _kernel[(num_tokens, triton.cdiv(width, block))](
+        gate_up_TI2,
+        out_TI,
+        WIDTH=width,
+        BLOCK=block,
+        DEPENDENT_LAUNCH=early,
+        **({"launch_pdl": True} if early else {}),
+    )
     return out_TI
 
 
-silu_mul.register_kernel("cpu")(reference)
+def _fake(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+    return gate_up_TI2.new_empty((gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2))
+
+
+silu_mul = define_op("silu_mul(Tensor gate_up_TI2) -> Tensor", cpu=reference, cuda=launch, fake=_fake)
 
 
 class SiluMul:
     name = "silu_mul"
-    matches_per_layer = 1
+    requires = ("merge_linears",)
 
-    def applicable(self, compile_range: CompileRange, device_type: str) -> bool:
-        return True
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return model.num_layers
 
     def run(self, graph: fx.Graph) -> PassResult:
-        matches, near_misses = 0, []
+        near_misses: list[str] = []
+        replacements: list[Replacement] = []
         for silu in graph.find_nodes(op="call_function", target=aten.silu.default):
-            reason = _rewrite(graph, silu)
-            if reason is None:
-                matches += 1
+            found = _rewrite(graph, silu)
+            if isinstance(found, str):
+                near_misses.append(f"{silu.name}: {found}")
             else:
-                near_misses.append(f"{silu.name}: {reason}")
+                replacements.append(found)
         graph.eliminate_dead_code()
-        return PassResult(matches, tuple(near_misses))
+        return PassResult(len(replacements), tuple(near_misses), tuple(replacements))
 
 
-def _rewrite(graph: fx.Graph, silu: fx.Node) -> str | None:
-    """None when rewritten, otherwise why not."""
+def _rewrite(graph: fx.Graph, silu: fx.Node) -> Replacement | str:
+    """What was rewritten, or why it was not."""
     product = only_user(silu)
     if product is None or not is_call(product, aten.mul.Tensor):
         return "it is not multiplied with another value"
@@ -84,6 +114,7 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> str | None:
         return "the halves differ in width"
     with graph.inserting_before(product):
         fused = emit(graph, torch.ops.compiled_engine.silu_mul.default, split.args[0])
+    replacement = Replacement(product.name, fused)
     product.replace_all_uses_with(fused)
     graph.erase_node(product)
-    return None
+    return replacement

@@ -1,4 +1,4 @@
-"""What all tests share: the bundled model, one compile cache, and what becomes of tests that need a GPU."""
+"""What all tests share: the bundled model, one compile cache, what becomes of tests that need a GPU or a browser."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
-NO_GPU = "no CUDA device"
+# Marker -> why its tests are skipped here; None where they run.
+SKIPPED = {
+    "gpu": None if torch.cuda.is_available() else "no CUDA device",
+    "browser": None if shutil.which("chromium") else "no chromium command",
+}
 
 # How fast a machine is may not decide whether a test passes.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -38,16 +42,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    for item in items:
+        for marker, reason in SKIPPED.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "gpu" in report.keywords]
-    if skipped:
-        terminalreporter.write_line(f"{len(skipped)} gpu tests skipped: {NO_GPU}", yellow=True)
+    for marker, reason in SKIPPED.items():
+        skipped = [report for report in terminalreporter.stats.get("skipped", []) if marker in report.keywords]
+        if skipped:
+            terminalreporter.write_line(f"{len(skipped)} {marker} tests skipped: {reason}", yellow=True)
 
 
 @pytest.fixture(scope="session")

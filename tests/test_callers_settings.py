@@ -40,12 +40,13 @@ def test_closing_frees_the_weights_at_once() -> None:
     llm = LLM(mode="compiled", **OPTIONS)
     core: Any = llm._core
     runner = core._executor._runner
-    weights = [weakref.ref(value) for value in runner.forward.__globals__.values() if isinstance(value, torch.Tensor)]
+    values = runner.forwards.hidden.__globals__.values()
+    weights = [weakref.ref(value) for value in values if isinstance(value, torch.Tensor)]
     assert len(weights) > 20
     gc.collect()
     gc.disable()
     try:
-        del runner, core
+        del runner, core, values
         llm.close()
         assert not any(weight() is not None for weight in weights)
     finally:

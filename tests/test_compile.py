@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from compiled_engine.config import EngineConfig, RopeConfig
-from compiled_engine.graphs.cache_key import cache_factors, source_files
-from compiled_engine.graphs.compiler import compile_model
+from compiled_engine.graphs.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler import CompiledModel, compile_model
 from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.plan import Plan, make_plan
+from compiled_engine.graphs.make_plan import make_plan
+from compiled_engine.graphs.plan import Plan
 from compiled_engine.graphs.split import SplitError, split
 from compiled_engine.graphs.stitch import forward_source
 from compiled_engine.graphs.trace import TracedGraph, require_no_guards, trace
@@ -22,9 +23,9 @@ from compiled_engine.models.random_weights import fill_with_random_weights
 from compiled_engine.models.registry import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.manager import PASS_NAMES, PassReport, run_passes
 from compiled_engine.progress import SilentProgress
 from compiled_engine.resolve import resolve
+from compiled_engine.timeline import Timeline
 
 
 def tiny_config(
@@ -54,27 +55,28 @@ def traced(config: EngineConfig) -> TracedGraph:
     return trace(without_storage(build_model(config.model), config.device), example_inputs(config))
 
 
-def apply_passes(config: EngineConfig, graph: TracedGraph, strict: bool = True) -> tuple[PassReport, ...]:
-    return run_passes(graph.module.graph, PASS_NAMES, CompileRange(1, 256), "cpu", config.model.num_layers, strict)
+def compiled(config: EngineConfig) -> CompiledModel:
+    return compile_model(config, lambda: build_model(config.model), SilentProgress(), Timeline())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_layers", [2, 8])
+@pytest.mark.parametrize("num_layers", [3, 8])
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_every_pass_keeps_its_contract(architecture: str, num_layers: int, dtype: torch.dtype) -> None:
+def test_each_range_has_three_pieces_however_deep_the_model(
+    architecture: str, num_layers: int, dtype: torch.dtype
+) -> None:
     config = tiny_config(architecture, num_layers, dtype)
+    config = replace(config, compile=replace(config.compile, small_ranges=((1, 8),), strict=True))
     graph = traced(config)
-    reports = apply_passes(config, graph)
-    assert {report.name: report.matches for report in reports} == {
-        "merge_linears": 2 * num_layers,
-        "residual_rms_norm": 2 * num_layers,
-        "silu_mul": num_layers,
-    }
-    assert not any(report.near_misses for report in reports)
-    plan, unique = make_plan(graph.module.graph, split(graph.module.graph))
-    assert len(unique) == 3
-    assert len(plan.steps) == 2 * num_layers + 1
-    assert Plan.from_json(plan.to_json()) == plan
+    for compile_range in compile_ranges(config):
+        module, reports = apply_passes(config, graph, compile_range)
+        applied = [report for report in reports if report.applied]
+        assert [report.matches for report in applied] == [report.contract for report in applied]
+        assert not any(report.near_misses for report in applied)
+        plan, unique = make_plan(module.graph, split(module.graph))
+        assert len(unique) == 3
+        assert len(plan.steps) == 2 * num_layers + 1
+        assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_trace_holds_for_all_sizes() -> None:
@@ -97,8 +99,8 @@ def test_small_limits_are_traced_too(max_tokens: int, max_requests: int) -> None
 
 def test_no_piece_takes_or_returns_the_kv_cache() -> None:
     config = tiny_config()
-    graph = traced(config)
-    for step in split(graph.module.graph):
+    module = traced(config).for_range(CompileRange(1, 256))
+    for step in split(module.graph):
         if step.piece is not None:
             names = {node.meta["source"].name for node in step.inputs if "source" in node.meta}
             assert not any(name.startswith("kv_caches") for name in names)
@@ -127,18 +129,18 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     compiled_config: EngineConfig,
 ) -> None:
     config = compiled_config
-    cold = compile_model(config, lambda: build_model(config.model), SilentProgress())
+    cold = compiled(config)
     assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 3)
 
     def no_model() -> torch.nn.Module:
         raise AssertionError("a warm start must not trace")
 
-    warm = compile_model(config, no_model, SilentProgress())
+    warm = compile_model(config, no_model, SilentProgress(), Timeline())
     assert (warm.lookup.status, warm.counts.traces, warm.counts.compiles) == ("hit", 0, 0)
     model = build_model(config.model)
     parameters = materialize(model, warm.layout, config.device)
     fill_with_random_weights(model, seed=0)
-    forward = warm.bind(parameters)
+    forward = warm.bind(dict(model.named_parameters(remove_duplicate=False)) | parameters).hidden
     for num_tokens in (1, 2, 17, 256):
         inputs = example_inputs(config)
         attention = replace(
@@ -160,7 +162,7 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
 
 
 def test_the_stitched_forward_is_readable_and_frees_what_it_used(compiled_config: EngineConfig) -> None:
-    folder = compile_model(compiled_config, lambda: build_model(compiled_config.model), SilentProgress()).lookup.folder
+    folder = compiled(compiled_config).lookup.folder / "1-256"
     source = (folder / "forward.py").read_text()
     assert source == forward_source(Plan.from_json((folder / "plan.json").read_text()))
     assert source.count("compiled_engine_attention(") == 3
@@ -175,7 +177,7 @@ def test_the_callers_compiler_folders_are_put_back(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
-    compile_model(compiled_config, lambda: build_model(compiled_config.model), SilentProgress())
+    compiled(compiled_config)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path)
     assert "TRITON_CACHE_DIR" not in os.environ
 
@@ -184,27 +186,3 @@ def test_tracing_again_and_again_meets_no_recompile_limit() -> None:
     config = tiny_config()
     for _ in range(torch._dynamo.config.recompile_limit + 2):
         require_no_guards(traced(config).shape_env)
-
-
-def test_the_cache_key_covers_the_code_that_shapes_the_graph() -> None:
-    names = {path.name for path in source_files()}
-    assert {"trace.py", "split.py", "merge_linears.py", "qwen3.py", "llama.py", "layers.py", "op.py"} <= names
-    for family in FAMILIES.values():
-        assert f"{family.model.__module__.rsplit('.', 1)[-1]}.py" in names
-
-
-def test_the_cache_key_changes_with_the_graph_and_only_with_it() -> None:
-    config = tiny_config()
-    base = cache_factors(config)
-    same = replace(config, scheduler=replace(config.scheduler, max_num_seqs=3), attention_backend="torch")
-    assert cache_factors(same) == base
-    others = [
-        tiny_config(num_layers=3),
-        tiny_config(dtype=torch.bfloat16),
-        tiny_config("LlamaForCausalLM"),
-        replace(config, scheduler=replace(config.scheduler, max_num_batched_tokens=128)),
-        replace(config, compile=replace(config.compile, passes=("merge_linears",))),
-        replace(config, model=replace(config.model, rms_norm_eps=1e-5)),
-    ]
-    for other in others:
-        assert cache_factors(other) != base

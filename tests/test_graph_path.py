@@ -13,6 +13,7 @@ from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.engine_core import EngineCore
 from compiled_engine.engine_io import EngineRequest
 from compiled_engine.executor import InProcessExecutor
+from compiled_engine.graphs.compiler import Forwards
 from compiled_engine.graphs.dispatcher import Dispatcher, GraphKey
 from compiled_engine.options import EngineOptions
 from compiled_engine.progress import SilentProgress
@@ -29,6 +30,7 @@ class RecordedGraphs:
         self._runner = runner
         self.num_captures = 0
         self.bytes_used = 0
+        self.capture_bytes: dict[int, int] = {}
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         self.replays[key.num_requests] += 1
@@ -125,12 +127,12 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("injected")
 
-    for owner, name in (
-        (runner.sampler, "add_row"),
-        (runner.states, "remove"),
-        (runner, "forward"),
-        (runner.sampler, "sample"),
-        (core._scheduler, "_advance"),
+    for owner, name, broken_one in (
+        (runner.sampler, "add_row", fail),
+        (runner.states, "remove", fail),
+        (runner, "forwards", Forwards(fail)),
+        (runner.sampler, "sample", fail),
+        (core._scheduler, "_advance", fail),
     ):
         for request in make_requests(2, 6):
             core.add(request)
@@ -138,7 +140,7 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
         for request in make_requests(3, 1)[2:]:
             core.add(request)
         with monkeypatch.context() as broken:
-            broken.setattr(owner, name, fail)
+            broken.setattr(owner, name, broken_one)
             try:
                 for _ in range(20):
                     core.step()

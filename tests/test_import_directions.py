@@ -21,6 +21,7 @@ DECLARATIONS = {
     "compiled_engine.config",
     "compiled_engine.parameter_layout",
     "compiled_engine.progress",
+    "compiled_engine.timeline",
 }
 ALLOWED = {
     "compiled_engine.models": ("compiled_engine.models",),
@@ -36,6 +37,7 @@ ALLOWED = {
     "compiled_engine.runner": (
         "compiled_engine.runner",
         "compiled_engine.graphs",
+        "compiled_engine.passes.small_batch_linear_launch",
         "compiled_engine.models",
         "compiled_engine.sampling",
         "compiled_engine.scheduling.step",

@@ -1,4 +1,7 @@
-"""The fused kernels of the passes against their plain-torch references, on random shapes."""
+"""The fused kernels of the passes against their plain-torch references, on random shapes.
+
+`launch` runs under Triton's interpreter without a GPU; the tests marked gpu run it compiled, with poisoned memory.
+"""
 
 from __future__ import annotations
 
@@ -13,33 +16,73 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.passes import residual_rms_norm, silu_mul
+from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul, small_batch_linear_launch
+from compiled_engine.passes import small_batch_linear_op as linear_op
+from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS, Tiles, choose_tiles
 
 SHAPES = [(1, 8), (2, 64), (7, 100), (64, 1024), (3, 4096), (513, 640), (5, 5120)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+LINEAR_SHAPES = [(1, 70, 96), (1, 64, 1024), (2, 96, 2048), (7, 70, 96), (16, 64, 256), (17, 48, 512), (70, 64, 136)]
+# silu * up, norm, residual, bias
+LINEAR_KINDS = [(0, 0, 0, 0), (0, 1, 0, 1), (1, 1, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0), (0, 1, 1, 1)]
 
 INTERPRETED = """
 import torch
-from compiled_engine.passes import residual_rms_norm, silu_mul
+from tests.test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_case, linear_tiles
+from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
+from compiled_engine.passes import small_batch_linear_op as linear_op
+from compiled_engine.passes.small_batch_linear_launch import launch
 
 generator = torch.Generator().manual_seed(0)
+same = lambda got, expected: torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
 for tokens, width in [(1, 8), (3, 100), (5, 256)]:
     x, residual = (torch.randn(tokens, width, generator=generator) for _ in range(2))
     weight, gate_up = torch.randn(width, generator=generator), torch.randn(tokens, 2 * width, generator=generator)
-    normed, total = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-    block = 1 << (width - 1).bit_length()
-    residual_rms_norm._kernel[(tokens,)](x, residual, weight, normed, total, width, 3e-5, BLOCK=block)
-    expected = residual_rms_norm.reference(x, residual, weight, 3e-5)
-    torch.testing.assert_close((normed, total), expected, rtol=1e-5, atol=1e-5)
-    out = torch.full_like(x, float("nan"))
-    silu_mul._kernel[(tokens, -(-width // 64))](gate_up, out, width, BLOCK=64)
-    torch.testing.assert_close(out, silu_mul.reference(gate_up), rtol=1e-5, atol=1e-5)
+    same(residual_rms_norm.launch(x, residual, weight, 3e-5), residual_rms_norm.reference(x, residual, weight, 3e-5))
+    same(rms_norm.launch(x, weight, 3e-5), rms_norm.reference(x, weight, 3e-5))
+    same(silu_mul.launch(gate_up), silu_mul.reference(gate_up))
+    angles = torch.arange(tokens) * 7, torch.rand(width // 2, generator=generator), 1.3, torch.float32
+    same(rope_angles.launch(*angles), rope_angles.reference(*angles))
+for shape in LINEAR_SHAPES[:4]:
+    for kind in LINEAR_KINDS:
+        arguments = linear_case(shape, kind, torch.float32, "cpu")
+        for tiles in linear_tiles(shape, kind):
+            same(launch(*arguments, tiles), linear_op.reference(*arguments))
 print("right")
 """
 
 
+def linear_case(shape: tuple[int, int, int], kind: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
+    """Arguments of the op, from a seed that the shape gives."""
+    tokens, rows, k = shape
+    silu, norm, residual, bias = kind
+    generator = torch.Generator().manual_seed(sum(shape))
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator).to(device, dtype)
+
+    return (
+        normal(tokens, k),
+        normal(rows, k) / k**0.5,
+        normal(rows) if bias else None,
+        1 + normal(k) / 8 if norm else None,
+        1e-6,
+        normal(tokens, rows // 2 if silu else rows) if residual else None,
+        bool(silu),
+    )
+
+
+def linear_tiles(shape: tuple[int, int, int], kind: tuple[int, ...]) -> list[Tiles | None]:
+    """The default tiles, those of half precision, and, where they may be, small ones that split K."""
+    tokens, rows, k = shape
+    half = choose_tiles(tokens, rows, k, bool(kind[0]), torch.bfloat16)
+    split = [Tiles(half.tokens, 16, 32, split_k=3, num_stages=2)] if tokens > 1 and not kind[0] else []
+    # The interpreter knows no streams, which tell the counters of split tiles apart.
+    return [None, half] if half.split_k == 1 else [None] if not torch.cuda.is_available() else [None, half, *split]
+
+
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )
@@ -47,33 +90,79 @@ def test_in_the_interpreter() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "integers", "block"),
-    [(residual_rms_norm._kernel, {"hidden_size"}, 4096), (silu_mul._kernel, {"width"}, 1024)],
+    ("kernel", "constants"),
+    [
+        (residual_rms_norm._kernel, {"HIDDEN_SIZE": 4096, "BLOCK": 4096}),
+        (silu_mul._kernel, {"WIDTH": 3072, "BLOCK": 1024}),
+        (rms_norm.rms_norm_kernel, {"K": 4096, "BLOCK_K": 4096}),
+        (rope_angles._kernel, {"NUM_PAIRS": 64, "BLOCK": 64}),
+    ],
 )
-def test_compiled_for_hopper(kernel: Any, integers: set[str], block: int) -> None:
-    """Needs no GPU. The kernels' files are also read by Inductor, which knows only torch and triton names."""
-    types = {"BLOCK": "constexpr", "eps": "fp32"} | dict.fromkeys(integers, "i32")
-    signature = {name: types.get(name, "*bf16") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index("BLOCK"),): block})
+def test_compiled_for_hopper(kernel: Any, constants: dict[str, int]) -> None:
+    """Needs no GPU."""
+    constants = constants | {"DEPENDENT_LAUNCH": 1}
+    types = {"eps": "fp32", "scale": "fp32", "x_stride": "i32", "positions_ptr": "*i64", "inv_freq_ptr": "*fp32"}
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): v for name, v in constants.items()})
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32))
-    assert "ptx" in program.asm
+    assert "griddepcontrol.wait" in program.asm["ptx"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("silu", [False, True])
+def test_there_are_tiles_for_every_shape(silu: bool, dtype: torch.dtype) -> None:
+    for device in ("", "NVIDIA H200", "a device that nobody has measured"):
+        for tokens in (*TOKEN_BUCKETS, 2, 5, 33, 64, 500):
+            for rows, k in ((2, 8), (64, 64), (4096, 1024), (6144, 1024), (151936, 4096), (24576, 4096)):
+                tiles = choose_tiles(tokens, rows, k, silu, dtype, device)
+                assert (tiles.tokens == 1) == (tokens == 1)
+                assert tiles.split_k == 1 or not silu
+                outputs = rows // 2 if silu else rows
+                programs = -(-outputs // tiles.rows) * -(-tokens // tiles.tokens)
+                assert tiles.split_k == 1 or programs <= small_batch_linear_launch.MAX_TILES
+
+
+def poison(*sizes: int, dtype: torch.dtype) -> None:
+    """Leave NaN in the memory that the next allocation of this size gets."""
+    torch.full(sizes, float("nan"), device="cuda", dtype=dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_residual_rms_norm_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_norms_and_silu_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    def close(got: Any, expected: Any) -> None:
+        torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+
     x, residual = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
     weight = torch.randn(shape[1], device="cuda", dtype=dtype)
-    got = residual_rms_norm.residual_rms_norm(x, residual, weight, 1e-6)
-    expected = residual_rms_norm.reference(x, residual, weight, 1e-6)
-    torch.testing.assert_close(got, expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    arguments = x, residual, weight, 1e-6
+    poison(*shape, dtype=dtype)
+    close(residual_rms_norm.residual_rms_norm(*arguments), residual_rms_norm.reference(*arguments))
+    poison(*shape, dtype=dtype)
+    close(rms_norm.rms_norm(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6))
+    gate_up = torch.randn(shape[0], 2 * shape[1], device="cuda", dtype=dtype)
+    poison(*shape, dtype=dtype)
+    close(silu_mul.silu_mul(gate_up), silu_mul.reference(gate_up))
+    angles = torch.arange(shape[0], device="cuda") * 37, torch.rand(shape[1] // 2, device="cuda"), 1.5, dtype
+    close(rope_angles.rope_angles(*angles), rope_angles.reference(*angles))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_silu_mul_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    gate_up = torch.randn(shape[0], 2 * shape[1], device="cuda", dtype=dtype)
-    expected = silu_mul.reference(gate_up)
-    torch.testing.assert_close(silu_mul.silu_mul(gate_up), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+@pytest.mark.parametrize("kind", LINEAR_KINDS)
+@pytest.mark.parametrize("shape", [*LINEAR_SHAPES, (1, 4096, 1024), (8, 1024, 3072), (32, 1024, 2048)])
+def test_small_batch_linear_on_a_gpu(shape: tuple[int, int, int], kind: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Right, the same whenever it is repeated, and the same for a row whatever stands in the others."""
+    arguments = linear_case(shape, kind, dtype, "cuda")
+    wide = [value.float() if isinstance(value, torch.Tensor) else value for value in arguments]
+    expected = linear_op.reference(*wide)
+    for tiles in linear_tiles(shape, kind):
+        poison(*expected.shape, dtype=dtype)
+        got = small_batch_linear_launch.launch(*arguments, tiles)
+        error = (got.float() - expected).abs().max() / expected.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2)
+        assert torch.equal(got, small_batch_linear_launch.launch(*arguments, tiles))
+        others = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
+        others[0][1:] = float("nan")
+        assert torch.equal(got[:1], small_batch_linear_launch.launch(*others, tiles)[:1])

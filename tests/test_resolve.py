@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.config import GraphMode
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.manager import PASS_NAMES
+from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve import resolve
 
 
@@ -23,7 +23,7 @@ def test_defaults_on_a_cpu_have_reasons() -> None:
     assert config.device == torch.device("cpu")
     assert config.model.dtype is torch.float32
     assert (config.compile.enabled, config.graph.mode) == (True, GraphMode.NONE)
-    assert config.compile.passes == PASS_NAMES
+    assert config.compile.passes == tuple(graph_pass.name for graph_pass in registered_passes())
     assert config.attention_backend == "torch"
     for name in ("model.path", "model.dtype", "compile.enabled", "attention_backend", "scheduler.max_num_seqs"):
         assert config.reasons[name]
@@ -32,6 +32,16 @@ def test_defaults_on_a_cpu_have_reasons() -> None:
 def test_what_was_given_has_no_reason() -> None:
     config = resolved(mode="eager", max_num_seqs=3, dtype="bfloat16")
     assert not {"compile.enabled", "scheduler.max_num_seqs", "model.dtype"} & set(config.reasons)
+
+
+def test_passes_are_chosen_by_name_and_run_in_their_own_order() -> None:
+    config = resolved(passes=("silu_mul", "merge_linears", "rms_norm"), disable_passes=("rms_norm",))
+    assert config.compile.passes == ("merge_linears", "silu_mul")
+
+
+def test_compile_ranges_follow_one_another() -> None:
+    assert resolved().compile.small_ranges == ()
+    assert resolved(compile_ranges=(64, 8)).compile.small_ranges == ((1, 8), (9, 64))
 
 
 def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(
@@ -76,9 +86,27 @@ def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(
         ({"seed": "x"}, TypeError, "seed is 'x'; allowed: an integer"),
         ({"load_format": "pt"}, ValueError, "load_format"),
         ({"attention_backend": "xformers"}, ValueError, "xformers.*torch, triton, flash_attn"),
-        ({"disable_passes": ("magic",)}, ValueError, "disable_passes is 'magic'; allowed: merge_linears"),
+        ({"disable_passes": ("magic",)}, ValueError, "disable_passes is 'magic'; allowed: no_op_elimination"),
         ({"disable_passes": "silu_mul"}, TypeError, "disable_passes is 'silu_mul'; allowed: a list"),
         ({"disable_passes": ("silu_mul",), "mode": "eager"}, ValueError, "the mode is eager: nothing is compiled"),
+        ({"passes": ("silu_mul", "magic")}, ValueError, "passes is 'magic'; allowed: no_op_elimination"),
+        ({"passes": "silu_mul"}, TypeError, "passes is 'silu_mul'; allowed: a list"),
+        ({"passes": ("silu_mul",), "mode": "eager"}, ValueError, "the mode is eager: nothing is compiled"),
+        ({"strict_passes": 1}, TypeError, "strict_passes is 1; allowed: True or False"),
+        ({"strict_passes": True, "mode": "eager"}, ValueError, "strict_passes is True, but the mode is eager"),
+        ({"verify_passes": "yes"}, TypeError, "verify_passes is 'yes'; allowed: True or False"),
+        ({"verify_passes": True, "mode": "eager"}, ValueError, "verify_passes is True, but the mode is eager"),
+        ({"compile_ranges": 8}, TypeError, "compile_ranges is 8; allowed: a list"),
+        ({"compile_ranges": (0,)}, ValueError, "compile_ranges is 0; allowed: an integer of at least 1"),
+        (
+            {"compile_ranges": (8, 128), "max_num_batched_tokens": 64},
+            ValueError,
+            r"compile_ranges has 128; allowed: less than max_num_batched_tokens \(64\)",
+        ),
+        ({"compile_ranges": (8,), "mode": "eager"}, ValueError, r"compile_ranges is \(8,\), but the mode is eager"),
+        ({"compile_workers": -1}, ValueError, "compile_workers is -1; allowed: an integer from 0 on"),
+        ({"compile_workers": True}, TypeError, "compile_workers is True; allowed: an integer from 0 on"),
+        ({"compile_workers": 2, "mode": "eager"}, ValueError, "compile_workers is 2, but the mode is eager"),
         ({"capture_sizes": 8}, TypeError, "capture_sizes is 8; allowed: a list"),
         ({"capture_sizes": (8,)}, ValueError, "the mode captures no CUDA graphs"),
         ({"cache_dir": "/tmp/x", "compile_cache": False}, ValueError, "compile_cache is False"),

@@ -63,6 +63,7 @@ ENGINE_ARGUMENTS = (
     Argument("seed", int, "Seed of all that is random."),
     Argument("load_format", str, "auto, safetensors, or dummy: random weights."),
     Argument("attention_backend", str, "auto, torch, triton or flash_attn."),
+    Argument("passes", list[str], "FX pass to run, instead of all; may be repeated.", flag="--pass", convert=tuple),
     Argument(
         "disable_passes",
         list[str],
@@ -70,6 +71,16 @@ ENGINE_ARGUMENTS = (
         flag="--disable-pass",
         convert=tuple,
     ),
+    Argument("strict_passes", bool, "Fail if a pass matches less often than it must.", flag="--strict-passes"),
+    Argument("verify_passes", bool, "Execute every rewrite, before and after, and compare.", flag="--verify-passes"),
+    Argument(
+        "compile_ranges",
+        list[int],
+        "Compile once more for batches of up to so many tokens; may be repeated; 0 for none.",
+        flag="--compile-range",
+        convert=lambda sizes: () if sizes == [0] else tuple(sizes),
+    ),
+    Argument("compile_workers", int, "Processes that compile; 0 compiles in this one."),
     Argument(
         "capture_sizes",
         list[int],

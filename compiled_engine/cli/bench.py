@@ -166,19 +166,68 @@ def throughput(
         typer.echo(f"{result['output_tokens_per_s']:.0f} output tokens per second")
 
 
+@bench.command("passes")
+@takes_engine_options
+def passes(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a step; may be repeated.")] = None,
+    repeats: Repeats = 5,
+    as_json: AsJson = False,
+) -> None:
+    """What each pass is worth: a step with all, with none, without each and with each alone.
+
+    A step is a batch of decodes up to the end of the small-batch ranges, one prompt beyond; on a GPU one CUDA graph.
+
+    Examples:
+
+      compiled-engine bench passes --tokens 1 --tokens 64
+
+      compiled-engine bench passes --shape qwen3-0.6b --json
+    """
+    from compiled_engine.bench.pass_ablation import measure
+    from compiled_engine.llm import make_options
+    from compiled_engine.progress import RichProgress
+    from compiled_engine.resolve import resolve
+
+    with bad_input_is_reported(), _options(engine, shape) as options:
+        config = resolve(make_options(options.pop("model", None), {"mode": "compiled"} | options))
+        if not config.compile.enabled:
+            raise ValueError("mode is 'eager'; allowed: compiled, graphed: passes are part of compiling")
+        result = measure(config, tokens or [1, 8, 64, 512], repeats, RichProgress())
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+        return
+    for count, bound in result["bound_us"].items():
+        table = Table("passes", "us a step", "from", "to", "kernels", title=f"{count} tokens, bound {bound:.1f} us")
+        for row in result["rows"]:
+            if row["tokens"] == int(count):
+                spread = [f"{value:.1f}" for value in row["spread_us"]]
+                table.add_row(row["variant"], f"{row['us']:.1f}", *spread, str(row["kernels"] or ""))
+        Console().print(table)
+
+
 @contextmanager
 def _engine(options: dict[str, Any], shape: str | None) -> Iterator[LLM]:
     """The engine to measure: a model folder, or random weights of a known shape."""
-    from compiled_engine.bench.shapes import write_shape
     from compiled_engine.llm import LLM
+
+    with _options(options, shape) as chosen, LLM(**chosen) as llm:
+        yield llm
+
+
+@contextmanager
+def _options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
+    """The engine's options, with a folder that holds a known shape as its model if one is asked for."""
+    from compiled_engine.bench.shapes import write_shape
 
     with tempfile.TemporaryDirectory() as folder:
         if shape is not None:
             if "model" in options:
                 raise ValueError(f"model is {options['model']} and shape is {shape}; allowed: one of the two")
             options = {"load_format": "dummy"} | options | {"model": write_shape(Path(folder), shape)}
-        with LLM(**options) as llm:
-            yield llm
+        yield options
 
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,10 +9,9 @@ import torch
 from torch import nn
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.compiler import CompiledModel, compile_model
+from compiled_engine.graphs.compiler import CompiledModel, Forwards, compile_model
 from compiled_engine.graphs.cuda_graphs import CudaGraphManager
 from compiled_engine.graphs.dispatcher import Dispatcher, GraphKey
-from compiled_engine.graphs.stitch import Forward
 from compiled_engine.models.loader import load_weights
 from compiled_engine.models.parameters import materialize
 from compiled_engine.models.registry import build_model
@@ -23,11 +21,14 @@ from compiled_engine.runner import kv_cache
 from compiled_engine.runner.cpu_threads import threads_for_step
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, gather_batch
 from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.kernel_cache import kernel_cache
+from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import graph_bytes_estimate, warm_up
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.scheduling.step import NewRequest, RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from compiled_engine.timeline import Timeline
 
 PROMPT_LOGPROBS_CHUNK = 256
 
@@ -35,26 +36,26 @@ PROMPT_LOGPROBS_CHUNK = 256
 class Runner:
     """Everything on the device. `execute` is the only way in once it stands; it is not thread-safe."""
 
-    def __init__(self, config: EngineConfig, progress: Progress):
+    def __init__(self, config: EngineConfig, progress: Progress, timeline: Timeline):
         """Load, compile, size the KV cache, capture.
 
         Raises what the loader, the compiler and kv_cache.count_blocks raise.
         """
         self.config = config
-        self.seconds: dict[str, float] = {}
+        self.timeline = timeline
         self.compiled: CompiledModel | None = None
         layout = ParameterLayout()
         if config.compile.enabled:
-            self.compiled = compile_model(config, lambda: build_model(config.model), progress)
+            self.compiled = compile_model(config, lambda: build_model(config.model), progress, timeline)
             layout = self.compiled.layout
-            self.seconds |= self.compiled.seconds
-        start = time.perf_counter()
-        model = build_model(config.model)
-        parameters = materialize(model, layout, config.device)
-        load_weights(model, config.model, progress)
+        with timeline.span("load weights"):
+            model = build_model(config.model)
+            parameters = materialize(model, layout, config.device)
+            load_weights(model, config.model, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.seconds["load_weights"] = time.perf_counter() - start
-        self.forward: Forward = self.compiled.bind(parameters) if self.compiled else model
+        # A version may take a parameter alone that another takes packed: the model's own are views.
+        named = dict(model.named_parameters(remove_duplicate=False)) | parameters
+        self.forwards = self.compiled.bind(named) if self.compiled else Forwards(model)
         self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
 
         scheduler = config.scheduler
@@ -71,19 +72,24 @@ class Runner:
         self.graph_replays = 0
         self.graph_fallbacks = 0  # decode batches larger than every captured graph
         self.kv_caches = kv_cache.allocate(config, 1)
-        start = time.perf_counter()
-        self._start(progress)
-        self.seconds["warm_up_and_capture"] = time.perf_counter() - start
+        with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None):
+            self._start(progress)
 
     @torch.inference_mode()
     def _start(self, progress: Progress) -> None:
-        activation_bytes = warm_up(self, progress)
+        with self.timeline.span("warm up"):
+            if self.compiled and self.compiled.counts.compiles and self.config.device.type == "cuda":
+                # Kernels were never compiled: memory is measured after this, undisturbed.
+                with rehearsal(self.compiled, self.compiled.lookup.work.path, self.config.device):
+                    warm_up(self, progress)
+            activation_bytes = warm_up(self, progress)
         self.predicted_graph_bytes = graph_bytes_estimate(self.config, self.dispatcher.keys)
         self.num_blocks = kv_cache.count_blocks(self.config, activation_bytes, self.predicted_graph_bytes)
         self.kv_caches = kv_cache.allocate(self.config, self.num_blocks)
         if self.dispatcher.keys:
-            empty_batch(self.buffers, self.dispatcher.keys[-1].num_tokens, self.dispatcher.keys[-1].num_requests)
-            self.graphs.capture(self.dispatcher.keys, self._decode_step, progress)
+            with self.timeline.span("capture"):
+                empty_batch(self.buffers, self.dispatcher.keys[-1].num_tokens, self.dispatcher.keys[-1].num_requests)
+                self.graphs.capture(self.dispatcher.keys, self._decode_step, progress)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
@@ -96,8 +102,9 @@ class Runner:
 
     def _run(self, step: SchedulerOutput) -> RunnerOutput:
         decodes_only = all(request.num_tokens == 1 for request in step.scheduled)
-        # A decode graph ends at the logits; prompt log-probabilities need the hidden states of every token.
-        uniform = 1 if decodes_only and not any(map(self._owes_prompt_logprobs, step.scheduled)) else None
+        # Decode graphs and small versions end at the logits; prompt log-probabilities need every token's hidden state.
+        owes_prompt_logprobs = any(map(self._owes_prompt_logprobs, step.scheduled))
+        uniform = 1 if decodes_only and not owes_prompt_logprobs else None
         key = self.dispatcher.dispatch(step.num_tokens, len(step.scheduled), uniform)
         if uniform and key is None and self.dispatcher.keys:
             self.graph_fallbacks += 1
@@ -109,8 +116,13 @@ class Runner:
             logits_RV = logits_PV[: batch.num_requests]
             if batch.logits_rows_R is not None:
                 logits_RV = logits_RV[batch.logits_rows_R]
+        elif (small := self.forwards.for_logits(batch.num_tokens)) and not owes_prompt_logprobs:
+            logits_TV = small(batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches)
+            logits_RV = logits_TV if batch.logits_rows_R is None else logits_TV[batch.logits_rows_R]
         else:
-            hidden_TD = self.forward(batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches)
+            hidden_TD = self.forwards.hidden(
+                batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches
+            )
             prompt = self._prompt_logprobs(batch, hidden_TD)
             wanted_RD = hidden_TD if batch.logits_rows_R is None else hidden_TD[batch.logits_rows_R]
             logits_RV = self.logits(wanted_RD)
@@ -189,13 +201,14 @@ class Runner:
         """Forward and logits of the padded batch in the buffers: what a decode graph captures."""
         host = (key.num_requests, key.query_len, key.max_seq_len)
         inputs = attention_inputs(self.buffers, key.num_tokens, key.num_requests, host, self.config.attention_backend)
-        hidden_TD = self.forward(
+        arguments = (
             self.buffers.input_ids_T.device[: key.num_tokens],
             self.buffers.positions_T.device[: key.num_tokens],
             inputs,
             self.kv_caches,
         )
-        return self.logits(hidden_TD)
+        small = self.forwards.for_logits(key.num_tokens)
+        return small(*arguments) if small else self.logits(self.forwards.hidden(*arguments))
 
     def metrics(self) -> dict[str, Any]:
         """Counts of traces, compiles, captures and replays, cache status, start-up seconds, graph memory."""
@@ -206,21 +219,34 @@ class Runner:
             "captures": self.graphs.num_captures,
             "cache": self.compiled.lookup.status if self.compiled else "off",
             "cache_entry": str(self.compiled.lookup.folder) if self.compiled else None,
-            "passes": {p.name: {"matches": p.matches, "contract": p.contract} for p in self.compiled.passes}
-            if self.compiled
-            else {},
+            "passes": self._pass_counts(),
             "graph_replays": self.graph_replays,
             "graph_fallbacks": self.graph_fallbacks,
             "graph_bytes_predicted": self.predicted_graph_bytes,
             "graph_bytes_used": self.graphs.bytes_used,
-            "start_up_seconds": dict(self.seconds),
+            "capture_bytes": dict(self.graphs.capture_bytes),
+            "start_up_seconds": self.timeline.seconds(),
+            "start_up": self.timeline.as_records(),
+        }
+
+    def _pass_counts(self) -> dict[str, dict[str, dict[str, int]]]:
+        """By range and pass name: how often it matched, and had to."""
+        if self.compiled is None:
+            return {}
+        return {
+            version.compile_range.name: {
+                report.name: {"matches": report.matches, "contract": report.contract}
+                for report in version.passes
+                if report.applied
+            }
+            for version in self.compiled.versions
         }
 
     def close(self) -> None:
         """Give the device's memory back."""
         self.graphs.close()
         self.kv_caches = []
-        self.forward = self.logits = nn.Identity()  # drops the last references to the weights
+        self.forwards, self.logits = Forwards(nn.Identity()), nn.Identity()  # the last references to the weights
         self.compiled = None
         if self.config.device.type == "cuda":
             torch.cuda.synchronize()

@@ -61,13 +61,17 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
     num_decodes = num_requests if num_tokens == num_requests else 0
     host = (num_decodes, int(lens.max()), runner.config.scheduler.max_model_len)
     inputs = attention_inputs(buffers, num_tokens, num_requests, host, runner.config.attention_backend)
-    hidden_TD = runner.forward(
+    arguments = (
         buffers.input_ids_T.device[:num_tokens],
         buffers.positions_T.device[:num_tokens],
         inputs,
         runner.kv_caches,
     )
-    logits_RV = runner.logits(hidden_TD[buffers.logits_rows_R.device[:num_requests]])
+    rows_R = buffers.logits_rows_R.device[:num_requests]
+    logits_RV = runner.logits(runner.forwards.hidden(*arguments)[rows_R])
+    small = runner.forwards.for_logits(num_tokens)
+    if small is not None:
+        logits_RV = small(*arguments)[rows_R]
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())

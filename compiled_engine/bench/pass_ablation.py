@@ -1,0 +1,196 @@
+"""What each pass is worth: one step with all passes, with none, without each, and with each alone.
+
+The model is traced once. Every variant's pieces go into one folder and equal pieces compile once; every variant runs
+on the same weights. On a GPU a step is one CUDA graph: forward, logits of the rows that sample, greedy sampling.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.bench.step_inputs import StepInputs, make_step_inputs
+from compiled_engine.bench.step_timing import StepTime, time_step
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.build import apply_passes, compile_pieces, compile_ranges
+from compiled_engine.graphs.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.load_piece import load_piece
+from compiled_engine.graphs.make_plan import make_plan
+from compiled_engine.graphs.plan import Plan
+from compiled_engine.graphs.split import split
+from compiled_engine.graphs.stitch import stitch
+from compiled_engine.graphs.trace import trace
+from compiled_engine.models.loader import load_weights
+from compiled_engine.models.parameters import materialize
+from compiled_engine.models.registry import build_model
+from compiled_engine.parameter_layout import ParameterLayout
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.progress import Progress
+from compiled_engine.sampling import gumbel
+from compiled_engine.timeline import Timeline
+
+CONTEXT = 200
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A set of passes under test."""
+
+    name: str
+    passes: tuple[str, ...]
+
+
+def variants(passes: Sequence[str]) -> list[Variant]:
+    """All and none of the passes, each left out, each alone."""
+    return [
+        Variant("all", tuple(passes)),
+        Variant("none", ()),
+        *(Variant(f"without {name}", tuple(p for p in passes if p != name)) for name in passes),
+        *(Variant(f"only {name}", (name,)) for name in passes),
+    ]
+
+
+@torch.inference_mode()
+def measure(config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress) -> dict[str, Any]:
+    """Microseconds and kernels of a step for every variant and token count; the interleaved repeats' median.
+
+    Up to the end of the small ranges a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
+    """
+    model = build_model(config.model)
+    chosen = variants(config.compile.passes)
+    with tempfile.TemporaryDirectory(prefix="compiled_engine_ablation_") as temporary:
+        entry = Path(temporary)
+        plans = _compile_all(config, chosen, entry, progress)
+        layout = {p.name: p for plan in plans.values() for p in plan.layout().packed}
+        parameters = materialize(model, ParameterLayout(tuple(layout.values())), config.device)
+        load_weights(model, replace(config.model, load_format="dummy"), progress)
+        named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | parameters
+        pieces = {key: load_piece(entry, key) for plan in plans.values() for key in plan.piece_keys()}
+        rows = []
+        for num_tokens in token_counts:
+            compile_range = next(r for r in compile_ranges(config) if num_tokens <= r.high)
+            inputs = make_step_inputs(config, num_tokens, CONTEXT, decodes=compile_range.small)
+            steps = {
+                variant.name: _step(stitch(plans[variant, compile_range], pieces, named), model, compile_range, inputs)
+                for variant in chosen
+            }
+            rows += _measure_steps(steps, num_tokens, repeats, config.device, progress)
+    return {
+        "context": CONTEXT,
+        "layers": config.model.num_layers,
+        "passes": list(config.compile.passes),
+        "bound_us": {str(n): bound_us(model, config, n) for n in token_counts},
+        "rows": rows,
+    }
+
+
+def _compile_all(
+    config: EngineConfig, chosen: Sequence[Variant], entry: Path, progress: Progress
+) -> dict[tuple[Variant, CompileRange], Plan]:
+    (entry / "pieces").mkdir()
+    plans = {}
+    pieces: dict[str, str] = {}
+    traced = trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+    ranges = compile_ranges(config)
+    with progress.stage("passes", total=len(chosen) * len(ranges)) as advance:
+        for variant in chosen:
+            own = replace(config, compile=replace(config.compile, passes=variant.passes, strict=False))
+            for compile_range in ranges:
+                module, _ = apply_passes(own, traced, compile_range)
+                plans[variant, compile_range], unique = make_plan(module.graph, split(module.graph))
+                pieces |= unique
+                advance(1)
+    compile_pieces(entry, pieces, config.compile.workers, progress, Timeline())
+    return plans
+
+
+def _step(
+    forward: Callable[..., torch.Tensor], model: nn.Module, compile_range: CompileRange, inputs: StepInputs
+) -> Callable[[], torch.Tensor]:
+    """A step as the engine runs it: logits of the rows that sample, and their most likely tokens."""
+
+    def step() -> torch.Tensor:
+        result = forward(*inputs.arguments)
+        logits_RV = result if compile_range.small else model.logits(result[inputs.logits_rows_R])  # type: ignore[operator]
+        return greedy(logits_RV, inputs)
+
+    return step
+
+
+def greedy(logits_RV: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+    """The engine's sampler at temperature 0: token ids [R]."""
+    sampling = (inputs.zeros_R, inputs.seeds_R, inputs.seeds_R, inputs.no_threshold_R)
+    if logits_RV.device.type == "cuda":
+        from compiled_engine.sampling import gumbel_triton
+
+        return gumbel_triton.sample_tokens(logits_RV, *sampling)
+    return gumbel.sample_tokens(logits_RV.float(), *sampling)
+
+
+def _measure_steps(
+    steps: dict[str, Callable[[], torch.Tensor]],
+    num_tokens: int,
+    repeats: int,
+    device: torch.device,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    with progress.stage(f"measure {num_tokens} tokens", total=len(steps)) as advance:
+        timed: dict[str, StepTime] = {}
+        for name, step in steps.items():
+            timed[name] = time_step(step, device)
+            advance(1)
+        samples: dict[str, list[float]] = {name: [] for name in steps}
+        for _ in range(repeats):
+            for name, measured in timed.items():
+                samples[name].append(measured.microseconds())
+    return [
+        {
+            "variant": name,
+            "tokens": num_tokens,
+            "us": statistics.median(values),
+            "spread_us": [min(values), max(values)],
+            "kernels": timed[name].kernels,
+            "by_kernel_us": timed[name].by_kernel_us if name == "all" else {},
+        }
+        for name, values in samples.items()
+    ]
+
+
+def bound_us(
+    model: nn.Module, config: EngineConfig, num_tokens: int, tb_per_s: float = 4.3, tflops: float = 790
+) -> float:
+    """The larger of reading every weight and the context once, and of the multiplications, at an H200's rates."""
+    weights = {id(p): p for name, p in model.named_parameters() if "embed_tokens" not in name}
+    head = model.lm_head.weight  # type: ignore[union-attr]
+    weights[id(head)] = head  # type: ignore[assignment, index]
+    read = sum(p.nbytes for p in weights.values())
+    shape = config.model
+    decodes = any(low <= num_tokens <= high for low, high in config.compile.small_ranges)
+    if decodes:
+        read += num_tokens * CONTEXT * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * shape.dtype.itemsize
+    flops = 2 * num_tokens * sum(p.numel() for p in weights.values() if p.dim() == 2)
+    return max(read / tb_per_s, flops / tflops) / 1e6
+
+
+def gains(result: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
+    """For each pass and token count: microseconds that leaving it out costs, in the form that a device profile has."""
+    found = {(row["variant"], row["tokens"]): row for row in result["rows"]}
+    tokens = sorted({row["tokens"] for row in result["rows"]})
+    return {
+        name: [
+            {
+                "tokens": count,
+                "gain_us": found[f"without {name}", count]["us"] - found["all", count]["us"],
+                "noise_us": found["all", count]["spread_us"][1] - found["all", count]["spread_us"][0],
+            }
+            for count in tokens
+        ]
+        for name in result["passes"]
+    }

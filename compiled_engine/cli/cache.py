@@ -1,0 +1,263 @@
+"""`compiled-engine cache`: what was compiled and kept, why something is compiled again, and what to delete."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.cache_text import (
+    counted,
+    difference_lines,
+    difference_records,
+    entry_lines,
+    entry_record,
+    entry_table,
+    explanation,
+    print_table,
+    size,
+)
+from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.graphs.cache import default_root
+from compiled_engine.graphs.cache_diff import differences
+from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.cache_folder import CacheFolder
+from compiled_engine.graphs.cache_prune import prune as prune_cache
+from compiled_engine.graphs.cache_report import EntryReport, existing_cache, find_key, nearest, report, short
+
+cache = typer.Typer(help="Look at the compile cache, and tidy it up.", rich_markup_mode="rich", no_args_is_help=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+CacheDir = Annotated[Path | None, typer.Option(help="The cache. Default: where the engine keeps it.")]
+Key = Annotated[str, typer.Argument(help="The key of an entry, or how it begins.", show_default=False)]
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+@cache.command("ls")
+def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """List the entries, the last used first.
+
+    Examples:
+
+      compiled-engine cache ls
+
+      compiled-engine cache ls --json | jq '.entries[].key'
+    """
+    with bad_input_is_reported():
+        root = _root(cache_dir)
+        folder = existing_cache(root)
+        found = sorted(_reports(folder), key=lambda entry: -entry.last_used)
+        leftovers = [path for key in _all_keys(folder) for path in _leftovers(folder, key)]
+    if as_json:
+        records = [entry_record(entry) for entry in found]
+        _print_json({"cache_dir": str(root), "entries": records, "leftovers": [str(path) for path in leftovers]})
+        return
+    if found:
+        print_table(entry_table(found))
+    typer.echo(f"{counted(found)}, {size(sum(entry.size_bytes for entry in found))}, in {root}")
+    if leftovers:
+        typer.echo(
+            f"set aside as damaged, or left by killed processes: {len(leftovers)}; "
+            "`compiled-engine cache prune` deletes that"
+        )
+
+
+@cache.command()
+def show(key: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Show one entry: what its key was made of, and what it holds.
+
+    Examples:
+
+      compiled-engine cache show 3f9a
+
+      compiled-engine cache show 3f9a --json | jq .factors.versions
+    """
+    with bad_input_is_reported():
+        entry = _entry(existing_cache(_root(cache_dir)), key)
+    if as_json:
+        _print_json(entry_record(entry) | {"factors": entry.factors})
+    else:
+        typer.echo("\n".join(entry_lines(entry)))
+
+
+@cache.command()
+def diff(a: Key, b: Key, *, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
+    """Say which factors two entries differ in.
+
+    Examples:
+
+      compiled-engine cache diff 3f9a 81c0
+    """
+    with bad_input_is_reported():
+        folder = existing_cache(_root(cache_dir))
+        first, second = _entry(folder, a), _entry(folder, b)
+        found = differences(first.factors, second.factors)
+    here, there = f"in {short(first.key)}", f"in {short(second.key)}"
+    if as_json:
+        _print_json({"a": first.key, "b": second.key, "differences": difference_records(found, here, there)})
+    else:
+        typer.echo("\n".join(difference_lines(found, here, there)))
+
+
+@cache.command()
+@takes_engine_options
+def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
+    """Say whether an engine with these options would find its compiled model; if not, which factors are in the way.
+
+    Nothing is loaded or compiled.
+
+    Examples:
+
+      compiled-engine cache explain
+
+      compiled-engine cache explain --max-num-batched-tokens 4096 --disable-pass silu_mul
+    """
+    with bad_input_is_reported():
+        from compiled_engine.graphs.cache_key import cache_factors
+        from compiled_engine.llm import make_options
+        from compiled_engine.resolve import resolve
+
+        config = resolve(make_options(engine.pop("model", None), engine))
+        if not config.compile.enabled:
+            raise ValueError("mode is eager: nothing is compiled, so nothing is looked up; allowed: compiled, graphed")
+        if config.compile.cache_dir is None:
+            raise ValueError("compile_cache is False: nothing is looked up")
+        factors = cache_factors(config)
+        reports = _reports(existing_cache(config.compile.cache_dir))
+    key = factors_key(factors)
+    own = next((entry for entry in reports if entry.key == key), None)
+    near = None if own else nearest(reports, json.loads(json.dumps(factors)))
+    if as_json:
+        there = f"in entry {short(near.entry.key)}" if near else ""
+        _print_json(
+            {
+                "key": key,
+                "cache_dir": str(config.compile.cache_dir),
+                "status": "miss" if own is None else "damaged" if own.damage else "hit",
+                "damage": own.damage if own else None,
+                "nearest": near.entry.key if near else None,
+                "differences": difference_records(near.differences, "here", there) if near else [],
+                "factors": factors,
+            }
+        )
+    else:
+        typer.echo("\n".join(explanation(key, own, near)))
+
+
+@cache.command()
+def verify(
+    key: Annotated[str | None, typer.Argument(help="Only this entry.", show_default=False)] = None,
+    *,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Read every file of every entry and compare it with its digest. Exit code 1 if something is damaged.
+
+    Examples:
+
+      compiled-engine cache verify
+
+      compiled-engine cache verify 3f9a
+    """
+    with bad_input_is_reported():
+        folder = existing_cache(_root(cache_dir))
+        found = _reports(folder, read_all=True) if key is None else [_entry(folder, key, read_all=True)]
+    if as_json:
+        _print_json({"entries": [entry_record(entry) for entry in found]})
+    else:
+        for entry in found:
+            typer.echo(f"{short(entry.key)} {f'damaged: {entry.damage}' if entry.damage else 'ok'}")
+        typer.echo(f"{counted(found)} read, {sum(entry.damage is not None for entry in found)} damaged")
+    if any(entry.damage for entry in found):
+        raise typer.Exit(1)
+
+
+@cache.command()
+def prune(
+    *,
+    older_than: Annotated[str | None, typer.Option(help="Entries not used for so long: 12h, 30d, 8w.")] = None,
+    max_size: Annotated[str | None, typer.Option(help="The longest unused, until no more is left: 500MB, 5GB.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
+    cache_dir: CacheDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete entries that are damaged, old or too many, and what killed processes have left.
+
+    Engines that run with an entry are not disturbed.
+
+    Examples:
+
+      compiled-engine cache prune
+
+      compiled-engine cache prune --older-than 30d --max-size 5GB --dry-run
+    """
+    with bad_input_is_reported():
+        limits = {
+            "older_than_s": None if older_than is None else parse_seconds(older_than),
+            "max_bytes": None if max_size is None else parse_bytes(max_size),
+        }
+        folder = existing_cache(_root(cache_dir))
+        done = prune_cache(folder, now=time.time(), dry_run=dry_run, **limits) if folder else []
+    if as_json:
+        records = [asdict(item) | {"path": str(item.path)} for item in done]
+        _print_json({"dry_run": dry_run, "pruned": records})
+        return
+    for item in done:
+        verb = "kept, in use by another process" if not item.removed else "would delete" if dry_run else "deleted"
+        typer.echo(f"{verb}: {item.path.name} ({size(item.size_bytes)}): {item.reason}")
+    freed = sum(item.size_bytes for item in done if item.removed)
+    typer.echo(f"{size(freed)} {'would be freed' if dry_run else 'freed'}")
+
+
+def parse_seconds(text: str) -> int:
+    """Seconds in 90s, 10m, 12h, 30d or 8w. Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+)([smhdw])", text)
+    if not found:
+        raise ValueError(f"older_than is {text!r}; allowed: a whole number with one of s, m, h, d, w, such as 30d")
+    return int(found[1]) * _SECONDS[found[2]]
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes in 800, 500MB, 1.5GB (powers of ten) or 2GiB (of two). Raises ValueError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?|)b?", text.lower())
+    if not found:
+        raise ValueError(f"max_size is {text!r}; allowed: a number with B, KB, MB, GB, TB or KiB to TiB, such as 5GB")
+    return int(float(found[1]) * _BYTES[found[2]])
+
+
+def _root(cache_dir: Path | None) -> Path:
+    if cache_dir is None:
+        return default_root()
+    if not cache_dir.expanduser().is_dir():
+        raise ValueError(f"cache_dir is {str(cache_dir)!r}; allowed: a folder")
+    return cache_dir.expanduser()
+
+
+def _reports(folder: CacheFolder | None, read_all: bool = False) -> list[EntryReport]:
+    return [report(folder, key, read_all=read_all) for key in folder.entry_keys()] if folder else []
+
+
+def _entry(folder: CacheFolder | None, wanted: str, read_all: bool = False) -> EntryReport:
+    key = find_key(folder.entry_keys() if folder else [], wanted)
+    assert folder is not None
+    return report(folder, key, read_all=read_all)
+
+
+def _all_keys(folder: CacheFolder | None) -> list[str]:
+    return [*folder.entry_keys(), *folder.other_keys()] if folder else []
+
+
+def _leftovers(folder: CacheFolder | None, key: str) -> list[Path]:
+    return [*folder.set_aside(key), *folder.work_folders(key, in_use=False)] if folder else []
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2))

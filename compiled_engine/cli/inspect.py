@@ -1,0 +1,152 @@
+"""`compiled-engine inspect`: everything that the compiler did, as a page, as text files or as JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.config import plain
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+    from compiled_engine.graphs.inspection.report import CompiledEntry, Report
+    from compiled_engine.progress import Progress
+
+PAGE = "report.html"
+TEXT = "text"
+
+
+@takes_engine_options
+def inspect(
+    *,
+    engine: dict[str, Any],
+    output: Annotated[
+        str | None, typer.Option("--output", "-o", help="The page, or a folder for the page and the text files.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option("--text", help="Folder of text files, for comparing.")] = None,
+    depyf: Annotated[Path | None, typer.Option("--depyf", help="depyf's own debug folder; compiles anew.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, nothing else.")] = False,
+    run: Annotated[
+        bool, typer.Option("--run", help="Start the engine too, for what only a run can tell: start-up, memory.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Show everything that the compiler did to a model.
+
+    Read from the compile cache; a model that is not there yet is compiled. No weights are read without --run.
+
+    Examples:
+
+      compiled-engine inspect -o report.html
+
+      compiled-engine inspect --model path/to/Qwen3-0.6B --run -o reports/qwen3/
+
+      compiled-engine inspect --json | jq '.passes[] | {name, range, matches, contract}'
+    """
+    if not (output or text or depyf or as_json):
+        raise BadInputError("nothing to write: give --output, --text, --depyf or --json")
+    # Whatever else prints to stdout must not mix with the JSON.
+    with contextlib.redirect_stdout(sys.stderr):
+        with bad_input_is_reported():
+            from compiled_engine.llm import make_options
+            from compiled_engine.progress import RichProgress, SilentProgress
+            from compiled_engine.resolve import resolve
+
+            progress = SilentProgress() if quiet else RichProgress()
+            config = resolve(make_options(engine.get("model"), {k: v for k, v in engine.items() if k != "model"}))
+        if depyf is not None:
+            _write_depyf(config, depyf, progress)
+        if output or text or as_json:
+            report = _report_of_run(engine, quiet) if run else _report_of_entry(config, progress)
+            with bad_input_is_reported((OSError,)):
+                _write(report, output, text)
+    if as_json:
+        typer.echo(json.dumps(report.data, indent=1))
+
+
+def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
+    """From the entry in the cache, which is built if it is not there."""
+    from compiled_engine.graphs.compiler import compile_model
+    from compiled_engine.graphs.inspection.report import make_report
+    from compiled_engine.models.registry import build_model
+    from compiled_engine.timeline import Timeline
+
+    timeline = Timeline()
+    timeline.add("before the look-up", 0.0, timeline.now())
+    if not config.compile.enabled:
+        return make_report(plain(config), None, timeline.as_records())
+    found = compile_model(config, lambda: build_model(config.model), progress, timeline)
+    entry = _entry(config, found.lookup.folder, found.lookup.status)
+    return make_report(plain(config), entry, timeline.as_records())
+
+
+def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
+    """From an engine that was started for it and has generated a token."""
+    from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
+    from compiled_engine.graphs.inspection.report import make_report
+    from compiled_engine.llm import LLM
+    from compiled_engine.sampling.params import SamplingParams
+    from compiled_engine.timeline import Span, Timeline
+
+    # The options are right; what may still be wrong is the checkpoint, or the memory too small.
+    with bad_input_is_reported((ValueError, OSError, MemoryError)):
+        llm = LLM(**engine, progress=not quiet)
+
+    def generate(num_tokens: int) -> None:
+        params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        llm.generate({"prompt_token_ids": [0]}, params, use_tqdm=False)
+
+    with llm:
+        clock = Timeline()
+        ready_s = clock.now()
+        generate(1)
+        first_token = Span("first token", ready_s, clock.now() - ready_s)
+        metrics = llm.metrics() | {"kernels_per_decode_step": kernels_per_decode_step(generate, llm.config.device)}
+        start_up = [*metrics["start_up"], asdict(first_token)]
+        folder = metrics["cache_entry"]
+        entry = None if folder is None else _entry(llm.config, Path(folder), metrics["cache"])
+        return make_report(plain(llm.config), entry, start_up, metrics)
+
+
+def _entry(config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
+    from compiled_engine.graphs.cache_key import cache_factors
+    from compiled_engine.graphs.inspection.report import CompiledEntry
+
+    return CompiledEntry(folder, status, cache_factors(config))
+
+
+def _write(report: Report, output: str | None, text: Path | None) -> None:
+    from compiled_engine.graphs.inspection.html import render_html
+    from compiled_engine.graphs.inspection.text_folder import write_text_folder
+
+    if output is not None:
+        page = Path(output)
+        if output.endswith("/") or page.is_dir():
+            text = text or page / TEXT
+            page /= PAGE
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(render_html(report))
+        typer.echo(f"wrote {page}", err=True)
+    if text is not None:
+        write_text_folder(report, text)
+        typer.echo(f"wrote {text}", err=True)
+
+
+def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None:
+    with bad_input_is_reported():
+        if not config.compile.enabled:
+            raise ValueError("mode is 'eager': nothing is compiled that depyf could show; allowed: compiled, graphed")
+        folder.mkdir(parents=True, exist_ok=True)
+    from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
+    from compiled_engine.models.registry import build_model
+
+    write_depyf_folder(config, lambda: build_model(config.model), folder, progress)
+    typer.echo(f"wrote {folder}", err=True)

@@ -1,0 +1,62 @@
+"""`compiled-engine tune`: measure kernels and passes on this GPU, and keep the result as its profile."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from compiled_engine.cli.errors import bad_input_is_reported
+
+
+def tune(
+    *,
+    shape: Annotated[list[str] | None, typer.Option(help="qwen3-0.6b or qwen3-8b; may be repeated.")] = None,
+    model: Annotated[list[Path] | None, typer.Option(help="Checkpoint folder with a shape; may be repeated.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to write; without it the profile that is used.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
+) -> None:
+    """Measure kernel tiles and what each pass gains on this GPU, for models of these shapes.
+
+    The engine reads the result when it starts, and tunes nothing then. Takes some minutes; needs a CUDA GPU.
+
+    Examples:
+
+      compiled-engine tune --shape qwen3-0.6b --shape qwen3-8b
+
+      compiled-engine tune --model path/to/Llama-3.1-8B -o profile.json
+    """
+    with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
+        from compiled_engine.bench.shapes import write_shape
+        from compiled_engine.passes.profile import profile_path
+        from compiled_engine.progress import RichProgress
+        from compiled_engine.tune.device_tuning import device_name, tune_device
+
+        device = device_name()
+        folders = [write_shape(Path(temporary) / name, name) for name in shape or ()]
+        folders += model or ()
+        if not folders:
+            raise ValueError("shape and model are empty; allowed: at least one of them")
+        profile = tune_device(folders, RichProgress())
+        path = output or profile_path(device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(profile.to_json())
+    if as_json:
+        typer.echo(profile.to_json())
+        return
+    table = Table("tokens", "rows", "columns", "silu * up", "us", "cuBLAS us", "bound us", title=device)
+    for row in json.loads(profile.to_json())["linears"]:
+        figures = [f"{row[name]:.2f}" for name in ("us", "cublas_us", "bound_us")]
+        table.add_row(str(row["tokens"]), str(row["num_rows"]), str(row["k"]), str(row["silu_mul"]), *figures)
+    Console().print(table)
+    for name, by_tokens in json.loads(profile.to_json())["gains_us"].items():
+        gains = ", ".join(f"{gain:+.1f} at {tokens}" for tokens, gain in by_tokens.items())
+        Console().print(f"{name}: microseconds a step saved, at tokens: {gains}")
+    Console().print(f"written to {path}")

@@ -1,0 +1,60 @@
+"""When each stage of the start-up began and how long it took, from the start of the process on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stage. `start_s`: seconds since the process began; `parent`: the stage that it is a part of."""
+
+    name: str
+    start_s: float
+    seconds: float
+    parent: str | None = None
+
+
+class Timeline:
+    """Collects spans; those without a parent follow one another and add up to the start-up."""
+
+    def __init__(self) -> None:
+        since_start = time.time() - psutil.Process().create_time()
+        self._origin = time.perf_counter() - since_start
+        self._open: list[str] = []
+        self.spans: list[Span] = []
+
+    def now(self) -> float:
+        """Seconds since the process began."""
+        return time.perf_counter() - self._origin
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Time the body as a part of whatever span is open."""
+        start = self.now()
+        parent = self._open[-1] if self._open else None
+        self._open.append(name)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self.add(name, start, self.now() - start, parent)
+
+    def add(self, name: str, start_s: float, seconds: float, parent: str | None = None) -> None:
+        self.spans.append(Span(name, start_s, seconds, parent))
+
+    def seconds(self) -> dict[str, float]:
+        """The duration of each stage by name; of those that happened several times the sum."""
+        found: dict[str, float] = {}
+        for span in self.spans:
+            found[span.name] = found.get(span.name, 0.0) + span.seconds
+        return found
+
+    def as_records(self) -> list[dict[str, str | float | None]]:
+        """The spans in order of their start."""
+        return [asdict(span) for span in sorted(self.spans, key=lambda span: span.start_s)]

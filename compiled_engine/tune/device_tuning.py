@@ -1,0 +1,80 @@
+"""Measures everything that a device's profile holds: tiles of the linears, and what each pass gains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.bench.pass_ablation import gains, measure
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
+from compiled_engine.progress import Progress
+from compiled_engine.resolve import resolve
+from compiled_engine.tune.linear_candidates import cases_of
+from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
+
+TOKEN_COUNTS = (1, 8, 32, 512)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class MeasuredProfile:
+    """What compiled_engine.passes.profile reads; a pass's gain is the least over the shapes."""
+
+    device: str
+    gains_us: dict[str, dict[int, float]]
+    noise_us: float
+    linears: tuple[TunedLinear, ...]
+
+    def to_json(self) -> str:
+        rows = [_row(linear) for linear in self.linears]
+        lines = ",\n  ".join(json.dumps(row) for row in rows)
+        head = json.dumps({"device": self.device, "noise_us": self.noise_us, "gains_us": self.gains_us})
+        return f'{head[:-1]},\n "linears": [\n  {lines}\n]}}\n'
+
+
+def device_name() -> str:
+    """Raises ValueError where there is no GPU to tune for."""
+    if not torch.cuda.is_available():
+        raise ValueError("device is cpu; allowed: a CUDA GPU, for a CPU has no kernels that could be tuned")
+    return torch.cuda.get_device_name()
+
+
+def tune_device(folders: Sequence[Path], progress: Progress) -> MeasuredProfile:
+    """The profile of this GPU for models with the shapes of these checkpoint folders."""
+    linears: dict[tuple[Any, ...], TunedLinear] = {}
+    least: dict[str, dict[int, float]] = {}
+    noise = 0.0
+    for folder in folders:
+        options = EngineOptions(model=folder, load_format="dummy", mode="compiled", max_model_len=4096)
+        config = resolve(options)
+        cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens)]
+        for tuned in tune_linears(cases, progress):
+            linears[tuned.case.num_tokens, tuned.case.num_rows, tuned.case.k, tuned.case.silu_mul] = tuned
+        result = measure(config, TOKEN_COUNTS, REPEATS, progress)
+        for name, rows in gains(result).items():
+            for row in rows:
+                tokens, gain = int(row["tokens"]), round(row["gain_us"], 1)
+                noise = max(noise, row["noise_us"])
+                by_tokens = least.setdefault(name, {})
+                by_tokens[tokens] = min(gain, by_tokens.get(tokens, gain))
+    return MeasuredProfile(device_name(), least, round(noise, 1), tuple(linears.values()))
+
+
+def _row(linear: TunedLinear) -> dict[str, Any]:
+    case = linear.case
+    return {
+        "tokens": case.num_tokens,
+        "num_rows": case.num_rows,
+        "k": case.k,
+        "silu_mul": case.silu_mul,
+        "tiles": asdict(linear.tiles),
+        "us": round(linear.microseconds, 2),
+        "cublas_us": round(linear.cublas_microseconds, 2),
+        "bound_us": round(linear.bound_microseconds, 2),
+    }

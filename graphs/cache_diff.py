@@ -1,0 +1,70 @@
+"""Why two sets of factors are not one, factor by factor, in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A factor, under its dotted name, whose value is `ours` here and `theirs` there; None where there is none."""
+
+    factor: str
+    ours: Any
+    theirs: Any
+
+    def in_words(self, here: str, there: str) -> str:
+        """Such as `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`."""
+        section, _, name = self.factor.partition(".")
+        if section == "source":
+            return f"source code: compiled_engine/{name} {self._changed(here, there)}"
+        if section == "passes":
+            return f"pass {name} {self._changed(here, there)}"
+        label = name if section in ("config", "settings") else self.factor
+        words = f"{_shown(self.ours)} {here}, {_shown(self.theirs)} {there}"
+        if isinstance(self.ours, list) and isinstance(self.theirs, list):
+            words = self._lists_in_words(here, there) or words
+        return f"{label}: {words}"
+
+    def _changed(self, here: str, there: str) -> str:
+        if self.ours is None or self.theirs is None:
+            return f"is only {here if self.theirs is None else there}"
+        return "was changed"
+
+    def _lists_in_words(self, here: str, there: str) -> str:
+        """What only one of two lists has; empty when that is not the difference."""
+        sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
+        only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
+        return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference]:
+    """What differs between two sets of factors, by name."""
+    flat_ours, flat_theirs = flatten(ours), flatten(theirs)
+    return [
+        Difference(name, flat_ours.get(name), flat_theirs.get(name))
+        for name in sorted(flat_ours.keys() | flat_theirs.keys())
+        if flat_ours.get(name) != flat_theirs.get(name) and not _is_said_by_the_list(name, flat_ours, flat_theirs)
+    ]
+
+
+def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
+    """Whether it is a pass that only one side runs: the list of passes differs too."""
+    return name.startswith("passes.") and any(name not in one for one in flat)
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of nested dicts under their dotted names."""
+    if not isinstance(value, dict):
+        return {prefix.removesuffix("."): value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= flatten(inner, f"{prefix}{key}.")
+    return flat
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return repr(value) if isinstance(value, str) else str(value)

@@ -1,0 +1,127 @@
+"""An entry of the compile cache: files that never change, and a manifest with the digest of each.
+
+Nobody works in an entry. It is read as a whole, each file checked before its content is handed on, into a folder of
+the reader's own; so what the compiler writes beside its artifacts when they are loaded or first run stays outside.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+FACTORS = "factors.json"
+# Stands in an entry for the folder that it was built in.
+_HERE = b"[HERE]"
+
+
+class DamagedEntry(Exception):
+    """An entry that must not be used, and why."""
+
+
+def factors_key(factors: dict[str, Any]) -> str:
+    """The name of the entry that is built from these factors."""
+    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
+    """Copy what was built in `source` to the new folder `entry`, with its factors and its manifest."""
+    digests = {}
+    for path in sorted(source.rglob("*")):
+        if not path.is_dir():
+            name = path.relative_to(source).as_posix()
+            digests[name] = _write(entry / name, _moved(path.name, path.read_bytes(), os.fsencode(source), _HERE))
+    digests[FACTORS] = _write(entry / FACTORS, json.dumps(factors, indent=1, sort_keys=True).encode())
+    (entry / MANIFEST).write_text(json.dumps(digests, indent=1, sort_keys=True))
+
+
+def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> None:
+    """Copy a whole entry to `target`: the bytes that are checked are those that are written.
+
+    Raises DamagedEntry when the entry is not whole and unchanged, not owned by `uid`, or not built from `factors`.
+    """
+    for name, content in read_entry(entry, uid):
+        _write(target / name, _moved(Path(name).name, content, _HERE, os.fsencode(target)))
+    if read_factors(target) != json.loads(json.dumps(factors)):
+        raise DamagedEntry("its factors are not those of its key")
+
+
+def read_entry(entry: Path, uid: int) -> Iterator[tuple[str, bytes]]:
+    """Every file and its content, each checked before it is given. Raises DamagedEntry."""
+    for name, digest in check_files(entry, uid).items():
+        try:
+            content = (entry / name).read_bytes()
+        except OSError as error:
+            raise DamagedEntry(f"{name} cannot be read: {error.strerror}") from error
+        if hashlib.sha256(content).hexdigest() != digest:
+            raise DamagedEntry(f"{name} was changed")
+        yield name, content
+
+
+def check_files(entry: Path, uid: int) -> dict[str, str]:
+    """The digest of each file as the manifest has it; the files are not read.
+
+    Raises DamagedEntry unless the entry consists of exactly these, plain files in plain folders that belong to `uid`.
+    """
+    try:
+        found = set(_plain_files(entry, uid))
+        manifest = json.loads((entry / MANIFEST).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedEntry(f"its manifest cannot be read: {error}") from error
+    if not isinstance(manifest, dict) or not all(isinstance(digest, str) for digest in manifest.values()):
+        raise DamagedEntry("its manifest is not a list of digests")
+    missing = sorted((manifest.keys() | {FACTORS}) - found)
+    extra = sorted(found - manifest.keys() - {MANIFEST})
+    if missing or extra:
+        raise DamagedEntry(f"{missing[0]} is missing" if missing else f"{extra[0]} is not in its manifest")
+    return manifest
+
+
+def read_factors(entry: Path) -> dict[str, Any]:
+    """The factors that an entry was built from, unchecked. Raises DamagedEntry when they cannot be read."""
+    path = entry / FACTORS
+    if not path.is_file():
+        raise DamagedEntry(f"{FACTORS} is missing")
+    try:
+        factors = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedEntry(f"its factors cannot be read: {error}") from error
+    if not isinstance(factors, dict):
+        raise DamagedEntry("its factors are not a list of names and values")
+    return factors
+
+
+def _plain_files(folder: Path, uid: int, prefix: str = "") -> Iterator[str]:
+    """Names of all files below a folder, relative to it."""
+    status = folder.lstat()
+    name = prefix.rstrip("/") or "its folder"
+    if not stat.S_ISDIR(status.st_mode):
+        raise DamagedEntry(f"{name} is not a plain folder")
+    if status.st_uid != uid:
+        raise DamagedEntry(f"another user owns {name}")
+    for found in os.scandir(folder):
+        name, status = prefix + found.name, found.stat(follow_symlinks=False)
+        if stat.S_ISDIR(status.st_mode):
+            yield from _plain_files(Path(found.path), uid, f"{name}/")
+        elif not stat.S_ISREG(status.st_mode):
+            raise DamagedEntry(f"{name} is not a plain file")
+        elif status.st_uid != uid:
+            raise DamagedEntry(f"another user owns {name}")
+        else:
+            yield name
+
+
+def _moved(name: str, content: bytes, before: bytes, after: bytes) -> bytes:
+    """A file's content in another folder: Triton lists the files of a kernel with their absolute paths."""
+    return content.replace(before, after) if name.startswith("__grp__") else content
+
+
+def _write(path: Path, content: bytes) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return hashlib.sha256(content).hexdigest()

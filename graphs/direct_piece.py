@@ -1,0 +1,96 @@
+"""Pieces in which nothing is left to fuse: each call is a kernel of ours, a library's matrix product, or a view.
+
+Inductor could only call them one by one; so does the Python that is generated here, and neither a compiler nor its
+import is needed. Pieces with anything else are compiled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VIEWS = ("view", "t", "split_with_sizes", "split", "unsqueeze", "squeeze", "slice", "transpose", "reshape")
+_LIBRARY_CALLS = ("mm.default", "addmm.default", "embedding.default", "empty_like.default")
+_GETITEM = "operator.getitem"
+
+
+def is_direct(text: str) -> bool:
+    """Whether a piece (its JSON) can run as it stands."""
+    calls = [node[0] for node in json.loads(text)["nodes"] if node[0] not in ("input", "output")]
+    return all(_needs_no_compiler(call) for call in calls)
+
+
+def _needs_no_compiler(call: str) -> bool:
+    namespace, _, name = call.partition("::")
+    if namespace == "aten":
+        return name in _LIBRARY_CALLS or name.partition(".")[0] in VIEWS
+    return namespace == "compiled_engine" or call == _GETITEM
+
+
+def direct_source(text: str) -> str:
+    """Python source of `piece(inputs...)`, which returns a tuple; each value is dropped after its last use."""
+    nodes = json.loads(text)["nodes"]
+    last_use = {value: number for number, node in enumerate(nodes) for value in _read(node)}
+    inputs = [f"v{number}" for number, node in enumerate(nodes) if node[0] == "input"]
+    lines = [f"def piece({', '.join(inputs)}):"]
+    for number, (call, *rest) in enumerate(nodes):
+        if call == "input":
+            continue
+        if call == "output":
+            lines.append(f"    return ({', '.join(_source(value) for value in rest[0])},)")
+            continue
+        arguments = [_source(value) for value in rest[0]]
+        keywords = [f"{name}={_source(value)}" for name, value in rest[1]["dict"].items()]
+        if call == _GETITEM:
+            lines.append(f"    v{number} = {arguments[0]}[{arguments[1]}]")
+        else:
+            lines.append(f"    v{number} = {_function(call)}({', '.join([*arguments, *keywords])})")
+        dead = [f"v{value}" for value in dict.fromkeys(_read(nodes[number])) if last_use[value] == number]
+        if dead:
+            lines.append(f"    del {', '.join(dead)}")
+    return "\n".join(lines) + "\n"
+
+
+def load_direct(source: str) -> Callable[..., Any]:
+    """The function that `direct_source` wrote."""
+    namespace: dict[str, Any] = {"torch": torch}
+    for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
+        _, library, op, overload = name.split("__")
+        namespace[name] = getattr(getattr(getattr(torch.ops, library), op), overload)
+    exec(compile(source, "<direct piece>", "exec"), namespace)
+    return namespace.pop("piece")
+
+
+def _function(call: str) -> str:
+    """op__aten__mm__default for aten::mm.default: looked up once, when the piece is loaded."""
+    namespace, _, name = call.partition("::")
+    op, _, overload = name.rpartition(".")
+    return f"op__{namespace}__{op}__{overload}"
+
+
+def _read(node: list[Any]) -> list[int]:
+    """Numbers of the values that a node reads."""
+    found: list[int] = []
+    pending = list(node[1:]) if node[0] != "input" else []
+    while pending:
+        value = pending.pop()
+        if isinstance(value, list):
+            pending += value
+        elif isinstance(value, dict):
+            pending += [value["dict"][key] for key in value["dict"]] if "dict" in value else []
+            found += [value["node"]] if "node" in value else []
+    return found
+
+
+def _source(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_source(item) for item in value)}]"
+    if not isinstance(value, dict):
+        return repr(value)
+    ((kind, inner),) = value.items()
+    if kind == "node":
+        return f"v{inner}"
+    return f"torch.device({inner!r})" if kind == "device" else inner

@@ -1,0 +1,136 @@
+"""The conditions under which a trace holds, and why none of them needs to be checked at run time.
+
+Dynamo guards everything that it read while it traced: the model's attributes, the functions it called, the inputs,
+the state of torch. The engine never calls Dynamo's entry, so nothing checks these guards; each must hold by
+construction, and here it is said of each how.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch._guards import Guard, TracingContext
+
+
+@dataclass(frozen=True)
+class GuardRecord:
+    """Guards of one kind on one sort of thing.
+
+    `conditions`: (condition, how many guards have it), numbers of layers written as *. `discharged`: why they hold,
+    empty for a guard that nothing accounts for.
+    """
+
+    subject: str
+    kind: str
+    count: int
+    conditions: tuple[tuple[str, int], ...]
+    discharged: str
+
+
+# The first rule whose pattern fits a guard's source and kind says what it is about and why it holds.
+_RULES = (
+    ("sizes", r"", r"SHAPE_ENV", "all inputs of a step are made from one batch, within the scheduler's limits"),
+    (
+        "state of torch",
+        r"",
+        r"GRAD_MODE|DETERMINISTIC_ALGORITHMS|GLOBAL_STATE|TORCH_FUNCTION_STATE|DEFAULT_DEVICE|AUTOGRAD_SAVED_TENSORS_HOOKS"
+        r"|FSDP_TRAINING_STATE|DUAL_LEVEL|FUNCTORCH_STACK_MATCH",
+        "every step runs in inference mode, without autocast, on the engine's own device",
+    ),
+    (
+        "parameters",
+        r"L\['model'\].*_(parameters|buffers)\[.*",
+        r"TENSOR_MATCH",
+        "shape and dtype follow from the configuration, a factor of the cache key; the loader checks them",
+    ),
+    (
+        "model",
+        r"L\['model'\].*",
+        r"\w+",
+        "the model is built by us from the configuration and our source, both factors of the cache key",
+    ),
+    (
+        "code",
+        r"G\[.*|.*__builtins.*|.*__import_.*",
+        r"\w+",
+        "our source and the versions of torch and Python are factors of the cache key",
+    ),
+    (
+        "inputs",
+        r"L\['(input_ids_T|positions_T|kv_caches|attention_inputs)'\].*",
+        r"\w+",
+        "the engine makes every input itself, in buffers of this dtype and layout; number of layers and attention "
+        "backend are factors of the cache key",
+    ),
+)
+
+# What tells layers apart in a guard's source: L['model']._modules['layers']._modules['3'], L['kv_caches'][3].
+_NUMBERS = re.compile(r"(?<=\[')\d+(?='\])|(?<=L\['kv_caches'\]\[)\d+(?=\])")
+
+
+def dynamo_guards() -> tuple[Guard, ...]:
+    """All guards that Dynamo has collected; to be called in a backend, that is when the graph is complete."""
+    return tuple(TracingContext.get().guards_context.dynamo_guards)
+
+
+def describe_guards(guards: Iterable[Guard]) -> tuple[GuardRecord, ...]:
+    """The guards by what they are about; after Dynamo is done, which is when it has written their conditions."""
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for guard in guards:
+        source = _NUMBERS.sub("*", guard.name if isinstance(guard.name, str) else guard.name())
+        kind = guard.create_fn_name()
+        code = guard.code_list or []
+        counts.update((source, kind, _NUMBERS.sub("*", one)) for one in _conditions(source, kind, code))
+    groups: dict[tuple[str, str, str], Counter[str]] = defaultdict(Counter)
+    for (source, kind, condition), count in counts.items():
+        subject, discharged = _account(source, kind)
+        groups[subject, kind, discharged][_readable(condition)] += count
+    records = [
+        GuardRecord(subject, kind, conditions.total(), tuple(conditions.items()), discharged)
+        for (subject, kind, discharged), conditions in groups.items()
+    ]
+    order = ["", *(rule[0] for rule in _RULES)]
+    return tuple(sorted(records, key=lambda record: (order.index(record.subject), -record.count)))
+
+
+def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
+    """The run-time asserts of a trace that follow from the declared ranges, by torch's messages about them."""
+    found = Counter(_asserted(message) for message in messages)
+    if not found:
+        return ()
+    discharged = "proved from the declared ranges of the sizes"
+    return (GuardRecord("sizes", "run-time assert", found.total(), tuple(found.items()), discharged),)
+
+
+def _account(source: str, kind: str) -> tuple[str, str]:
+    for subject, source_pattern, kind_pattern, discharged in _RULES:
+        if re.fullmatch(source_pattern, source) and re.fullmatch(kind_pattern, kind):
+            return subject, discharged
+    return "", ""
+
+
+def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
+    """All that sizes must be; for other guards the one line that says it, or what it is about if code says no more."""
+    if kind == "SHAPE_ENV":
+        return code
+    if not code or kind == "TENSOR_MATCH":
+        return [source]
+    return [min(code, key=len)]
+
+
+def _readable(condition: str) -> str:
+    """In the model's own names, without what differs from process to process."""
+    condition = re.sub(r"___check_type_id\((.*), \d+\), type=<class '(.*)'>", r"type(\1) is \2", condition)
+    condition = re.sub(r"___check_obj_id\((.*), \d+\), type=<.*>", r"\1 is the same object", condition)
+    condition = re.sub(r"\._(?:modules|parameters|buffers)\['([\w*]+)'\]", r".\1", condition)
+    condition = re.sub(r"L\['(\w+)'\]", r"\1", condition)
+    condition = re.sub(r"G\['__import_(\w+?)'\]", lambda match: match[1].replace("_dot_", "."), condition)
+    return re.sub(r"G\['__builtins_dict___\d+'\]\['(\w+)'\]", r"builtins.\1", condition)
+
+
+def _asserted(message: str) -> str:
+    match = re.search(r"for expression (.*) on node", message)
+    return match[1] if match else message

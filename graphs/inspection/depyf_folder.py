@@ -1,0 +1,30 @@
+"""depyf's own debug folder of a model, for people who know it: decompiled code, guards, the graphs of all stages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import depyf
+from torch import nn
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.compiler import compile_model
+from compiled_engine.progress import Progress
+from compiled_engine.timeline import Timeline
+
+
+def write_depyf_folder(
+    config: EngineConfig, make_model: Callable[[], nn.Module], folder: Path, progress: Progress
+) -> None:
+    """Compile the model anew in this process, without the cache, while depyf watches and writes into `folder`.
+
+    Raises what `compile_model` raises.
+    """
+    here = replace(config, compile=replace(config.compile, cache_dir=None, workers=0))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*You are trying to debug `torch.compile`", category=UserWarning)
+        with depyf.prepare_debug(str(folder)):
+            compile_model(here, make_model, progress, Timeline())

@@ -1,0 +1,94 @@
+"""Which compiled pieces compute which modules of the model: found by the parameters that each piece is given."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from compiled_engine.graphs.version import Version
+
+# Parameter name -> the (range, piece key) of every step that takes it.
+ParameterUses = dict[str, list[tuple[str, str]]]
+
+
+def parameter_uses(versions: Iterable[Version]) -> ParameterUses:
+    """Where each parameter of the checkpoint is used; a packed one counts for all of its members."""
+    uses: ParameterUses = defaultdict(list)
+    for version in versions:
+        inputs = version.plan.inputs
+        for step in version.plan.steps:
+            taken = [inputs[a["value"]] for a in step.arguments if a.get("value", len(inputs)) < len(inputs)]
+            for source in taken:
+                if step.piece is not None and source.kind == "parameter":
+                    for name in source.members or (source.name,):
+                        uses[name].append((version.compile_range.name, step.piece))
+    return uses
+
+
+def with_pieces(module: dict[str, Any], uses: ParameterUses) -> dict[str, Any]:
+    """A module tree (of record.json) in which every module has its `pieces`.
+
+    Each is {"range", "key", "instances"}: the numbers of those equal modules that the piece computes, "0, 2-27";
+    empty where there is one only.
+    """
+    return _annotated(module, uses, {module["path"]: None})[0]
+
+
+def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
+    """Piece key -> the modules that it computes, model.layers.{0-4}.mlp.gate_proj, of a tree that has its pieces."""
+    found: dict[str, dict[str, None]] = defaultdict(dict)
+    for use in module["pieces"] if module["parameters"] else ():
+        found[use["key"]][_numbered(module["path"], use["instances"])] = None
+    for child in module["children"]:
+        for key, paths in modules_of_pieces(child).items():
+            found[key] |= dict.fromkeys(paths)
+    return {key: list(paths) for key, paths in found.items()}
+
+
+def _numbered(path: str, instances: str) -> str:
+    """model.layers.{0, 2-27}.mlp for model.layers.0.mlp; a single number stands without braces."""
+    if not instances:
+        return path
+    return re.sub(r"\.\d+(?=\.|$)", f".{instances if instances.isdecimal() else '{' + instances + '}'}", path)
+
+
+def _annotated(
+    module: dict[str, Any], uses: ParameterUses, instances: dict[str, int | None]
+) -> tuple[dict[str, Any], dict[tuple[str, str], set[int | None]]]:
+    """The module with its pieces, and the same as sets. instances: path -> number, of each equal module."""
+    found: dict[tuple[str, str], set[int | None]] = defaultdict(set)
+    for path, number in instances.items():
+        for parameter in module["parameters"]:
+            for use in uses.get(f"{path}.{parameter['name']}".lstrip("."), ()):
+                found[use].add(number)
+    children = []
+    for child in module["children"]:
+        annotated, in_child = _annotated(child, uses, _instances(child, module["path"], instances))
+        children.append(annotated)
+        for use, numbers in in_child.items():
+            found[use] |= numbers if child["count"] == 1 else {None}
+    pieces = [
+        {"range": name, "key": key, "instances": _ranges(sorted(n for n in numbers if n is not None))}
+        for (name, key), numbers in found.items()
+    ]
+    return module | {"children": children, "pieces": pieces}, found
+
+
+def _instances(child: dict[str, Any], parent: str, parents: dict[str, int | None]) -> dict[str, int | None]:
+    name = child["path"].removeprefix(parent).lstrip(".")
+    if child["count"] == 1:
+        return {f"{path}.{name}".lstrip("."): number for path, number in parents.items()}
+    return {f"{path}.{n}".lstrip("."): n for path in parents for n in range(int(name), int(name) + child["count"])}
+
+
+def _ranges(numbers: list[int]) -> str:
+    """ "0, 2-27" for 0, 2, 3, ... 27."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1] = [parts[-1][0], number]
+        else:
+            parts.append([number, number])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)

@@ -1,0 +1,224 @@
+"""Everything that is known of a compiled model, as one plain dict: `compiled-engine inspect --json`.
+
+Read from a folder of the compile cache, so nothing is traced or compiled; what only a running engine knows comes from
+its metrics.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
+from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, parameter_uses, with_pieces
+from compiled_engine.graphs.inspection.piece_text import piece_text
+from compiled_engine.graphs.record import RECORD
+from compiled_engine.graphs.version import Version, read_versions
+
+
+@dataclass(frozen=True)
+class Report:
+    """`data` is plain JSON; `texts` are the long ones (graphs, sources, diffs) by the name of a file for them."""
+
+    data: dict[str, Any]
+    texts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CompiledEntry:
+    """A folder of the compile cache. `status` is hit, miss (built now and kept) or off (built now, not kept).
+
+    `factors`: what the key of the entry is made of.
+    """
+
+    folder: Path
+    status: str
+    factors: dict[str, Any]
+
+
+def make_report(
+    config: Mapping[str, Any],
+    entry: CompiledEntry | None,
+    start_up: Iterable[Mapping[str, Any]],
+    metrics: Mapping[str, Any] | None = None,
+) -> Report:
+    """The report of a resolved configuration.
+
+    config: as plain JSON. entry: None where nothing is compiled. start_up: the spans of this process
+    (compiled_engine.timeline). metrics: of an engine that has run, None if none was started.
+    """
+    phases = {"start_up": list(start_up), "build": []}
+    data: dict[str, Any] = {
+        "config": config,
+        "passes": [],
+        "pieces": [],
+        "ranges": [],
+        "cache": {"status": "off"},
+        "phases": phases,
+        "modules": None,
+        "symbols": [],
+        "guards": [],
+        "kernels_per_step": {},
+        "captures": _captures(config, metrics or {}),
+        "metrics": metrics,
+    }
+    texts: dict[str, str] = {}
+    if entry is not None:
+        folder = entry.folder
+        versions = read_versions(folder)
+        kernels = {key: kernels_of(_output_code(folder, key)) for v in versions for key in v.plan.piece_keys()}
+        record = json.loads((folder / RECORD).read_text())
+        phases["build"] = record["phases"]
+        modules = with_pieces(record["modules"], parameter_uses(versions))
+        data |= {
+            "passes": [_pass(report, version) for version in versions for report in map(asdict, version.passes)],
+            "pieces": _pieces(versions, kernels, record["pieces"], modules_of_pieces(modules)),
+            "ranges": [_range(version) for version in versions],
+            "cache": _cache(entry),
+            "modules": modules,
+            "symbols": record["symbols"],
+            "guards": record["guards"],
+            "kernels_per_step": {v.compile_range.name: _per_step(v, kernels) for v in versions},
+        }
+        texts = _texts(folder, versions)
+    data["notes"] = _notes(config, entry, metrics)
+    return Report(data, texts)
+
+
+def piece_file(range_name: str, number: int, suffix: str) -> str:
+    """The name of a text about the piece that is the `number`-th of its range, counted from 1."""
+    return f"{range_name}/piece_{number}{suffix}"
+
+
+def _pass(report: dict[str, Any], version: Version) -> dict[str, Any]:
+    """A pass report without its diff, which is one of the texts."""
+    number = [known.name for known in version.passes].index(report["name"])
+    diff = f"{version.compile_range.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
+    return report | {"range": version.compile_range.name, "diff": diff, "near_misses": list(report["near_misses"])}
+
+
+def _pieces(
+    versions: Iterable[Version],
+    kernels: Mapping[str, tuple[Kernel, ...]],
+    compiled: Iterable[dict[str, Any]],
+    modules: Mapping[str, list[str]],
+) -> list[dict[str, Any]]:
+    pieces: dict[str, dict[str, Any]] = {}
+    compilations = {piece["key"]: piece for piece in compiled}
+    for version in versions:
+        name = version.compile_range.name
+        counts = Counter(step.piece for step in version.plan.steps if step.piece)
+        for number, key in enumerate(version.plan.piece_keys(), start=1):
+            piece = pieces.setdefault(
+                key,
+                {
+                    "key": key,
+                    "name": _letters(len(pieces)),
+                    "ranges": [],
+                    "uses": {},
+                    "modules": modules.get(key, []),
+                    "kernels": [{"name": k.name, "kind": k.kind, "launches": k.launches} for k in kernels[key]],
+                    "seconds": compilations[key]["seconds"],
+                    "worker": compilations[key]["worker"],
+                    "graph": piece_file(name, number, ".txt"),
+                    "source": piece_file(name, number, ".py"),
+                },
+            )
+            piece["ranges"].append(name)
+            piece["uses"][name] = counts[key]
+    return list(pieces.values())
+
+
+def _letters(number: int) -> str:
+    """A, B, ... Z, AA, AB, ... for 0, 1, ..."""
+    head = _letters(number // 26 - 1) if number >= 26 else ""
+    return head + chr(ord("A") + number % 26)
+
+
+def _range(version: Version) -> dict[str, Any]:
+    """The range, its steps and the names of its texts."""
+    name = version.compile_range.name
+    return asdict(version.compile_range) | {
+        "name": name,
+        "returns": "the logits of every token" if version.compile_range.small else "hidden states",
+        "steps": [{"piece": step.piece, "op": step.op} for step in version.plan.steps],
+        "graph": f"{name}/graph.txt",
+        "forward": f"{name}/forward.py",
+    }
+
+
+def _per_step(version: Version, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
+    """How often one forward launches what. An op between the pieces counts as one, whatever it launches inside."""
+    launches: Counter[tuple[str, str]] = Counter()
+    for step in version.plan.steps:
+        if step.piece is None:
+            launches[str(step.op), "splitting op"] += 1
+        else:
+            launches.update({(k.name, k.kind): k.launches for k in kernels[step.piece]})
+    by_kind: Counter[str] = Counter()
+    for (_, kind), count in launches.items():
+        by_kind[kind] += count
+    return {
+        "total": launches.total(),
+        "by_kind": dict(by_kind),
+        "kernels": [{"name": name, "kind": kind, "launches": n} for (name, kind), n in launches.most_common()],
+    }
+
+
+def _cache(entry: CompiledEntry) -> dict[str, Any]:
+    files = [path for path in entry.folder.rglob("*") if path.is_file()]
+    return {
+        "key": factors_key(entry.factors),
+        "status": entry.status,
+        "folder": None if entry.status == "off" else str(entry.folder),
+        "size": sum(path.stat().st_size for path in files),
+        "files": len(files),
+        "factors": entry.factors,
+    }
+
+
+def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The CUDA graphs, with the memory that each took (None: not measured)."""
+    used = {int(size): count for size, count in metrics.get("capture_bytes", {}).items()}
+    return [{"num_requests": size, "bytes": used.get(size)} for size in config["graph"]["capture_sizes"]]
+
+
+def _output_code(folder: Path, key: str) -> str:
+    path = folder / "pieces" / f"{key}.py"
+    return path.read_text() if path.exists() else ""
+
+
+def _texts(folder: Path, versions: Iterable[Version]) -> dict[str, str]:
+    texts = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.glob("trace/*.txt"))}
+    for version in versions:
+        name = version.compile_range.name
+        own = folder / name
+        for path in [*sorted(own.glob("passes/*.diff")), own / "graph.txt", own / "forward.py"]:
+            if path.exists():
+                texts[path.relative_to(folder).as_posix()] = path.read_text()
+        for number, key in enumerate(version.plan.piece_keys(), start=1):
+            piece = (folder / "pieces" / f"{key}.json").read_text()
+            texts[piece_file(name, number, ".txt")] = "\n".join(piece_text(piece)) + "\n"
+            texts[piece_file(name, number, ".py")] = _output_code(folder, key)
+    return texts
+
+
+def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapping[str, Any] | None) -> dict[str, str]:
+    """Why a part of the report is empty or not complete."""
+    notes = {}
+    if entry is None:
+        notes["compile"] = (
+            "The mode is eager: nothing was traced or compiled, every step runs the model as it is written."
+        )
+    elif entry.status == "off":
+        notes["cache"] = "The compile cache is off: what was compiled is kept until the engine ends."
+    if not config["graph"]["capture_sizes"]:
+        notes["captures"] = f"The mode captures no CUDA graphs on {config['device']}."
+    if metrics is None:
+        notes["run"] = "No engine was started, so what only a run can tell is missing: inspect --run measures it."
+    return notes

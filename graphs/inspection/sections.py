@@ -1,0 +1,94 @@
+"""The sections of the page: what each shows, and why it is empty where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Section:
+    """`id` names the template; `empty` is shown instead of it."""
+
+    id: str
+    title: str
+    about: str
+    empty: str
+
+
+def sections(data: Mapping[str, Any]) -> list[Section]:
+    """All sections of a report, in their order."""
+    notes = data["notes"]
+    eager = notes.get("compile", "")
+    return [
+        Section("start-up", "Start-up", "Where the time went, from the start of the process on.", ""),
+        Section("configuration", "Configuration", "Every value that the engine runs with, and why it was chosen.", ""),
+        Section(
+            "model",
+            "Model",
+            "The modules as the model's file writes them. A module opens to the compiled pieces that take its "
+            "parameters, and their kernels.",
+            eager,
+        ),
+        Section(
+            "passes",
+            "Passes",
+            "What each pass rewrote, against its contract: how often it must match in this model. A pass opens to the "
+            "graph before (−) and after (+) it.",
+            eager,
+        ),
+        Section(
+            "graphs",
+            "Graphs",
+            "The trace of the whole model, and what each range of token counts made of it: the pieces, and the ops "
+            "between them that touch the KV cache.",
+            eager,
+        ),
+        Section(
+            "pieces",
+            "Pieces",
+            "Each unique piece is compiled once, however many layers use it: its graph, its kernels, and what launches "
+            "them.",
+            eager,
+        ),
+        Section("kernels", "Kernels a step", "What one forward of the whole model launches.", eager),
+        Section(
+            "guards",
+            "Guards",
+            "The conditions under which the trace holds. None is checked while the engine runs: each holds by "
+            "construction, for the reason given.",
+            eager,
+        ),
+        Section(
+            "cuda-graphs",
+            "CUDA graphs",
+            "The batch sizes that are captured, and their memory.",
+            notes.get("captures", ""),
+        ),
+        Section(
+            "cache",
+            "Cache",
+            "The entry that holds all of this, and what its key is made of: when one of these factors changes, the "
+            "model is compiled again.",
+            eager,
+        ),
+    ]
+
+
+def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What stands at the top of the page: (name, value)."""
+    if "compile" in data["notes"]:
+        return [("Compiled", "no: eager")]
+    applied = [one for one in data["passes"] if one["applied"]]
+    kept = sum(one["matches"] >= one["contract"] for one in applied)
+    build = max((span["start_s"] + span["seconds"] for span in data["phases"]["build"]), default=0.0)
+    per_step = [f"{counts['total']}" for counts in data["kernels_per_step"].values()]
+    return [
+        ("Passes at contract", f"{kept} of {len(applied)}"),
+        ("Unique pieces", str(len(data["pieces"]))),
+        ("Ranges of tokens", ", ".join(one["name"] for one in data["ranges"])),
+        ("Launches a step", ", ".join(per_step)),
+        ("Compiled in", f"{build:.1f} s"),
+        ("Cache", data["cache"]["status"]),
+    ]

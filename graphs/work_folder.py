@@ -1,0 +1,58 @@
+"""A private folder for what a running engine compiles and loads. It is deleted with its object or at the end of the
+process, and it is locked until then, so that anybody can tell a folder in use from what a killed process has left.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+_LOCK = "lock"
+_FILES = "files"
+
+
+class WorkFolder:
+    """An empty folder `path` below `parent` (None: the system's folder for temporary files).
+
+    Raises OSError where none can be made.
+    """
+
+    def __init__(self, parent: Path | None, prefix: str) -> None:
+        outer = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
+        try:
+            lock = os.open(outer / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.path = outer / _FILES
+            self.path.mkdir()
+        except OSError:
+            shutil.rmtree(outer, ignore_errors=True)
+            raise
+        self._remove = weakref.finalize(self, _remove, outer, lock, os.getpid())
+
+    def close(self) -> None:
+        self._remove()
+
+
+def is_in_use(outer: Path) -> bool:
+    """Whether the process that made this work folder (its `path` is inside) is alive and still needs it."""
+    try:
+        lock = os.open(outer / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
+
+
+def _remove(outer: Path, lock: int, owner: int) -> None:
+    if os.getpid() == owner:  # not in a child that was forked
+        shutil.rmtree(outer, ignore_errors=True)
+        os.close(lock)

@@ -1,0 +1,64 @@
+"""Ops that return their input unchanged are taken out: multiplications by one, casts to the same dtype, views of the
+same shape.
+
+Why: textbook code is general (a rope scaling factor that is 1, a cast that a dtype does not need), and what is left
+of that in the graph hides patterns from the passes that follow. Inductor would fuse most of it: on an H200, leaving
+the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8, 32 and 64 tokens 1, 1, 9 and 2 microseconds of 605,
+972, 1292 and 1263, hardly more than repeats differ by.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
+from compiled_engine.passes.matching import always_equal, aten, is_call
+
+_RESHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
+_COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+
+
+class NoOpElimination:
+    name = "no_op_elimination"
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        """The models multiply cos and sin by a factor that is 1 but for most of yarn."""
+        return 2 if model.rope.angle_scale == 1.0 else 0
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements = []
+        for node in graph.nodes:
+            same = _input_that_it_equals(node)
+            if same is not None:
+                replacements.append(Replacement(node.name, same))
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
+        return PassResult(len(replacements), (), tuple(replacements))
+
+
+def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
+    """The input whose value, shape, strides and dtype the node has, if it is a no-op."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return None
+    source = node.args[0]
+    one = is_call(node, aten.mul.Tensor) and isinstance(node.args[1], int | float) and node.args[1] == 1
+    one = one or (is_call(node, aten.div.Tensor) and isinstance(node.args[1], int | float) and node.args[1] == 1)
+    if not (one or is_call(node, *_RESHAPES, *_COPIES, aten._to_copy.default)):
+        return None
+    return source if _alike(source.meta["val"], node.meta["val"]) else None
+
+
+def _alike(before: object, after: object) -> bool:
+    if not (isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor)):
+        return False
+    sizes = [(before.shape, after.shape), (before.stride(), after.stride())]
+    return (
+        before.dtype == after.dtype
+        and before.device == after.device
+        and all(len(a) == len(b) and all(map(always_equal, a, b)) for a, b in sizes)
+    )

@@ -1,0 +1,70 @@
+"""What was measured on a device: whether a pass pays, and how its kernels are launched. Shipped as JSON files.
+
+`compiled-engine tune` writes them. A device without one uses the defaults: every pass that applies is run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.passes.graph_pass import CompileRange
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+# A small-batch linear: tokens (most of a bucket), rows and columns of its weight, and whether it ends in silu * up.
+LinearKey = tuple[int, int, int, bool]
+
+
+@dataclass(frozen=True)
+class DeviceProfile:
+    """Of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, of every shape
+    that was measured the least; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles."""
+
+    device: str
+    gains_us: dict[str, dict[int, float]]
+    noise_us: float
+    tiles: dict[LinearKey, dict[str, int]]
+
+    def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
+        """None where the pass pays or was not measured, otherwise the measurement that speaks against it."""
+        measured = {
+            tokens: gain
+            for tokens, gain in self.gains_us.get(pass_name, {}).items()
+            if compile_range.low <= tokens <= compile_range.high
+        }
+        if not measured or max(measured.values()) > self.noise_us:
+            return None
+        tokens, gain = min(measured.items(), key=lambda item: item[1])
+        if gain >= -self.noise_us:
+            return None
+        return f"it does not pay on {self.device}: {-gain:.1f} microseconds lost a step of {tokens} tokens"
+
+
+def profile_path(device_name: str) -> Path:
+    """Where the profile of a device is kept: nvidia_h200.json for an NVIDIA H200."""
+    return PROFILES / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
+
+
+def profile_of(device: torch.device) -> DeviceProfile | None:
+    """The profile of a GPU; None for one without, and for a CPU, where every pass that applies is run."""
+    return load_profile(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+@cache
+def load_profile(device_name: str) -> DeviceProfile | None:
+    """The profile of a device, None for one that was never measured."""
+    path = profile_path(device_name)
+    if not path.exists():
+        return None
+    data: dict[str, Any] = json.loads(path.read_text())
+    gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
+    tiles = {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data["linears"]}
+    return DeviceProfile(data["device"], gains, data["noise_us"], tiles)

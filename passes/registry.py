@@ -1,0 +1,68 @@
+"""The ordered list of passes: ours, and those that a user has registered."""
+
+from __future__ import annotations
+
+import sys
+
+from compiled_engine.passes.graph_pass import GraphPass
+from compiled_engine.passes.merge_linears import MergeLinears
+from compiled_engine.passes.no_op_elimination import NoOpElimination
+from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
+from compiled_engine.passes.rms_norm import RMSNorm
+from compiled_engine.passes.rope_angles import RopeAngles
+from compiled_engine.passes.rope_kv_write import RopeKVWrite
+from compiled_engine.passes.silu_mul import SiluMul
+from compiled_engine.passes.small_batch_linear import SmallBatchLinear
+
+DEFAULT_PASSES: tuple[GraphPass, ...] = (
+    NoOpElimination(),
+    MergeLinears(),
+    ResidualRMSNorm(),
+    RMSNorm(),
+    RopeAngles(),
+    RopeKVWrite(),
+    SiluMul(),
+    SmallBatchLinear(),
+)
+
+# What register_pass adds to: the one list of the project that changes while it runs.
+_registered: list[GraphPass] = list(DEFAULT_PASSES)
+
+
+def registered_passes() -> tuple[GraphPass, ...]:
+    """All passes in the order in which they run."""
+    return tuple(_registered)
+
+
+def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
+    """Let a pass run in every engine that is built from now on: after the pass called `after`, or last.
+
+    Raises ValueError when the name is taken or `after` is not known, TypeError when it is not a pass.
+    """
+    missing = [name for name in ("name", "applicable", "contract", "run") if not hasattr(graph_pass, name)]
+    if missing:
+        raise TypeError(f"graph_pass is {graph_pass!r}, which lacks {', '.join(missing)}; see docs/passes.md")
+    names = [known.name for known in _registered]
+    if graph_pass.name in names:
+        raise ValueError(f"name is {graph_pass.name!r}, which is taken; allowed: none of {', '.join(names)}")
+    if after is not None and after not in names:
+        raise ValueError(f"after is {after!r}; allowed: {', '.join(names)}")
+    _registered.insert(len(names) if after is None else names.index(after) + 1, graph_pass)
+
+
+def unregister_pass(name: str) -> None:
+    """Take back what register_pass added. Raises ValueError for a name that is not a user's pass."""
+    own = [graph_pass for graph_pass in _registered if graph_pass not in DEFAULT_PASSES]
+    found = next((graph_pass for graph_pass in own if graph_pass.name == name), None)
+    if found is None:
+        raise ValueError(f"name is {name!r}; allowed: {', '.join(p.name for p in own) or 'nothing is registered'}")
+    _registered.remove(found)
+
+
+def op_modules() -> tuple[str, ...]:
+    """Modules that define the ops which passes introduce, for processes that compile their pieces.
+
+    A pass that was written in a script or a notebook is not among them: nothing can be imported there.
+    """
+    modules = {type(graph_pass).__module__ for graph_pass in _registered}
+    return tuple(sorted(name for name in modules if name != "__main__" and hasattr(sys.modules[name], "__file__")))

@@ -1,0 +1,219 @@
+"""Triton kernel: norm and rotate the heads of q and k, and write k and v to the paged cache.
+
+It rounds where the textbook rounds: after the norm, after its weight, after each of the two products with cos and sin,
+and after their sum. So it returns what the separate ops return, up to the order in which the norm adds squares.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.passes.dependent_launch import may_launch_early
+
+# A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
+ELEMENTS_PER_WARP = 32 * 16
+MAX_WARPS = 4
+
+
+@triton.jit
+def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """fp32 with no more bits than the dtype has."""
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _load_halves(
+    ptr: tl.tensor, offsets_HP: tl.tensor, mask_HP: tl.tensor, HALF: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    first_HP = tl.load(ptr + offsets_HP, mask=mask_HP, other=0.0)
+    second_HP = tl.load(ptr + offsets_HP + HALF, mask=mask_HP, other=0.0)
+    return first_HP, second_HP
+
+
+@triton.jit
+def _store_halves(
+    ptr: tl.tensor,
+    offsets_HP: tl.tensor,
+    mask_HP: tl.tensor,
+    first_HP: tl.tensor,
+    second_HP: tl.tensor,
+    HALF: tl.constexpr,
+) -> None:
+    tl.store(ptr + offsets_HP, first_HP, mask=mask_HP)
+    tl.store(ptr + offsets_HP + HALF, second_HP, mask=mask_HP)
+
+
+@triton.jit
+def _normed_and_rotated(
+    ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    offsets_HP: tl.tensor,
+    pair_HP: tl.tensor,
+    mask_HP: tl.tensor,
+    eps: tl.tensor,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both halves of the heads at ptr + offsets; weight_ptr None leaves the norm out."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    first_HP, second_HP = _load_halves(ptr, offsets_HP, mask_HP, HALF)
+    cos_first_HP, cos_second_HP = _load_halves(cos_ptr, pair_HP, mask_HP, HALF)
+    sin_first_HP, sin_second_HP = _load_halves(sin_ptr, pair_HP, mask_HP, HALF)
+    first_HP = first_HP.to(tl.float32)
+    second_HP = second_HP.to(tl.float32)
+    if weight_ptr is not None:
+        weight_first_HP, weight_second_HP = _load_halves(weight_ptr, pair_HP, mask_HP, HALF)
+        squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
+        scale_H1 = tl.rsqrt(squares_H / (2 * HALF) + eps)[:, None]
+        first_HP = _rounded(_rounded(first_HP * scale_H1, dtype) * weight_first_HP.to(tl.float32), dtype)
+        second_HP = _rounded(_rounded(second_HP * scale_H1, dtype) * weight_second_HP.to(tl.float32), dtype)
+    first_cos_HP = _rounded(first_HP * cos_first_HP.to(tl.float32), dtype)
+    second_cos_HP = _rounded(second_HP * cos_second_HP.to(tl.float32), dtype)
+    first_sin_HP = _rounded(first_HP * sin_second_HP.to(tl.float32), dtype)
+    second_sin_HP = _rounded(second_HP * sin_first_HP.to(tl.float32), dtype)
+    return (first_cos_HP - second_sin_HP).to(dtype), (second_cos_HP + first_sin_HP).to(dtype)
+
+
+@triton.jit(
+    do_not_specialize=["q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr"],
+)
+def rope_kv_write_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    eps: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
+    STRIDE_MULTIPLE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_H: tl.constexpr,
+    TILE_P: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program for TILE_H heads of q of one token, or for as many of k and v. The strides are those of tokens."""
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    HALF: tl.constexpr = HEAD_DIM // 2
+    Q_TILES: tl.constexpr = (NUM_HEADS + TILE_H - 1) // TILE_H
+    KV_TILES: tl.constexpr = (NUM_KV_HEADS + TILE_H - 1) // TILE_H
+    # Neighbouring programs read one row, so that memory is read in order.
+    token = (tl.program_id(0) // (Q_TILES + KV_TILES)).to(tl.int64)
+    tile = tl.program_id(0) % (Q_TILES + KV_TILES)
+    cos_ptr += tl.multiple_of(token * cos_stride, STRIDE_MULTIPLE)
+    sin_ptr += tl.multiple_of(token * sin_stride, STRIDE_MULTIPLE)
+    pair_HP = tl.broadcast_to(tl.arange(0, TILE_P)[None, :], (TILE_H, TILE_P))
+    if tile < Q_TILES:
+        head_H1 = tile * TILE_H + tl.arange(0, TILE_H)[:, None]
+        mask_HP = (head_H1 < NUM_HEADS) & (pair_HP < HALF)
+        q_ptr += tl.multiple_of(token * q_stride, STRIDE_MULTIPLE)
+        first_HP, second_HP = _normed_and_rotated(
+            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, head_H1 * Q_HEAD_STRIDE + pair_HP, pair_HP, mask_HP, eps, HALF
+        )
+        out_ptr += token * (NUM_HEADS * HEAD_DIM)
+        _store_halves(out_ptr, head_H1 * HEAD_DIM + pair_HP, mask_HP, first_HP, second_HP, HALF)
+    else:
+        head_H1 = (tile - Q_TILES) * TILE_H + tl.arange(0, TILE_H)[:, None]
+        mask_HP = (head_H1 < NUM_KV_HEADS) & (pair_HP < HALF)
+        slot = tl.load(slot_mapping_ptr + token)
+        k_ptr += tl.multiple_of(token * k_stride, STRIDE_MULTIPLE)
+        v_ptr += tl.multiple_of(token * v_stride, STRIDE_MULTIPLE)
+        v_first_HP, v_second_HP = _load_halves(v_ptr, head_H1 * V_HEAD_STRIDE + pair_HP, mask_HP, HALF)
+        first_HP, second_HP = _normed_and_rotated(
+            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, head_H1 * K_HEAD_STRIDE + pair_HP, pair_HP, mask_HP, eps, HALF
+        )
+        if slot >= 0:
+            cache_ptr += (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+            offsets_HP = head_H1 * HEAD_DIM + pair_HP
+            _store_halves(cache_ptr, offsets_HP, mask_HP, first_HP, second_HP, HALF)
+            cache_ptr += BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+            _store_halves(cache_ptr, offsets_HP, mask_HP, v_first_HP, v_second_HP, HALF)
+
+
+def launch(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    q_norm_weight_d: torch.Tensor | None,
+    k_norm_weight_d: torch.Tensor | None,
+    eps: float,
+    cos_T1d: torch.Tensor,
+    sin_T1d: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor:
+    """What `compiled_engine.passes.rope_kv_write.rope_kv_write` says, on CUDA. Compiled once for a model.
+
+    Raises ValueError where the cache is not contiguous, or the elements of a head or of an angle are not in a row.
+    """
+    if not kv_cache_N2PKd.is_contiguous():
+        raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
+    rows = {"q_THd": q_THd, "k_TKd": k_TKd, "v_TKd": v_TKd, "cos_T1d": cos_T1d, "sin_T1d": sin_T1d}
+    for name, tensor in rows.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
+    num_tokens, num_heads, head_dim = q_THd.shape
+    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
+    out_THd = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THd.dtype, device=q_THd.device)
+    strides = [tensor.stride(0) for tensor in rows.values()]
+    tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
+    dependent_launch = may_launch_early(q_THd.device)
+    rope_kv_write_kernel[(num_tokens * (triton.cdiv(num_heads, tile_h) + triton.cdiv(num_kv_heads, tile_h)),)](
+        q_THd,
+        k_TKd,
+        v_TKd,
+        q_norm_weight_d,
+        k_norm_weight_d,
+        cos_T1d,
+        sin_T1d,
+        kv_cache_N2PKd,
+        slot_mapping_T,
+        out_THd,
+        eps,
+        *strides,
+        STRIDE_MULTIPLE=math.gcd(8, *strides),
+        Q_HEAD_STRIDE=q_THd.stride(1),
+        K_HEAD_STRIDE=k_TKd.stride(1),
+        V_HEAD_STRIDE=v_TKd.stride(1),
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        TILE_H=tile_h,
+        TILE_P=tile_p,
+        DEPENDENT_LAUNCH=dependent_launch,
+        num_warps=num_warps,
+        enable_fp_fusion=False,
+        **({"launch_pdl": True} if dependent_launch else {}),
+    )
+    return out_THd
+
+
+def tiles(num_heads: int, head_dim: int) -> tuple[int, int, int]:
+    """Heads of a program, pairs of a head (a power of two), and warps."""
+    pairs = triton.next_power_of_2(head_dim // 2)
+    heads = min(triton.next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
+    return heads, pairs, max(1, heads * 2 * pairs // ELEMENTS_PER_WARP)

@@ -1,0 +1,141 @@
+"""Linears of small batches become one kernel each that reads the weight at memory bandwidth and takes its
+neighbours in: the norm before it, and the silu * up or the residual add after it.
+
+Why: with few tokens a linear costs its weight's bytes, and what a general matrix product adds to that, together with
+the launches around it, is most of a decode step. It runs last: it absorbs what residual_rms_norm and silu_mul made.
+On an H200, leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8, 32 and 64 tokens 675, 279, 91 and
+-2 microseconds of 605, 972, 1292 and 1263.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes import small_batch_linear_op  # noqa: F401  (registers the op)
+from compiled_engine.passes.graph_inputs import is_parameter
+from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
+from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear and what it takes in; `result` is the node whose value it computes then."""
+
+    node: fx.Node
+    result: fx.Node
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    norm_weight: fx.Node | None = None
+    eps: float = 0.0
+    residual: fx.Node | None = None
+    silu_mul: bool = False
+
+
+class SmallBatchLinear:
+    name = "small_batch_linear"
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return 4 * model.num_layers + 1
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        linears: dict[fx.Node, _Linear] = {}
+        near_misses: list[str] = []
+        for node in graph.nodes:
+            found = _as_linear(node)
+            if isinstance(found, _Linear):
+                linears[node] = found
+            elif found is not None:
+                near_misses.append(f"{node.name}: {found}")
+        known = set(graph.nodes)
+        _take_in_silu_mul(linears)
+        new = _take_in_norms(graph, linears)
+        for linear in linears.values():
+            new[linear.result] = _rewrite(graph, linear, new)
+        replacements = tuple(Replacement(before.name, after) for before, after in new.items() if before in known)
+        graph.eliminate_dead_code()
+        return PassResult(len(linears), tuple(near_misses), replacements)
+
+
+def _as_linear(node: fx.Node) -> _Linear | str | None:
+    """A linear, why a matrix product is none, or None for anything else."""
+    if not is_call(node, aten.mm.default, aten.addmm.default):
+        return None
+    transposed, x = arg(node, -1), arg(node, -2)
+    if not (is_call(transposed, aten.t.default) and is_parameter(arg(transposed, 0))):
+        return "the matrix is not a transposed parameter"
+    bias = arg(node, 0) if len(node.args) == 3 else None
+    if node.kwargs:
+        return "the product is scaled"
+    if bias is not None and not (is_parameter(bias) and bias.meta["val"].dim() == 1):
+        return "what is added is not a bias vector"
+    return _Linear(node, node, x, arg(transposed, 0), bias)
+
+
+def _take_in_silu_mul(linears: dict[fx.Node, _Linear]) -> None:
+    for node, linear in linears.items():
+        user = only_user(node)
+        if user is not None and is_call(user, torch.ops.compiled_engine.silu_mul.default):
+            linears[node] = replace(linear, result=user, silu_mul=True)
+
+
+def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.Node, fx.Node]:
+    """Where only linears read a norm, each computes it itself; if it is one of a sum, the linear before adds that.
+
+    Returns what stands for the sums that no linear could take in: plain additions.
+    """
+    for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
+        if all(user in linears and linears[user].x is norm for user in norm.users):
+            x, weight, eps = norm.args
+            for user in norm.users:
+                linears[user] = replace(linears[user], x=x, norm_weight=weight, eps=eps)
+    plain_sums = {}
+    for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.residual_rms_norm.default):
+        normed, total = _item(norm, 0), _item(norm, 1)
+        if normed is None or not all(user in linears and linears[user].x is normed for user in normed.users):
+            continue
+        x, residual, weight, eps = (arg(norm, i) for i in range(4))
+        if total is None:
+            with graph.inserting_after(norm):
+                total = graph.call_function(operator.getitem, (norm, 1))
+            total.meta["val"] = norm.meta["val"][1]
+        for user in list(normed.users):
+            linears[user] = replace(linears[user], x=total, norm_weight=weight, eps=eps)
+        before = linears.get(x)
+        if before is not None and only_user(x) is norm and not before.silu_mul:
+            linears[x] = replace(before, result=total, residual=residual)
+        else:
+            with graph.inserting_before(norm):
+                plain_sums[total] = emit(graph, aten.add.Tensor, residual, x)
+            total.replace_all_uses_with(plain_sums[total])
+    return plain_sums
+
+
+def _item(sequence: fx.Node, index: int) -> fx.Node | None:
+    return next((user for user in sequence.users if is_call(user, operator.getitem) and user.args[1] == index), None)
+
+
+def _rewrite(graph: fx.Graph, linear: _Linear, new: dict[fx.Node, fx.Node]) -> fx.Node:
+    """Put the op in the place of the linear's result; `new` has what stands for values that were replaced before."""
+    arguments: tuple[Any, ...] = (
+        new.get(linear.x, linear.x),
+        linear.weight,
+        linear.bias,
+        linear.norm_weight,
+        linear.eps,
+        None if linear.residual is None else new.get(linear.residual, linear.residual),
+        linear.silu_mul,
+    )
+    with graph.inserting_before(linear.result):
+        fused = emit(graph, torch.ops.compiled_engine.small_batch_linear.default, *arguments)
+    linear.result.replace_all_uses_with(fused)
+    return fused

@@ -1,0 +1,141 @@
+"""What the tests of passes share: graphs of small models, graphs built by hand, and their execution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compiled_engine.config import ModelConfig, RopeConfig
+from compiled_engine.graphs.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.trace import TracedGraph, trace
+from compiled_engine.models.registry import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.graph_inputs import Source, parameter_layout
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.manager import PassReport, run_passes
+from compiled_engine.passes.registry import registered_passes
+from compiled_engine.resolve import resolve
+
+Tensors = dict[str, torch.Tensor]
+CPU = torch.device("cpu")
+SMALL, DYNAMIC = CompileRange(1, 8, True), CompileRange(1, 256)
+RANGES = (SMALL, DYNAMIC)
+DTYPES = (torch.float32, torch.bfloat16)
+PLAIN_ROPE = RopeConfig(10000.0)
+YARN = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64)
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture, with or without its biases, at a size at which a graph is run in milliseconds."""
+
+    architecture: str
+    qkv_bias: bool = False
+    other_biases: bool = False
+    sliding_window: int | None = None
+    tied: bool = True
+    rope: RopeConfig = PLAIN_ROPE
+
+    def __str__(self) -> str:
+        return (
+            self.architecture.removesuffix("ForCausalLM")
+            + "+biases" * self.other_biases
+            + "+yarn" * (self.rope is YARN)
+        )
+
+
+QWEN3 = Family("Qwen3ForCausalLM")
+LLAMA = Family("LlamaForCausalLM", tied=False)
+QWEN2 = Family("Qwen2ForCausalLM", qkv_bias=True)
+MISTRAL = Family("MistralForCausalLM", sliding_window=8, tied=False)
+BIASED = Family("LlamaForCausalLM", qkv_bias=True, other_biases=True)
+QWEN3_YARN = replace(QWEN3, rope=YARN)
+FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN)
+
+
+@cache
+def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[ModelConfig, TracedGraph]:
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8))
+    model = replace(
+        config.model,
+        architecture=family.architecture,
+        num_layers=num_layers,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        rms_norm_eps=3e-4,
+        rope=family.rope,
+        tie_word_embeddings=family.tied,
+        qkv_bias=family.qkv_bias,
+        attention_out_bias=family.other_biases,
+        mlp_bias=family.other_biases,
+        sliding_windows=(family.sliding_window,) * num_layers,
+        dtype=dtype,
+    )
+    inputs = example_inputs(replace(config, model=model))
+    return model, trace(without_storage(build_model(model), CPU), inputs)
+
+
+def run_all(
+    family: Family,
+    dtype: torch.dtype,
+    compile_range: CompileRange,
+    passes: tuple[GraphPass, ...] | None = None,
+    *,
+    num_layers: int = 2,
+    verify: bool = True,
+) -> tuple[PassReport, ...]:
+    """Run every registered pass, or these, strictly over a model's graph."""
+    model, graphs = traced(family, dtype, num_layers)
+    passes = registered_passes() if passes is None else passes
+    names = [graph_pass.name for graph_pass in passes]
+    graph = graphs.for_range(compile_range).graph
+    return run_passes(graph, passes, names, model, compile_range, CPU, strict=True, verify=verify)
+
+
+def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Tensors) -> fx.GraphModule:
+    """The ATen graph of function(**arguments, **parameters), with sources as the trace gives them."""
+    inputs = arguments | parameters
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in inputs.values()]
+        module = make_fx(lambda *values: function(**dict(zip(inputs, values, strict=True))))(*fakes)
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        node.meta["source"] = Source("parameter" if name in parameters else "argument", name)
+    return module
+
+
+def run(module: fx.GraphModule, inputs: Tensors) -> tuple[torch.Tensor, ...]:
+    """Execute a rewritten graph, packing parameters as the layout says."""
+    packed = {p.name: torch.cat([inputs[m] for m in p.members]) for p in parameter_layout(module.graph).packed}
+    module.recompile()
+    values = [(inputs | packed)[n.meta["source"].name] for n in module.graph.find_nodes(op="placeholder")]
+    return module(*values)
+
+
+def rewrite(graph_pass: GraphPass, module: fx.GraphModule) -> PassResult:
+    result = graph_pass.run(module.graph)
+    module.graph.lint()
+    return result
+
+
+def count(module: fx.GraphModule, target: Callable[..., object]) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=target))
+
+
+def random_tensors(dtype: torch.dtype = torch.float32, **shapes: tuple[int, ...]) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def targets(module: fx.GraphModule) -> list[object]:
+    """What the graph calls, in order."""
+    return [node.target for node in module.graph.nodes if node.op == "call_function"]

@@ -1,0 +1,94 @@
+"""Shapes and options of the small-batch linear, and what it must compute, for tests here and in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+EPS = 3e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """num_rows: of the weight; with silu_mul half as many results."""
+
+    num_tokens: int
+    num_rows: int
+    k: int
+    norm: bool = False
+    bias: bool = False
+    silu_mul: bool = False
+    residual: bool = False
+
+    def __str__(self) -> str:
+        names = [name for name in ("norm", "bias", "silu_mul", "residual") if getattr(self, name)]
+        return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the op takes, in its order."""
+
+    x_TK: torch.Tensor
+    weight_NK: torch.Tensor
+    bias_N: torch.Tensor | None
+    norm_weight_K: torch.Tensor | None
+    eps: float
+    residual_TM: torch.Tensor | None
+    silu_mul: bool
+
+    def values(self) -> tuple[object, ...]:
+        return tuple(vars(self).values())
+
+
+def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Arguments:
+    """Random ones. x is a slice of something wider: its rows do not follow one another."""
+    generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_rows + case.k)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    outputs = case.num_rows // 2 if case.silu_mul else case.num_rows
+    return Arguments(
+        normal(case.num_tokens, case.k + 8)[:, : case.k],
+        normal(case.num_rows, case.k) / case.k**0.5,
+        normal(case.num_rows) if case.bias else None,
+        1 + 0.2 * normal(case.k) if case.norm else None,
+        EPS,
+        normal(case.num_tokens, outputs) if case.residual else None,
+        case.silu_mul,
+    )
+
+
+def expected(given: Arguments) -> torch.Tensor:
+    """In float64, from the formula and not with the ops that the models use."""
+    x = given.x_TK.double()
+    if given.norm_weight_K is not None:
+        mean_square = torch.einsum("tk,tk->t", x, x) / x.shape[1]
+        x = torch.einsum("tk,k,t->tk", x, given.norm_weight_K.double(), (mean_square + given.eps) ** -0.5)
+    y = torch.einsum("tk,nk->tn", x, given.weight_NK.double())
+    if given.bias_N is not None:
+        y = y + given.bias_N.double()
+    if given.silu_mul:
+        width = y.shape[1] // 2
+        y = y[:, :width] / (1 + torch.exp(-y[:, :width])) * y[:, width:]
+    return y if given.residual_TM is None else y + given.residual_TM.double()
+
+
+def error(got: torch.Tensor, given: Arguments) -> float:
+    """The largest difference, relative to the largest value; NaN if anything is."""
+    right = expected(given)
+    return float((got.double() - right).abs().max() / right.abs().max())
+
+
+@contextmanager
+def nan_in_new_tensors() -> Iterator[None]:
+    """Meanwhile torch.empty gives NaN, so that an element which a kernel does not write is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -1,0 +1,114 @@
+"""What of a process's environment is in the cache key: compilers and their settings, device, source; nothing else."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+
+from compiled_engine.graphs.cache_diff import differences
+from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.environment import (
+    NOT_COMPILING,
+    compiler_settings,
+    describe_device,
+    measured_gains,
+    source_digests,
+    source_files,
+    this_environment,
+)
+from compiled_engine.models.families import FAMILIES
+from compiled_engine.passes.profile import DeviceProfile
+
+PRINT_KEY = """
+import torch
+from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.environment import this_environment
+print(factors_key(this_environment(torch.device("cpu")).as_factors() | {"source": {}}))
+"""
+
+
+def test_another_home_folder_and_environment_are_the_same_key(tmp_path: Path) -> None:
+    """In a process of its own, which starts in another folder, too."""
+    unrelated = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "USER": "somebody", "LANG": "C", "EDITOR": "ed"}
+    unrelated |= {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    unrelated |= {"TORCHINDUCTOR_COMPILE_THREADS": "3", "COMPILED_ENGINE_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", PRINT_KEY],
+        env=os.environ | unrelated,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert result.stdout.strip() == factors_key(this_environment(torch.device("cpu")).as_factors() | {"source": {}})
+
+
+def test_what_the_caller_has_set_in_the_compilers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = compiler_settings("cpu")
+
+    def changed() -> list[str]:
+        return [d.in_words("here", "before") for d in differences(compiler_settings("cpu"), base)]
+
+    assert changed() == []
+    with inductor_config.patch({"epilogue_fusion": False, "cpp.simdlen": 256}):
+        assert changed() == [
+            "inductor.cpp.simdlen: 256 here, not set before",
+            "inductor.epilogue_fusion: False here, not set before",
+        ]
+    with inductor_config.patch(worker_log_path="/somewhere"):
+        assert changed() == []
+    monkeypatch.setenv("TORCHINDUCTOR_FREEZING", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_WORKER_LOGPATH", "/somewhere")
+    assert changed() == ["environment.TORCHINDUCTOR_FREEZING: '1' here, not set before"]
+
+
+def test_a_pass_that_the_caller_gave_to_inductor_is_seen_without_its_address() -> None:
+    def callers_pass(graph: torch.fx.Graph) -> None:
+        """Does nothing."""
+
+    with inductor_config.patch(post_grad_custom_post_pass=callers_pass):
+        seen = compiler_settings("cpu")["inductor"]["post_grad_custom_post_pass"]
+    assert seen.endswith("callers_pass")
+    assert "0x" not in seen
+
+
+def test_a_cpu_is_described_by_its_instructions() -> None:
+    described = describe_device(torch.device("cpu"))
+    assert described["type"] == "cpu"
+    assert described["instructions"] == sorted(described["instructions"])
+
+
+def test_a_profile_counts_by_what_decides_which_passes_run() -> None:
+    profile = DeviceProfile("a device", {"silu_mul": {8: 1.5}}, 2.0, {(1, 64, 64, False): {"rows": 8}})
+    assert measured_gains(profile) == measured_gains(replace(profile, tiles={}))
+    assert measured_gains(profile) != measured_gains(replace(profile, noise_us=1.0))
+    assert json.loads(json.dumps(measured_gains(profile))) == measured_gains(profile)
+    assert measured_gains(None) == {}
+
+
+def test_the_source_digests_cover_what_shapes_the_graph() -> None:
+    names = set(source_files())
+    assert names == source_digests().keys()
+    assert {"graphs/trace.py", "graphs/split.py", "passes/merge_linears.py", "models/layers.py"} <= names
+    assert "attention/op.py" in names
+    for family in FAMILIES.values():
+        assert f"models/{family.model.__module__.rsplit('.', 1)[-1]}.py" in names
+
+
+def test_what_the_digests_leave_out_takes_no_part_in_compiling() -> None:
+    """No file that is digested imports one that is not."""
+    for name, path in source_files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            imported = module.removeprefix("compiled_engine.").replace(".", "/") + ".py"
+            assert not any(fnmatchcase(imported, pattern) for pattern in NOT_COMPILING), f"{name} imports {module}"

@@ -1,0 +1,250 @@
+"""The cache key changes when the compiled graph does, and only then; and each factor that differs is named in words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.config import EngineConfig, GraphMode, RopeConfig
+from compiled_engine.graphs.build import apply_passes, compile_ranges
+from compiled_engine.graphs.cache_diff import differences
+from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.cache_key import (
+    ANGLE_SCALE_FIELDS,
+    GRAPH_FIELDS,
+    OTHER_FIELDS,
+    cache_factors,
+    flatten,
+    graph_config,
+)
+from compiled_engine.graphs.environment import (
+    Environment,
+)
+from compiled_engine.graphs.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.inductor_options import INDUCTOR_OPTIONS
+from compiled_engine.graphs.make_plan import make_plan
+from compiled_engine.graphs.split import split
+from compiled_engine.graphs.trace import trace
+from compiled_engine.models.registry import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve import resolve
+
+ENVIRONMENT = Environment(
+    versions={"torch": "2.13.0", "cuda": None},
+    device={"type": "cpu", "instructions": ["avx2", "fma"]},
+    compiler={"version": "g++ 12.2.0"},
+    settings={"inductor": {"cpp.dynamic_threads": True}, "environment": {}},
+    profile={"noise_us": 2.0, "gains_us": {"silu_mul": {"8": 1.5}}},
+    source={"passes/silu_mul.py": "aaaa", "graphs/split.py": "bbbb"},
+)
+
+
+def base_config() -> EngineConfig:
+    """One tiny layer whose every field can matter: yarn scales cos and sin, and small batches end at the logits."""
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, compile_ranges=(8,)))
+    model = replace(
+        config.model,
+        num_layers=1,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=101,
+        rope=RopeConfig(
+            10000.0, "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5
+        ),
+        sliding_windows=(None,),
+    )
+    return replace(config, model=model)
+
+
+# Another value for every field.
+PERTURBED: dict[str, Any] = {
+    "model.path": Path("/elsewhere"),
+    "model.architecture": "LlamaForCausalLM",
+    "model.vocab_size": 103,
+    "model.hidden_size": 128,
+    "model.intermediate_size": 128,
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 32,
+    "model.max_position_embeddings": 77,
+    "model.rms_norm_eps": 3e-4,
+    "model.rope.theta": 5e5,
+    "model.rope.kind": "default",
+    "model.rope.factor": 8.0,
+    "model.rope.original_max_position_embeddings": 128,
+    "model.rope.low_freq_factor": 2.0,
+    "model.rope.high_freq_factor": 8.0,
+    "model.rope.beta_fast": 16.0,
+    "model.rope.beta_slow": 2.0,
+    "model.rope.attention_factor": 1.5,
+    "model.rope.mscale": 0.5,
+    "model.rope.mscale_all_dim": 0.25,
+    "model.rope.truncate": False,
+    "model.tie_word_embeddings": False,
+    "model.qkv_bias": True,
+    "model.attention_out_bias": True,
+    "model.mlp_bias": True,
+    "model.sliding_windows": (8,),
+    "model.dtype": torch.bfloat16,
+    "model.max_model_len": 99,
+    "model.load_format": "dummy",
+    "model.seed": 7,
+    "cache.block_size": 32,
+    "cache.num_blocks": 5,
+    "cache.gpu_memory_utilization": 0.5,
+    "cache.enable_prefix_caching": False,
+    "scheduler.max_num_seqs": 3,
+    "scheduler.max_num_batched_tokens": 128,
+    "scheduler.max_model_len": 99,
+    "scheduler.policy": "priority",
+    "compile.enabled": False,
+    "compile.passes": ("merge_linears",),
+    "compile.small_ranges": ((1, 4), (5, 8)),
+    "compile.strict": True,
+    "compile.verify": True,
+    "compile.workers": 3,
+    "compile.cache_dir": None,
+    "graph.mode": GraphMode.FULL_DECODE_ONLY,
+    "graph.capture_sizes": (1, 2),
+    "attention_backend": "triton",
+    "reasons": {"device": "another"},
+}
+# A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key.
+APART = {"device"}
+
+
+def with_value(value: Any, field: str, new: Any) -> Any:
+    name, _, rest = field.partition(".")
+    return replace(value, **{name: with_value(getattr(value, name), rest, new) if rest else new})
+
+
+def perturbed(config: EngineConfig, field: str) -> EngineConfig:
+    if field == "model.num_layers":
+        config = with_value(config, "model.sliding_windows", (None,) * PERTURBED[field])
+    return with_value(config, field, PERTURBED[field])
+
+
+def final_graph(config: EngineConfig) -> list[Any]:
+    """What a compiler would be given: for each range its plan and its unique pieces; and the compiler's options."""
+    traced = trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+    versions: list[Any] = [INDUCTOR_OPTIONS]
+    for compile_range in compile_ranges(config):
+        module, _ = apply_passes(config, traced, compile_range)
+        plan, pieces = make_plan(module.graph, split(module.graph))
+        versions.append((compile_range, plan, pieces))
+    return versions
+
+
+@pytest.fixture(scope="module")
+def base() -> EngineConfig:
+    return base_config()
+
+
+@pytest.fixture(scope="module")
+def base_graph(base: EngineConfig) -> list[Any]:
+    return final_graph(base)
+
+
+def test_every_field_is_perturbed(base: EngineConfig) -> None:
+    assert flatten(base).keys() == PERTURBED.keys() | APART
+    for field in PERTURBED:
+        assert flatten(perturbed(base, field))[field] != flatten(base)[field]
+
+
+def test_every_field_is_declared_once(base: EngineConfig) -> None:
+    assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flatten(base))
+
+
+@pytest.mark.parametrize("field", PERTURBED)
+def test_the_key_changes_exactly_when_the_graph_does(field: str, base: EngineConfig, base_graph: list[Any]) -> None:
+    config = perturbed(base, field)
+    key_changed = cache_factors(config, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
+    assert key_changed == (final_graph(config) != base_graph)
+    assert key_changed == (field not in OTHER_FIELDS)
+
+
+def test_how_positions_are_scaled_counts_only_where_the_graph_has_it(base: EngineConfig) -> None:
+    """All but yarn change the rotary frequencies alone, which are an input."""
+    plain = with_value(base, "model.rope", RopeConfig(10000.0))
+    linear = with_value(base, "model.rope", RopeConfig(5e5, "linear", factor=4.0))
+    assert cache_factors(linear, ENVIRONMENT) == cache_factors(plain, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
+    assert final_graph(linear) == final_graph(plain)
+
+
+def test_a_new_field_must_be_declared(base: EngineConfig) -> None:
+    @dataclass(frozen=True)
+    class Wider(EngineConfig):
+        fast: bool
+
+    wider = Wider(**{field.name: getattr(base, field.name) for field in fields(base)}, fast=True)
+    with pytest.raises(RuntimeError, match="not declared as graph-affecting or not: fast"):
+        graph_config(wider)
+
+
+ENVIRONMENTS = [
+    ({"versions": {"torch": "2.14.0", "cuda": None}}, "versions.torch: '2.13.0' here, '2.14.0' in ab12"),
+    ({"versions": {"torch": "2.13.0", "cuda": "13.0"}}, "versions.cuda: not set here, '13.0' in ab12"),
+    ({"device": {"type": "cpu", "instructions": ["avx2"]}}, "device.instructions: fma only here"),
+    ({"device": {"type": "cpu", "instructions": ["avx2", "fma", "amx"]}}, "device.instructions: amx only in ab12"),
+    ({"compiler": {"version": "g++ 13.1.0"}}, "compiler.version: 'g++ 12.2.0' here, 'g++ 13.1.0' in ab12"),
+    (
+        {"settings": {"inductor": {"cpp.dynamic_threads": False}, "environment": {}}},
+        "inductor.cpp.dynamic_threads: True here, False in ab12",
+    ),
+    (
+        {"settings": {"inductor": {"cpp.dynamic_threads": True}, "environment": {"TORCHINDUCTOR_FREEZING": "1"}}},
+        "environment.TORCHINDUCTOR_FREEZING: not set here, '1' in ab12",
+    ),
+    (
+        {"profile": {"noise_us": 2.0, "gains_us": {"silu_mul": {"8": -9.0}}}},
+        "profile.gains_us.silu_mul.8: 1.5 here, -9.0 in ab12",
+    ),
+    (
+        {"source": {"passes/silu_mul.py": "cccc", "graphs/split.py": "bbbb"}},
+        "source code: compiled_engine/passes/silu_mul.py was changed",
+    ),
+    ({"source": {"passes/silu_mul.py": "aaaa"}}, "source code: compiled_engine/graphs/split.py is only here"),
+]
+
+
+@pytest.mark.parametrize(("changed", "words"), ENVIRONMENTS)
+def test_the_environment_is_part_of_the_key(base: EngineConfig, changed: dict[str, Any], words: str) -> None:
+    ours, theirs = cache_factors(base, ENVIRONMENT), cache_factors(base, replace(ENVIRONMENT, **changed))
+    assert factors_key(ours) != factors_key(theirs)
+    assert [difference.in_words("here", "in ab12") for difference in differences(ours, theirs)] == [words]
+
+
+def test_config_fields_are_told_apart_in_words(base: EngineConfig) -> None:
+    other = replace(
+        base,
+        scheduler=replace(base.scheduler, max_num_batched_tokens=128),
+        compile=replace(base.compile, passes=tuple(name for name in base.compile.passes if name != "silu_mul")),
+    )
+    found = differences(cache_factors(base, ENVIRONMENT), cache_factors(other, ENVIRONMENT))
+    assert [difference.in_words("here", "in ab12") for difference in found] == [
+        "compile.passes: silu_mul only here",
+        "scheduler.max_num_batched_tokens: 256 here, 128 in ab12",
+    ]
+    assert differences(cache_factors(base, ENVIRONMENT), cache_factors(base, ENVIRONMENT)) == []
+
+
+def test_a_pass_that_was_changed_is_named(base: EngineConfig) -> None:
+    ours = cache_factors(base, ENVIRONMENT)
+    theirs = ours | {"passes": ours["passes"] | {"silu_mul": "another"}}
+    (found,) = differences(ours, theirs)
+    assert found.in_words("here", "in ab12") == "pass silu_mul was changed"
+
+
+def test_the_order_of_passes_counts(base: EngineConfig) -> None:
+    turned = with_value(base, "compile.passes", base.compile.passes[::-1])
+    assert cache_factors(turned, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
+    (found,) = differences(cache_factors(base, ENVIRONMENT), cache_factors(turned, ENVIRONMENT))
+    assert found.factor == "config.compile.passes"

@@ -1,0 +1,198 @@
+"""The pass manager: contracts on every family, what is not run and why, strict mode, profiles, diffs, a user's pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from pass_cases import CPU, DTYPES, DYNAMIC, FAMILIES, LLAMA, QWEN3, RANGES, SMALL, YARN, Family, run_all, traced
+from torch import fx
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes.graph_pass import CompileRange, PassResult
+from compiled_engine.passes.graph_text import graph_diff, graph_text
+from compiled_engine.passes.manager import ContractError, PassReport, pass_uuid, run_passes
+from compiled_engine.passes.profile import DeviceProfile
+from compiled_engine.passes.registry import DEFAULT_PASSES, register_pass, registered_passes, unregister_pass
+
+NAMES = tuple(graph_pass.name for graph_pass in DEFAULT_PASSES)
+
+
+def reports_of(
+    enabled: tuple[str, ...] = NAMES, compile_range: CompileRange = SMALL, profile: DeviceProfile | None = None
+) -> dict[str, PassReport]:
+    model, graphs = traced(QWEN3, torch.float32)
+    graph = graphs.for_range(compile_range).graph
+    reports = run_passes(graph, DEFAULT_PASSES, enabled, model, compile_range, CPU, profile=profile)
+    return {report.name: report for report in reports}
+
+
+@pytest.mark.parametrize("num_layers", [2, 8])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dtype, num_layers: int) -> None:
+    for compile_range in RANGES:
+        reports = run_all(family, dtype, compile_range, num_layers=num_layers, verify=False)
+        assert {report.name: report.matches for report in reports} == {
+            "no_op_elimination": 0 if family.rope is YARN else 2,
+            "merge_linears": 2 * num_layers,
+            "residual_rms_norm": 2 * num_layers,
+            "rms_norm": 1,
+            "rope_angles": 1,
+            "rope_kv_write": num_layers,
+            "silu_mul": num_layers,
+            "small_batch_linear": 4 * num_layers + 1 if compile_range.small else 0,
+        }
+        assert all(report.matches == report.contract for report in reports)
+        assert [report.near_misses for report in reports] == [()] * len(reports)
+        not_applied = [report.name for report in reports if not report.applied]
+        assert not_applied == ([] if compile_range.small else ["small_batch_linear"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_disabled_pass_does_not_run(name: str) -> None:
+    reports = reports_of(tuple(other for other in NAMES if other != name))
+    assert list(reports) == list(NAMES)
+    assert reports[name] == PassReport(name, enabled=False, applied=False, reason="disabled")
+    assert all(report.applied for report in reports.values() if name not in (report.name, "merge_linears"))
+
+
+def test_a_pass_that_needs_a_disabled_one_says_so() -> None:
+    report = reports_of(tuple(name for name in NAMES if name != "merge_linears"))["silu_mul"]
+    assert (report.enabled, report.applied) == (True, False)
+    assert report.reason == "needs merge_linears, which is disabled"
+
+
+def test_a_pass_that_does_not_apply_says_so() -> None:
+    report = reports_of(compile_range=DYNAMIC)["small_batch_linear"]
+    assert (report.enabled, report.applied, report.matches) == (True, False, 0)
+    assert report.reason == "1-256 tokens is not a small-batch range"
+
+
+def test_a_report_says_what_changed() -> None:
+    report = reports_of()["silu_mul"]
+    assert report.nodes_before > report.nodes_after > 0
+    assert report.seconds > 0
+    went = [line for line in report.diff.splitlines() if line.startswith("- ")]
+    came = [line for line in report.diff.splitlines() if line.startswith("+ ")]
+    assert sum("aten.silu.default" in line for line in went) == 2
+    assert sum("compiled_engine.silu_mul.default" in line for line in came) == 2
+
+
+@pytest.mark.parametrize("change", [{}, {"near_misses": ("a: b",), "matches": 3}])
+def test_a_report_comes_back_from_json(change: dict[str, object]) -> None:
+    report = replace(reports_of()["rms_norm"], **change)
+    as_json = vars(report) | {"near_misses": list(report.near_misses)}
+    assert PassReport.from_json(as_json) == report
+
+
+class Never:
+    """A pass that must match once and never does."""
+
+    name = "never"
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return 1
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return PassResult(0, ("exp: there is none",))
+
+
+def test_strict_mode_names_the_pass_below_its_contract() -> None:
+    with pytest.raises(ContractError, match=r"pass never matched 0 times over 1-8 tokens, its contract is 1; near"):
+        run_all(QWEN3, torch.float32, SMALL, (Never(),))
+
+
+def test_otherwise_a_pass_below_its_contract_is_reported() -> None:
+    model, graphs = traced(QWEN3, torch.float32)
+    graph = graphs.for_range(SMALL).graph
+    (report,) = run_passes(graph, (Never(),), ("never",), model, SMALL, CPU)
+    assert (report.matches, report.contract, report.near_misses) == (0, 1, ("exp: there is none",))
+    assert report.diff == ""
+
+
+PROFILE = DeviceProfile("a test", {"silu_mul": {1: -9.0, 8: -4.0, 64: 7.0}, "rms_norm": {1: 1.0, 8: -1.5}}, 2.0, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "compile_range", "reason"),
+    [
+        ("silu_mul", SMALL, "it does not pay on a test: 9.0 microseconds lost a step of 1 tokens"),
+        ("silu_mul", CompileRange(1, 64), None),  # it gains somewhere in the range
+        ("silu_mul", CompileRange(2, 32), "it does not pay on a test: 4.0 microseconds lost a step of 8 tokens"),
+        ("silu_mul", CompileRange(9, 63), None),  # nothing was measured there
+        ("rms_norm", SMALL, None),  # less than the noise
+        ("merge_linears", SMALL, None),  # never measured
+    ],
+)
+def test_a_profile_says_why_a_pass_is_left_out(name: str, compile_range: CompileRange, reason: str | None) -> None:
+    assert PROFILE.why_not(name, compile_range) == reason
+
+
+def test_a_pass_that_does_not_pay_is_not_applied() -> None:
+    report = reports_of(profile=PROFILE)["silu_mul"]
+    assert (report.enabled, report.applied) == (True, False)
+    assert report.reason == PROFILE.why_not("silu_mul", SMALL)
+
+
+def test_a_diff_shows_what_went_and_came_with_two_lines_around() -> None:
+    before = [f"line {i}" for i in range(12)]
+    after = [*before[:5], "new", *before[6:]]
+    assert graph_diff(before, after).splitlines() == [
+        "...",
+        "  line 3",
+        "  line 4",
+        "+ new",
+        "- line 5",
+        "  line 6",
+        "  line 7",
+        "...",
+    ]
+    assert graph_diff(before, before) == ""
+    assert graph_diff(["a", "b"], ["a"]).splitlines() == ["  a", "- b"]
+
+
+def test_a_graph_as_text_names_inputs_and_types() -> None:
+    _, graphs = traced(LLAMA, torch.bfloat16)
+    text = "\n".join(graph_text(graphs.for_range(DYNAMIC).graph))
+    assert "bfloat16[64, 96] = input model.layers.0.self_attn.o_proj.weight" in text
+    assert "= aten.mm.default(" in text
+    assert text.splitlines()[-1].startswith("return [") or text.splitlines()[-1].startswith("return (")
+
+
+@pytest.fixture
+def registered() -> Iterator[Never]:
+    graph_pass = Never()
+    register_pass(graph_pass, after="silu_mul")
+    yield graph_pass
+    unregister_pass("never")
+
+
+def test_a_registered_pass_stands_where_it_was_put(registered: Never) -> None:
+    names = [graph_pass.name for graph_pass in registered_passes()]
+    assert names == [*NAMES[: NAMES.index("silu_mul") + 1], "never", *NAMES[NAMES.index("silu_mul") + 1 :]]
+    with pytest.raises(ValueError, match="name is 'never', which is taken"):
+        register_pass(registered)
+
+
+def test_what_is_not_a_pass_is_refused() -> None:
+    with pytest.raises(TypeError, match="lacks name, applicable, contract, run"):
+        register_pass(object())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"after is 'nothing'; allowed: no_op_elimination"):
+        register_pass(Never(), after="nothing")
+    with pytest.raises(ValueError, match="name is 'silu_mul'; allowed: nothing is registered"):
+        unregister_pass("silu_mul")
+    assert registered_passes() == DEFAULT_PASSES
+
+
+def test_the_uuid_of_a_pass_is_that_of_its_source() -> None:
+    uuids = {pass_uuid(graph_pass) for graph_pass in (*DEFAULT_PASSES, Never())}
+    assert len(uuids) == len(DEFAULT_PASSES) + 1
+    assert all(len(uuid) == 16 for uuid in uuids)
+    own = type("Own", (), {"name": "own", "uuid": "v1", "__module__": "nowhere"})()
+    assert pass_uuid(own) == "v1"

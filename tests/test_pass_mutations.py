@@ -1,0 +1,284 @@
+"""The verifier tells right rewrites from wrong ones: every pass is broken on purpose, and each break is caught."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from pass_cases import DTYPES, FAMILIES, LLAMA, QWEN2, QWEN3, QWEN3_YARN, RANGES, SMALL, Family, run_all
+from torch import fx
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes import rope_kv_write
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.verifier import VerificationError
+
+aten = torch.ops.aten
+ours = torch.ops.compiled_engine
+NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
+ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
+SILU_MUL, LINEAR = ours.silu_mul.default, ours.small_batch_linear.default
+
+Edit = Callable[[fx.Graph], None]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=target)
+
+
+def set_argument(target: Any, index: int, change: Callable[[Any], Any]) -> Edit:
+    """Change an argument of the first call that has one there."""
+
+    def edit(graph: fx.Graph) -> None:
+        node = next(node for node in calls(graph, target) if node.args[index] is not None)
+        node.update_arg(index, change(node.args[index]))
+
+    return edit
+
+
+def swap_arguments(target: Any, i: int, j: int) -> Edit:
+    def edit(graph: fx.Graph) -> None:
+        node = calls(graph, target)[0]
+        first, second = node.args[i], node.args[j]
+        node.update_arg(i, second)
+        node.update_arg(j, first)
+
+    return edit
+
+
+def copy_argument(target: Any, source: int, to: int) -> Edit:
+    def edit(graph: fx.Graph) -> None:
+        node = calls(graph, target)[0]
+        node.update_arg(to, node.args[source])
+
+    return edit
+
+
+def take_from_next(target: Any, index: int) -> Edit:
+    """The first call gets an argument of the next one that has another of the same shape there."""
+
+    def edit(graph: fx.Graph) -> None:
+        node, *others = [node for node in calls(graph, target) if node.args[index] is not None]
+        mine: Any = node.args[index]
+        theirs = (other.args[index] for other in others)
+        node.update_arg(
+            index, next(n for n in theirs if n is not mine and n.meta["val"].shape == mine.meta["val"].shape)
+        )
+
+    return edit
+
+
+def swap_results(target: Any, num_results: int = 2) -> Edit:
+    """Who reads result i of the first call with so many results now reads the last but i."""
+
+    def edit(graph: fx.Graph) -> None:
+        found = (node for node in calls(graph, target) if len(node.meta["val"]) == num_results)
+        for item in list(next(found).users):
+            item.update_arg(1, num_results - 1 - item.args[1])  # type: ignore[operator]
+
+    return edit
+
+
+def reverse_packed(ending: str) -> Edit:
+    """A packed parameter has its members in reverse order."""
+
+    def edit(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="placeholder"):
+            source = node.meta["source"]
+            if source.members and source.name.endswith(ending):
+                node.meta["source"] = replace(source, members=source.members[::-1])
+                return
+        raise AssertionError(f"no packed parameter ends in {ending}")
+
+    return edit
+
+
+def skip(target: Any, which: Callable[[fx.Node], bool] = lambda node: True) -> Edit:
+    """The first such call is left out: who reads it reads its input."""
+
+    def edit(graph: fx.Graph) -> None:
+        node = next(node for node in calls(graph, target) if which(node))
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
+
+    return edit
+
+
+def is_scaled(node: fx.Node) -> bool:
+    return isinstance(node.args[1], float)
+
+
+def widens(node: fx.Node) -> bool:
+    return node.kwargs.get("dtype") == torch.float32 and node.args[0].meta["val"].dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def drop_bias(graph: fx.Graph) -> None:
+    node = calls(graph, aten.addmm.default)[0]
+    node.target, node.args = aten.mm.default, node.args[1:]
+
+
+def forget_residual(graph: fx.Graph) -> None:
+    norm = calls(graph, SUM_NORM)[0]
+    total = next(item for item in norm.users if item.args[1] == 1)
+    total.replace_all_uses_with(norm.args[0])  # type: ignore[arg-type]
+
+
+def slots_off_by_one(graph: fx.Graph) -> None:
+    node = calls(graph, ROPE)[0]
+    with graph.inserting_before(node):
+        node.update_arg(9, graph.call_function(aten.add.Tensor, (node.args[9], 1)))
+
+
+def unrotated_k(graph: fx.Graph) -> None:
+    """k is turned back first, so that the op writes it as it was."""
+    node = calls(graph, ROPE)[0]
+    k, cos, sin = node.args[1], node.args[6], node.args[7]
+    with graph.inserting_before(node):
+        back = graph.call_function(aten.neg.default, (sin,))
+        both = graph.call_function(rope_kv_write.reference, (k, k, None, None, 0.0, cos, back))
+        node.update_arg(1, graph.call_function(operator.getitem, (both, 1)))
+
+
+def swap_halves(graph: fx.Graph) -> None:
+    node = calls(graph, SILU_MUL)[0]
+    with graph.inserting_before(node):
+        gate_up: Any = node.args[0]
+        halves = graph.call_function(torch.chunk, (gate_up, 2, -1))
+        gate, up = (graph.call_function(operator.getitem, (halves, i)) for i in range(2))
+        node.update_arg(0, graph.call_function(torch.cat, ([up, gate], -1)))
+
+
+def no_silu(graph: fx.Graph) -> None:
+    node = calls(graph, SILU_MUL)[0]
+    with graph.inserting_before(node):
+        halves = graph.call_function(torch.chunk, (node.args[0], 2, -1))
+        gate, up = (graph.call_function(operator.getitem, (halves, i)) for i in range(2))
+    node.target, node.args = aten.mul.Tensor, (gate, up)
+
+
+def drop_attention(graph: fx.Graph) -> None:
+    graph.erase_node(calls(graph, ATTENTION)[0])
+
+
+def write_twice(graph: fx.Graph) -> None:
+    node = calls(graph, ROPE)[0]
+    with graph.inserting_after(node):
+        graph.call_function(ROPE, node.args)
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """`edit` is applied to what `broken`, a pass, has made of the graph of `family`. reported: as the pass would."""
+
+    broken: str
+    what: str
+    edit: Edit
+    family: Family = QWEN3
+    reported: bool = True
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+
+
+def ten_times(value: float) -> float:
+    return 10 * value
+
+
+def none(value: object) -> None:
+    return None
+
+
+MUTATIONS = (
+    Mutation("no_op_elimination", "a negation taken for a no-op", skip(aten.neg.default)),
+    Mutation("no_op_elimination", "yarn's factor taken for 1", skip(aten.mul.Tensor, is_scaled), QWEN3_YARN),
+    Mutation("no_op_elimination", "a cast left out", skip(aten._to_copy.default, widens), dtypes=(torch.bfloat16,)),
+    Mutation("no_op_elimination", "attention left out", drop_attention),
+    Mutation("merge_linears", "weights in another order", reverse_packed("weight")),
+    Mutation("merge_linears", "the same, unreported", reverse_packed("weight"), reported=False),
+    Mutation("merge_linears", "gate and up swapped", swap_results(aten.split_with_sizes.default)),
+    Mutation("merge_linears", "biases in another order", reverse_packed("bias"), QWEN2),
+    Mutation("merge_linears", "no bias", drop_bias, QWEN2),
+    Mutation("residual_rms_norm", "wrong eps", set_argument(SUM_NORM, 3, ten_times)),
+    Mutation("residual_rms_norm", "the weight of another norm", take_from_next(SUM_NORM, 2)),
+    Mutation("residual_rms_norm", "no residual in the sum", forget_residual),
+    Mutation("residual_rms_norm", "no residual in the norm", copy_argument(SUM_NORM, 0, 1)),
+    Mutation("residual_rms_norm", "sum and norm swapped", swap_results(SUM_NORM)),
+    Mutation("rms_norm", "wrong eps", set_argument(NORM, 2, ten_times)),
+    Mutation("rms_norm", "no norm", skip(NORM)),
+    Mutation("rope_angles", "cos and sin swapped", swap_results(ANGLES)),
+    Mutation("rope_angles", "wrong scale", set_argument(ANGLES, 2, ten_times), QWEN3_YARN),
+    Mutation("rope_kv_write", "cos and sin swapped", swap_arguments(ROPE, 6, 7)),
+    Mutation("rope_kv_write", "wrong eps", set_argument(ROPE, 5, ten_times)),
+    Mutation("rope_kv_write", "no norm of q", set_argument(ROPE, 3, none)),
+    Mutation("rope_kv_write", "no norm of k", set_argument(ROPE, 4, none)),
+    Mutation("rope_kv_write", "q's norm weight for k", copy_argument(ROPE, 3, 4)),
+    Mutation("rope_kv_write", "k not rotated", unrotated_k, LLAMA),
+    Mutation("rope_kv_write", "k and v swapped", swap_arguments(ROPE, 1, 2)),
+    Mutation("rope_kv_write", "slots off by one", slots_off_by_one),
+    Mutation("rope_kv_write", "another layer's cache", take_from_next(ROPE, 8)),
+    Mutation("rope_kv_write", "written a second time", write_twice),
+    Mutation("silu_mul", "gate and up swapped", swap_halves),
+    Mutation("silu_mul", "no silu", no_silu),
+    Mutation("small_batch_linear", "wrong eps", set_argument(LINEAR, 4, ten_times)),
+    Mutation("small_batch_linear", "the weight of another norm", take_from_next(LINEAR, 3)),
+    Mutation("small_batch_linear", "no norm", set_argument(LINEAR, 3, none)),
+    Mutation("small_batch_linear", "no residual", set_argument(LINEAR, 5, none)),
+    Mutation("small_batch_linear", "no bias", set_argument(LINEAR, 2, none), QWEN2),
+    Mutation("small_batch_linear", "another layer's weight", take_from_next(LINEAR, 1)),
+    Mutation("small_batch_linear", "gate and up swapped", reverse_packed("{gate_proj,up_proj}.weight")),
+)
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A pass whose result is edited."""
+
+    right: GraphPass
+    mutation: Mutation
+
+    @property
+    def name(self) -> str:
+        return self.right.name
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return self.right.applicable(compile_range, device_type)
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return self.right.contract(model, compile_range)
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        result = self.right.run(graph)
+        self.mutation.edit(graph)
+        return result if self.mutation.reported else replace(result, replacements=())
+
+
+def cases() -> Iterator[Any]:
+    for mutation in MUTATIONS:
+        for dtype in mutation.dtypes:
+            name = f"{mutation.broken}: {mutation.what}, {str(dtype).removeprefix('torch.')}"
+            yield pytest.param(mutation, dtype, id=name)
+
+
+@pytest.mark.parametrize(("mutation", "dtype"), list(cases()))
+def test_a_broken_rewrite_is_caught(mutation: Mutation, dtype: torch.dtype) -> None:
+    passes = tuple(Broken(p, mutation) if p.name == mutation.broken else p for p in registered_passes())
+    for compile_range in RANGES if mutation.broken != "small_batch_linear" else (SMALL,):
+        with pytest.raises(VerificationError, match=mutation.broken):
+            run_all(mutation.family, dtype, compile_range, passes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_unbroken_passes_are_not(family: Family, dtype: torch.dtype) -> None:
+    for compile_range in RANGES:
+        reports = run_all(family, dtype, compile_range)
+        assert all((report.verified > 0) == (report.matches > 0) for report in reports)
+        assert all(report.applied for report in reports if compile_range is SMALL)
+
+
+def test_every_pass_is_broken() -> None:
+    assert {mutation.broken for mutation in MUTATIONS} == {graph_pass.name for graph_pass in registered_passes()}

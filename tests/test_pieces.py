@@ -1,0 +1,133 @@
+"""Pieces as JSON, compiled in this process or by workers, or run as generated Python."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compiled_engine.graphs.compile_pool import CompileError, compile_pool
+from compiled_engine.graphs.direct_piece import direct_source, is_direct, load_direct
+from compiled_engine.graphs.load_piece import load_piece
+from compiled_engine.graphs.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
+
+aten = torch.ops.aten
+
+
+def pointwise_piece(scale: float = 2.0) -> fx.GraphModule:
+    """(relu(x @ w.t()) * scale, x.view(n * 4)) for x [n, 4] of any n."""
+    shape_env = ShapeEnv()
+    with shape_env.ignore_fresh_unbacked_symbols():
+        n = shape_env.create_unbacked_symint()
+    shape_env.constrain_symbol_range(n.node.expr, 1, 64)
+    graph = fx.Graph()
+    with FakeTensorMode(shape_env=shape_env):
+        inputs = [torch.empty(n, 4), torch.empty(8, 4), n]
+        nodes = [graph.placeholder(name) for name in "xwn"]
+        for node, value in zip(nodes, inputs, strict=True):
+            node.meta["val"] = value
+        x, w, _ = nodes
+        t = graph.call_function(aten.t.default, (w,))
+        product = graph.call_function(aten.mm.default, (x, t))
+        relu = graph.call_function(aten.relu.default, (product,))
+        scaled = graph.call_function(aten.mul.Tensor, (relu, scale))
+    graph.output((scaled, product))
+    return fx.GraphModule({}, graph)
+
+
+def call(piece: object, rows: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return piece(torch.randn(rows, 4), torch.randn(8, 4), rows)  # type: ignore[operator]
+
+
+def test_a_piece_comes_back_from_its_json() -> None:
+    text = piece_to_json(pointwise_piece())
+    again, fakes, shape_env = piece_from_json(text)
+    assert piece_to_json(again) == text
+    assert not shape_env.guards
+    assert [str(fake.shape[1]) for fake in fakes[:2]] == ["4", "4"]
+    for rows in (1, 5):
+        torch.testing.assert_close(call(again, rows), call(pointwise_piece(), rows))
+
+
+def test_the_key_changes_with_constants_shapes_and_ops_only() -> None:
+    texts = {piece_to_json(pointwise_piece(scale)) for scale in (2.0, 2.0, 3.0)}
+    assert len(texts) == len({piece_key(text) for text in texts}) == 2
+
+
+def test_a_call_that_is_no_op_has_no_json() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(2)
+    graph.output((graph.call_function(len, (x,)),))
+    with pytest.raises(UnknownTarget, match="len"):
+        piece_to_json(fx.GraphModule({}, graph))
+
+
+def test_an_op_that_is_not_registered_is_named() -> None:
+    text = piece_to_json(pointwise_piece()).replace("aten::relu.default", "somebodys::op.default")
+    with pytest.raises(UnknownTarget, match="somebodys::op"):
+        piece_from_json(text)
+
+
+def entry_with(folder: Path, *pieces: fx.GraphModule) -> list[str]:
+    (folder / "pieces").mkdir()
+    keys = []
+    for piece in pieces:
+        text = piece_to_json(piece)
+        keys.append(piece_key(text))
+        (folder / "pieces" / f"{keys[-1]}.json").write_text(text)
+    return keys
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> None:
+    keys = entry_with(tmp_path, pointwise_piece(2.0), pointwise_piece(3.0))
+    with compile_pool(tmp_path, workers) as compile_pieces:
+        done = {piece.key: piece.worker for piece in compile_pieces(keys)}
+    assert set(done) == set(keys)
+    assert all((worker is None) == (workers == 0) for worker in done.values())
+    for key, scale in zip(keys, (2.0, 3.0), strict=True):
+        compiled = load_piece(tmp_path, key)
+        for rows in (1, 7, 64):
+            torch.testing.assert_close(tuple(call(compiled, rows)), call(pointwise_piece(scale), rows))
+        assert "def call(" in (tmp_path / "pieces" / f"{key}.py").read_text()
+
+
+def test_what_a_worker_cannot_compile_is_an_error_with_its_reason(tmp_path: Path) -> None:
+    (key,) = entry_with(tmp_path, pointwise_piece())
+    path = tmp_path / "pieces" / f"{key}.json"
+    path.write_text(path.read_text().replace("aten::mm.default", "aten::bmm.default"))
+    with compile_pool(tmp_path, 1) as compile_pieces, pytest.raises(CompileError, match="3D"):
+        list(compile_pieces([key]))
+
+
+def test_a_piece_with_nothing_to_fuse_runs_as_python() -> None:
+    graph = fx.Graph()
+    x, w = graph.placeholder("x"), graph.placeholder("w")
+    x.meta["val"], w.meta["val"] = torch.empty(3, 4), torch.empty(8, 4)
+    t = graph.call_function(aten.t.default, (w,))
+    product = graph.call_function(aten.mm.default, (x, t))
+    parts = graph.call_function(aten.split_with_sizes.default, (product, [6, 2], -1))
+    first = graph.call_function(__import__("operator").getitem, (parts, 0))
+    out = graph.call_function(aten.empty_like.default, (first,), {"pin_memory": False})
+    graph.output((first, out))
+    text = piece_to_json(fx.GraphModule({}, graph))
+    assert is_direct(text)
+    source = direct_source(text)
+    assert source.count("del ") >= 3  # every value is dropped after its last use
+    x_value, w_value = torch.randn(3, 4), torch.randn(8, 4)
+    result, buffer = load_direct(source)(x_value, w_value)
+    torch.testing.assert_close(result, (x_value @ w_value.t())[:, :6])
+    assert buffer.shape == (3, 6)
+
+
+def test_a_piece_with_pointwise_ops_is_compiled() -> None:
+    text = piece_to_json(pointwise_piece())
+    assert not is_direct(text)
+    assert [node[0] for node in json.loads(text)["nodes"]].count("input") == 3

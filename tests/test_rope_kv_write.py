@@ -1,0 +1,299 @@
+"""The pass rope_kv_write: on the models' traced graphs, on graphs built by hand, and on those that only look alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.op import attention
+from compiled_engine.config import RopeConfig
+from compiled_engine.graphs.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.make_plan import make_plan
+from compiled_engine.graphs.piece import piece_from_json
+from compiled_engine.graphs.split import split
+from compiled_engine.graphs.stitch import stitch
+from compiled_engine.graphs.trace import trace
+from compiled_engine.models.families import FAMILIES
+from compiled_engine.models.layers import rotate
+from compiled_engine.models.registry import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.expand_references import expand_references
+from compiled_engine.passes.graph_inputs import Source, source_of
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.merge_linears import MergeLinears
+from compiled_engine.passes.random_inputs import RandomInputs
+from compiled_engine.passes.rope_kv_write import RopeKVWrite
+from compiled_engine.resolve import resolve
+
+ATTENTION = torch.ops.compiled_engine.attention.default
+ATTEND = torch.ops.compiled_engine.attend.default
+FUSED = torch.ops.compiled_engine.rope_kv_write.default
+CPU = torch.device("cpu")
+YARN = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64)
+
+
+def count(module: fx.GraphModule, target: Callable[..., object]) -> int:
+    return len(module.graph.find_nodes(op="call_function", target=target))
+
+
+def traced_model(architecture: str, dtype: torch.dtype, num_layers: int = 3, **changes: Any) -> fx.GraphModule:
+    """The graph of a small model that returns hidden states."""
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8))
+    model = replace(
+        config.model,
+        architecture=architecture,
+        num_layers=num_layers,
+        hidden_size=64,
+        intermediate_size=96,
+        num_heads=6,
+        num_kv_heads=2,
+        vocab_size=101,
+        rms_norm_eps=3e-4,
+        qkv_bias=architecture == "Qwen2ForCausalLM",
+        sliding_windows=(8 if architecture == "MistralForCausalLM" else None,) * num_layers,
+        dtype=dtype,
+        **{"head_dim": 16, "rope": RopeConfig(10000.0)} | changes,
+    )
+    config = replace(config, model=model)
+    inputs = example_inputs(config)
+    return trace(without_storage(build_model(model), CPU), inputs).for_range(CompileRange(1, 256))
+
+
+def run(module: fx.GraphModule, num_tokens: int = 7) -> list[torch.Tensor]:
+    """What the graph returns for a random batch, and then every cache."""
+    module.recompile()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    inputs = RandomInputs(module.graph, num_tokens, CPU, 1.0)
+    values = [inputs.of(node) for node in placeholders]
+    outputs = module(*values)
+    return [*outputs, *(value for value in values if isinstance(value, torch.Tensor) and value.dim() == 5)]
+
+
+def assert_same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(got) == len(expected)
+    assert all(torch.equal(left, right) for left, right in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("merged", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_every_layer_of_every_family(architecture: str, dtype: torch.dtype, merged: bool) -> None:
+    module = traced_model(architecture, dtype)
+    if merged:
+        MergeLinears().run(module.graph)
+    expected = run(module)
+    result = RopeKVWrite().run(module.graph)
+    module.graph.lint()
+    assert (result.matches, result.near_misses) == (3, ())
+    assert [replacement.after.target for replacement in result.replacements] == [ATTEND] * 3
+    assert (count(module, ATTENTION), count(module, FUSED), count(module, torch.ops.aten.neg.default)) == (0, 3, 0)
+    assert_same(run(module), expected)
+
+
+@pytest.mark.parametrize("rope", [RopeConfig(10000.0), YARN])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_every_head_size(head_dim: int, rope: RopeConfig) -> None:
+    module = traced_model("Qwen3ForCausalLM", torch.bfloat16, 1, head_dim=head_dim, rope=rope)
+    expected = run(module)
+    assert RopeKVWrite().run(module.graph).matches == 1
+    assert_same(run(module), expected)
+
+
+def test_the_op_stands_between_the_pieces() -> None:
+    """Three unique pieces and nothing between the op and attend; the stitched forward gives the same values."""
+    module = traced_model("Qwen3ForCausalLM", torch.float32, num_layers=4)
+    expected = run(module)
+    RopeKVWrite().run(module.graph)
+    plan, pieces = make_plan(module.graph, split(module.graph))
+    assert len(pieces) == 3
+    ops = [step.op for step in plan.steps]
+    assert ops == [None, "compiled_engine::rope_kv_write", "compiled_engine::attend"] * 4 + [None]
+    inputs = RandomInputs(module.graph, 7, CPU, 1.0)
+    values = {source_of(node): inputs.of(node) for node in module.graph.find_nodes(op="placeholder")}
+    parameters = {source.name: value for source, value in values.items() if source.kind == "parameter"}
+    arguments = {source.name: value for source, value in values.items() if source.kind == "argument"}
+    prefix = "attention_inputs."
+    fields = {name.removeprefix(prefix): value for name, value in arguments.items() if name.startswith(prefix)}
+    caches = [arguments[f"kv_caches.{i}"] for i in range(4)]
+    forward = stitch(plan, {key: piece_from_json(text)[0] for key, text in pieces.items()}, parameters)
+    batch = AttentionInputs(**fields, backend="torch")
+    hidden = forward(arguments["input_ids_T"], arguments["positions_T"], batch, caches)
+    assert_same([hidden, *caches], expected)
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_written_out_attention_writes_again(architecture: str) -> None:
+    module = traced_model(architecture, torch.bfloat16)
+    expected = run(module)
+    RopeKVWrite().run(module.graph)
+    fused = len(module.graph.nodes)
+    expanded = expand_references(module)
+    assert (count(expanded, ATTENTION), count(expanded, ATTEND), count(expanded, FUSED)) == (3, 0, 0)
+    assert_same(run(expanded), expected)
+    assert len(module.graph.nodes) == fused
+    assert_same(run(module), expected)
+
+
+Tensors = dict[str, torch.Tensor]
+Rotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Norm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def norm_with(eps: float, dim: int = -1) -> Norm:
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + eps)).to(x.dtype)
+
+    return norm
+
+
+textbook_norm = norm_with(1e-6)
+
+
+def attention_graph(
+    dtype: torch.dtype = torch.bfloat16,
+    norm_q: Norm = textbook_norm,
+    norm_k: Norm = textbook_norm,
+    rotate_q: Rotation = rotate,
+    rotate_k: Rotation = rotate,
+    rotate_v: Rotation = lambda x, cos, sin: x,
+    also: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]] = lambda q, k: (),
+    **shapes: tuple[int, ...],
+) -> fx.GraphModule:
+    """One layer's attention on 7 tokens, 4 query heads, 2 K/V heads and head size 16; `also` reads the rotated q, k."""
+    parameters = {"q": (7, 4, 16), "k": (7, 2, 16), "v": (7, 2, 16), "cos": (7, 1, 16), "sin": (7, 1, 16)}
+    parameters |= {"q_weight": (16,), "k_weight": (16,)} | shapes
+    batch = {
+        "query_start_loc_R1": (4,),
+        "seq_lens_R": (3,),
+        "block_table_RB": (3, 2),
+        "slot_mapping_T": (7,),
+        "host_3": (3,),
+    }
+
+    def function(
+        p: dict[str, torch.Tensor], b: dict[str, torch.Tensor], cache: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        q = rotate_q(norm_q(p["q"], p["q_weight"]), p["cos"], p["sin"])
+        k = rotate_k(norm_k(p["k"], p["k_weight"]), p["cos"], p["sin"])
+        v = rotate_v(p["v"], p["cos"], p["sin"])
+        return attention(q, k, v, cache, AttentionInputs(**b, backend="torch"), 0.25), *also(q, k)
+
+    with FakeTensorMode():
+        fakes_p = {name: torch.empty(shape, dtype=dtype) for name, shape in parameters.items()}
+        fakes_b = {name: torch.empty(shape, dtype=torch.int32) for name, shape in batch.items()}
+        module = make_fx(function)(fakes_p, fakes_b, torch.empty((9, 2, 16, 2, 16), dtype=dtype))
+    names = [*parameters, *(f"attention_inputs.{name}" for name in batch), "kv_caches.0"]
+    for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
+        node.meta["source"] = Source("parameter" if name in parameters else "argument", name)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule({}, graph)
+
+
+def by_slices(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return sin * torch.cat((-x[..., half:], x[..., :half]), dim=-1) + cos * x
+
+
+def unnormed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+@pytest.mark.parametrize("rotation", [rotate, by_slices])
+@pytest.mark.parametrize("norm", [textbook_norm, norm_with(0.37), unnormed])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_graph_built_by_hand(dtype: torch.dtype, norm: Norm, rotation: Rotation) -> None:
+    module = attention_graph(dtype, norm, norm, rotation, rotation)
+    expected = run(module)
+    assert RopeKVWrite().run(module.graph).matches == 1
+    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED)
+    assert [node.op for node in fused.all_input_nodes] == ["placeholder"] * len(fused.all_input_nodes)
+    assert_same(run(module), expected)
+
+
+def interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return x * cos + torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) * sin
+
+
+def turned(change: str) -> Rotation:
+    """The textbook's rotation but for one thing."""
+
+    def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        dim = -2 if change == "heads" else -1
+        first, second = (x + 1 if change == "another x" else x).chunk(2, dim)
+        return x * cos + torch.cat((second, -first) if change == "back" else (-second, first), dim) * sin
+
+    return rotation
+
+
+def partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rotate(x[..., :8], cos[..., :8], sin[..., :8]), x[..., 8:]), dim=-1)
+
+
+def in_fp32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return rotate(x.float(), cos.float(), sin.float()).to(x.dtype)
+
+
+def twice(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.add(x * cos, torch.cat((-second, first), dim=-1) * sin, alpha=2)
+
+
+def narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def weight_in_fp32(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6))).to(x.dtype)
+
+
+def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return textbook_norm(x, 1 + weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rotate_q": interleaved, "rotate_k": interleaved}, "q: it is not x \\* cos"),
+        ({"rotate_q": turned("back")}, "q: it is not x \\* cos"),
+        ({"rotate_k": turned("back")}, "k: it is not x \\* cos"),
+        ({"rotate_q": turned("heads")}, "q: it is not x \\* cos"),
+        ({"rotate_q": turned("another x")}, "q: it is not x \\* cos"),
+        ({"rotate_q": twice}, "q: it is not rotated"),
+        ({"rotate_k": lambda x, cos, sin: x}, "k: it is not rotated"),
+        ({"rotate_q": partial, "rotate_k": partial}, "only a part of each head"),
+        ({"rotate_q": in_fp32, "rotate_k": in_fp32}, "a cast follows"),
+        ({"rotate_v": rotate}, "v is rotated too"),
+        ({"rotate_k": lambda x, cos, sin: rotate(x, sin, cos)}, "different angles"),
+        ({"rotate_k": lambda x, cos, sin: rotate(x, cos * 2, sin)}, "different angles"),
+        ({"cos": (16,), "sin": (16,)}, r"cos or sin is not \[tokens, heads, head size\]"),
+        ({"cos": (1, 1, 16)}, r"cos or sin is not \[tokens, 1, head size\]"),
+        ({"also": lambda q, k: (q,)}, "rotated q is used elsewhere"),
+        ({"also": lambda q, k: (k,)}, "rotated k is used elsewhere"),
+        ({"norm_k": unnormed}, "normed differently"),
+        ({"norm_k": norm_with(1e-5)}, "normed differently"),
+        ({"norm_q": narrow}, "fp32"),
+        ({"norm_q": weight_in_fp32}, "rounded before the weight"),
+        ({"norm_k": norm_with(1e-6, dim=-2)}, "mean of its squares"),
+        ({"norm_q": one_plus_weight}, "weight of its norm"),
+        ({"k_weight": (1,)}, "weight of its norm"),
+        ({"q_weight": (4, 1)}, "weight of its norm"),
+    ],
+)
+def test_what_only_looks_like_it_stays_and_is_named(changes: dict[str, Any], reason: str) -> None:
+    module = attention_graph(**changes)
+    before = str(module.graph)
+    result = RopeKVWrite().run(module.graph)
+    assert (result.matches, len(result.near_misses), str(module.graph)) == (0, 1, before)
+    assert re.search(reason, result.near_misses[0])

@@ -1,0 +1,129 @@
+"""The op small_batch_linear computes its formula: reference, interpreted kernels, kernels on a GPU, for any shape."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
+
+from compiled_engine.passes.small_batch_linear_launch import MAX_TILES, choose_tiles
+from compiled_engine.passes.small_batch_linear_op import reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+OPTIONS = [
+    {"norm": norm, "bias": bias, "silu_mul": silu_mul, "residual": residual}
+    for norm, bias, silu_mul, residual in product((False, True), repeat=4)
+    if not (silu_mul and residual)
+]
+SHAPES = [(1, 70, 96), (1, 64, 1024), (3, 70, 96), (7, 96, 2048), (17, 48, 512), (40, 32, 136), (64, 64, 128)]
+LARGE_SHAPES = [(1, 4096, 1024), (8, 1024, 3072), (16, 1024, 3072), (40, 1024, 2048), (64, 2048, 1024), (100, 64, 136)]
+
+# One split each: what counts the splits is a CUDA stream's.
+INTERPRETED = """
+from dataclasses import replace
+
+import torch
+from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
+from test_small_batch_linear_values import OPTIONS, SHAPES
+from compiled_engine.passes.small_batch_linear_launch import choose_tiles, launch
+
+torch.set_num_threads(1)
+for shape in SHAPES:
+    for options in OPTIONS:
+        case = Case(*shape, **options)
+        given = arguments_of(case, torch.float32)
+        for tiles in {choose_tiles(*shape, case.silu_mul, dtype) for dtype in (torch.float32, torch.bfloat16)}:
+            with nan_in_new_tensors():
+                out = launch(*given.values(), replace(tiles, split_k=1))
+            assert error(out, given) < 1e-5, f"{case} with {tiles} is off by {error(out, given)}"
+print("right")
+"""
+
+
+def op(*arguments: object) -> torch.Tensor:
+    return torch.ops.compiled_engine.small_batch_linear(*arguments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for options in OPTIONS:
+        arguments = arguments_of(Case(*shape, **options), dtype)
+        out = op(*arguments.values())
+        assert torch.equal(out, reference(*arguments.values()))  # type: ignore[arg-type]
+        assert out.dtype == dtype
+        assert error(out, arguments) < TOLERANCES[dtype], options
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_torch_accepts_the_op(options: dict[str, bool]) -> None:
+    arguments = arguments_of(Case(3, 70, 96, **options), torch.float32).values()
+    default = torch.ops.compiled_engine.small_batch_linear.default
+    torch.library.opcheck(default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_the_kernels_in_the_interpreter() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "right", run.stderr[-2000:]
+
+
+@settings(max_examples=300)
+@given(
+    num_tokens=st.integers(1, 300),
+    num_rows=st.integers(1, 100_000).map(lambda half: 2 * half),
+    k=st.integers(1, 40_000),
+    silu_mul=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+    device=st.sampled_from(["", "NVIDIA H200", "a device that nobody has measured"]),
+)
+def test_there_are_tiles_for_every_shape(
+    num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str
+) -> None:
+    """Sizes that Triton takes; the kernel of a single token for one only; no more splits than can be counted."""
+    tiles = choose_tiles(num_tokens, num_rows, k, silu_mul, dtype, device)
+    for size in (tiles.tokens, tiles.rows, tiles.block_k, tiles.num_warps):
+        assert size.bit_count() == 1
+    assert tiles.tokens > 1 or num_tokens == 1
+    assert tiles.split_k >= 1
+    if tiles.split_k > 1:
+        assert not silu_mul
+        assert -(-num_rows // tiles.rows) * -(-num_tokens // tiles.tokens) <= MAX_TILES
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + LARGE_SHAPES, ids=str)
+def test_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Right, and bit for bit the same a second time."""
+    for options in OPTIONS:
+        arguments = arguments_of(Case(*shape, **options), dtype, "cuda")
+        with nan_in_new_tensors():
+            out, again = (op(*arguments.values()) for _ in range(2))
+        assert error(out, arguments) < TOLERANCES[dtype], options
+        assert torch.equal(out, again), options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES + LARGE_SHAPES, ids=str)
+def test_a_row_does_not_depend_on_the_others(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    for options in OPTIONS:
+        arguments = arguments_of(Case(*shape, **options), dtype, "cuda")
+        beside_nan_TK = torch.full_like(arguments.x_TK, float("nan"))
+        beside_nan_TK[-1] = arguments.x_TK[-1]
+        out, other = (op(*replace(arguments, x_TK=x).values()) for x in (arguments.x_TK, beside_nan_TK))
+        assert torch.equal(out[-1], other[-1]), options
