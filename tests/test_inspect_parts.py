@@ -170,3 +170,20 @@ def test_proved_asserts_are_counted() -> None:
     (record,) = proved_asserts(messages)
     assert record.conditions == (("u0 <= 64", 2), ("another message", 1))
     assert proved_asserts([]) == ()
+
+
+def test_the_python_of_a_piece_that_needs_no_inductor_says_what_it_launches() -> None:
+    kernels = kernels_of(
+        "def piece(v0, v1, v2):\n"
+        "    v3 = op__aten__view__default(v0, [v1, 256])\n"
+        "    v4 = op__compiled_engine__silu_mul__default(v3)\n"
+        "    v5 = op__aten__mm__default(v4, v2)\n"
+        "    v6 = op__aten__empty_like__default(v5)\n"
+        "    return (v5, v6,)\n"
+    )
+    assert [(kernel.name, kernel.kind) for kernel in kernels] == [
+        ("compiled_engine::silu_mul", "op"),
+        ("mm", "library"),
+    ]
+    assert "@triton.jit" in kernels[0].source
+    assert kernels[1].source == ""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
+from compiled_engine import passes
 from compiled_engine.graphs.direct_piece import VIEWS
 
+_PASSES = Path(passes.__file__ or "").parent
 # How Inductor's output code makes a kernel from its source -> what the source is written in.
 _LANGUAGES = {"triton": "triton", "cpp_pybinding": "c++", "cpp": "c++"}
 
@@ -17,7 +20,7 @@ class Kernel:
     """A kernel that one run of a piece launches `launches` times.
 
     `kind`: triton and c++ are generated from `source`; library is a call of BLAS or the like, op a call of an op that
-    Inductor takes as it is.
+    Inductor takes as it is, whose `source` is known if it is ours.
     """
 
     name: str
@@ -39,9 +42,17 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
             calls.sort(key=lambda node: (node.lineno, node.col_offset))
             launches.update(found for call in calls if (found := _launched(call.func, sources)) is not None)
     return tuple(
-        Kernel(name, kind, count, ast.literal_eval(sources[name].args[1]) if name in sources else "")
+        Kernel(name, kind, count, ast.literal_eval(sources[name].args[1]) if name in sources else _own_source(name))
         for (name, kind), count in launches.items()
     )
+
+
+def _own_source(name: str) -> str:
+    """The file with the kernel of an op of ours, compiled_engine::<op>; the cache key has its digest."""
+    namespace, _, op = name.partition("::")
+    files = [_PASSES / f"{op}{ending}.py" for ending in ("_kernels", "_kernel", "")]
+    found = [path for path in files if namespace == "compiled_engine" and path.exists()]
+    return found[0].read_text() if found else ""
 
 
 def without_kernel_sources(output_code: str) -> str:
