@@ -62,9 +62,12 @@ def profile_of(device: torch.device) -> DeviceProfile | None:
 def load_profile(device_name: str) -> DeviceProfile | None:
     """The profile of a device, None for one that was never measured."""
     path = profile_path(device_name)
-    if not path.exists():
-        return None
-    data: dict[str, Any] = json.loads(path.read_text())
+    return parse_profile(path.read_text()) if path.exists() else None
+
+
+def parse_profile(text: str) -> DeviceProfile:
+    """A profile from its JSON."""
+    data: dict[str, Any] = json.loads(text)
     gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
     tiles = {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data["linears"]}
     return DeviceProfile(data["device"], gains, data["noise_us"], tiles)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """What compiled_engine.passes.profile reads; a pass's gain is the least over the shapes."""
+    """What compiled_engine.passes.profile reads; a pass's gain is the least over the shapes, the noise their median."""
 
     device: str
     gains_us: dict[str, dict[int, float]]
@@ -49,7 +50,7 @@ def tune_device(folders: Sequence[Path], progress: Progress) -> MeasuredProfile:
     """The profile of this GPU for models with the shapes of these checkpoint folders."""
     linears: dict[tuple[Any, ...], TunedLinear] = {}
     least: dict[str, dict[int, float]] = {}
-    noise = 0.0
+    noise: list[float] = []
     for folder in folders:
         options = EngineOptions(model=folder, load_format="dummy", mode="compiled", max_model_len=4096)
         config = resolve(options)
@@ -60,10 +61,10 @@ def tune_device(folders: Sequence[Path], progress: Progress) -> MeasuredProfile:
         for name, rows in gains(result).items():
             for row in rows:
                 tokens, gain = int(row["tokens"]), round(row["gain_us"], 1)
-                noise = max(noise, row["noise_us"])
+                noise.append(row["noise_us"])
                 by_tokens = least.setdefault(name, {})
                 by_tokens[tokens] = min(gain, by_tokens.get(tokens, gain))
-    return MeasuredProfile(device_name(), least, round(noise, 1), tuple(linears.values()))
+    return MeasuredProfile(device_name(), least, round(median(noise), 1), tuple(linears.values()))
 
 
 def _row(linear: TunedLinear) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Tuning: which tiles are tried, what the ablation says of a pass, and that the engine reads what is written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from compiled_engine.bench.pass_ablation import gains, variants
+from compiled_engine.config import ModelConfig
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.profile import parse_profile, profile_path
+from compiled_engine.passes.registry import DEFAULT_PASSES
+from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS, Tiles
+from compiled_engine.resolve import resolve
+from compiled_engine.tune.device_tuning import MeasuredProfile
+from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, candidates, cases_of
+from compiled_engine.tune.linear_tuning import TunedLinear
+
+
+def model(hidden_size: int = 4096) -> ModelConfig:
+    config = resolve(EngineOptions(device="cpu")).model
+    return replace(
+        config, hidden_size=hidden_size, intermediate_size=3 * hidden_size, num_heads=32, num_kv_heads=8, head_dim=128
+    )
+
+
+@pytest.mark.parametrize("tokens", TOKEN_BUCKETS)
+@pytest.mark.parametrize("hidden_size", [1024, 4096])
+def test_every_linear_has_candidates_that_fit(tokens: int, hidden_size: int) -> None:
+    for case in cases_of(model(hidden_size), tokens):
+        tried = candidates(case)
+        assert len(tried) > 5
+        for tiles in tried:
+            assert (tiles.tokens == 1) == (tokens == 1)
+            assert tiles.split_k == 1 or not case.silu_mul
+            rows = tiles.rows * (2 if case.silu_mul else 1)
+            if tokens > 1:
+                assert tiles.num_stages * (rows + tiles.tokens) * tiles.block_k * 2 <= SHARED_MEMORY
+
+
+def test_a_profile_is_read_as_it_was_written() -> None:
+    case = LinearCase("down", 8, 1024, 3072, False, False, True)
+    tiles = Tiles(8, 64, 256, split_k=8, num_stages=5)
+    measured = MeasuredProfile(
+        "A GPU", {"silu_mul": {1: 2.5, 64: -9.0}}, 1.5, (TunedLinear(case, tiles, 4.0, 6.0, 1.0),)
+    )
+    read = parse_profile(measured.to_json())
+    assert (read.device, read.noise_us, read.gains_us) == ("A GPU", 1.5, {"silu_mul": {1: 2.5, 64: -9.0}})
+    assert Tiles(**read.tiles[8, 1024, 3072, False]) == tiles
+
+
+def test_the_gain_of_a_pass_is_what_leaving_it_out_costs() -> None:
+    rows = [
+        {"variant": name, "tokens": 1, "us": us, "spread_us": [us - 1, us + 2]}
+        for name, us in (("all", 100.0), ("without silu_mul", 130.0), ("only silu_mul", 300.0))
+    ]
+    assert gains({"rows": rows, "passes": ["silu_mul"]}) == {
+        "silu_mul": [{"tokens": 1, "gain_us": 30.0, "noise_us": 3.0}]
+    }
+
+
+def test_the_variants_leave_each_pass_out_and_take_it_alone() -> None:
+    names = [graph_pass.name for graph_pass in DEFAULT_PASSES]
+    by_name = {variant.name: variant.passes for variant in variants(names)}
+    assert by_name["all"] == tuple(names)
+    assert by_name["none"] == ()
+    for name in names:
+        assert set(names) - set(by_name[f"without {name}"]) == {name}
+        assert by_name[f"only {name}"] == (name,)
+
+
+def test_the_profile_that_ships_is_whole() -> None:
+    path = profile_path("NVIDIA H200")
+    profile = parse_profile(path.read_text())
+    assert profile.device == "NVIDIA H200"
+    assert set(profile.gains_us) == {graph_pass.name for graph_pass in DEFAULT_PASSES}
+    assert {tokens for tokens, *_ in profile.tiles} == set(TOKEN_BUCKETS)
+    for row in json.loads(path.read_text())["linears"]:
+        assert (Tiles(**row["tiles"]).tokens == 1) == (row["tokens"] == 1)
