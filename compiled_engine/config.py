@@ -115,18 +115,38 @@ class CompileConfig:
 
 
 class GraphMode(Enum):
-    """Which batches replay a CUDA graph."""
+    """Which batches replay CUDA graphs, and what these hold (see docs/cuda_graphs.md)."""
 
     NONE = "none"
+    PIECEWISE = "piecewise"
+    FULL = "full"
     FULL_DECODE_ONLY = "full_decode_only"
+    FULL_AND_PIECEWISE = "full_and_piecewise"
+    BREAKABLE = "breakable"
+
+    @property
+    def captures_decodes(self) -> bool:
+        """Whether batches of decodes have full graphs of their own."""
+        return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
+
+    @property
+    def captures_mixed(self) -> bool:
+        """Whether there are graphs for any batch."""
+        return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """CUDA graphs: the mode, and the batch sizes (in requests) to capture, ascending."""
+    """CUDA graphs: the mode, and what is captured, ascending.
+
+    `decode_sizes`: batches of so many decodes, as full graphs. `token_sizes`: any batches of so many tokens, as what
+    the mode says. `background`: capture between the steps of the first requests instead of before them.
+    """
 
     mode: GraphMode
-    capture_sizes: tuple[int, ...]
+    decode_sizes: tuple[int, ...] = ()
+    token_sizes: tuple[int, ...] = ()
+    background: bool = False
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +31,14 @@ class EngineOptions:
     compile_ranges: token counts up to which the model is compiled once more for small batches, such as (8, 64);
         () for none, None for what pays on the device.
     compile_workers: processes that compile; 0 compiles in this one, None chooses by the number of cores.
-    capture_sizes: batch sizes to capture as CUDA graphs, instead of the default rule.
+    graph_mode: auto | none | piecewise | full | full_decode_only | full_and_piecewise | breakable: what CUDA graphs
+        hold, instead of what `mode` stands for.
+    capture_sizes: numbers of decodes to capture as full CUDA graphs, instead of the default rule.
+    capture_token_sizes: the same for batches with prefills, by their tokens.
+    capture_histogram: JSON file of how often which batch size occurred (metrics()["batch_histogram"]); the sizes are
+        then those with the least padding within capture_budget.
+    capture_budget: most "graphs", "seconds" and "bytes" that the planned graphs may take, such as {"graphs": 20}.
+    background_capture: capture between the steps of the first requests instead of before them.
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
     """
@@ -57,7 +65,12 @@ class EngineOptions:
     verify_passes: bool = False
     compile_ranges: tuple[int, ...] | None = None
     compile_workers: int | None = None
+    graph_mode: str = "auto"
     capture_sizes: tuple[int, ...] | None = None
+    capture_token_sizes: tuple[int, ...] | None = None
+    capture_histogram: str | Path | None = None
+    capture_budget: Mapping[str, float] | None = None
+    background_capture: bool = False
     cache_dir: str | Path | None = None
     compile_cache: bool = True
     generation_config: str = "auto"

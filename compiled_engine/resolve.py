@@ -13,23 +13,21 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.backend import AttentionCase, GraphSupport
-from compiled_engine.attention.registry import get_backend, resolve_backend
+from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.registry import resolve_backend
 from compiled_engine.config import (
     CacheConfig,
     CompileConfig,
     EngineConfig,
-    GraphConfig,
-    GraphMode,
     ModelConfig,
     SchedulerConfig,
 )
 from compiled_engine.graphs.cache import default_root
-from compiled_engine.graphs.dispatcher import default_capture_sizes
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.registry import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.resolve_graphs import resolve_graphs
 
 MODES = ("auto", "eager", "compiled", "graphed")
 POLICIES = ("fcfs", "priority")
@@ -44,7 +42,7 @@ COMPILE_OPTIONS = (
     "cache_dir",
 )
 # Up to how many tokens a version of its own is compiled by default.
-DEFAULT_COMPILE_RANGES = {"cuda": (32,), "cpu": ()}
+DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
 MIN_CORES_FOR_WORKERS = 4
 # Three pieces for each of two ranges.
 MAX_WORKERS = 6
@@ -77,7 +75,16 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         scheduler=scheduler,
         compile=_compile(options, compiled, scheduler, device, reasons),
-        graph=_graph(options, graphed, backend, scheduler, reasons),
+        graph=resolve_graphs(
+            options,
+            compiled=compiled,
+            graphed=graphed,
+            backend=backend,
+            scheduler=scheduler,
+            num_layers=model.num_layers,
+            device=device,
+            reasons=reasons,
+        ),
         device=device,
         attention_backend=backend,
         reasons=reasons,
@@ -89,7 +96,7 @@ def _check_types(options: EngineOptions) -> None:
         _require_positive(name, getattr(options, name), optional=True)
     if isinstance(options.seed, bool) or not isinstance(options.seed, int):
         raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
-    for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes"):
+    for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
     share = options.gpu_memory_utilization
@@ -100,7 +107,7 @@ def _check_types(options: EngineOptions) -> None:
     _require_one_of("mode", options.mode, MODES)
     _require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     _require_one_of("generation_config", options.generation_config, ("auto", "none"))
-    for name in ("passes", "disable_passes", "compile_ranges", "capture_sizes"):
+    for name in ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, tuple):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
@@ -154,6 +161,9 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
     if mode == "auto" and not has_compiler:
         mode = "eager"
         reasons["compile.enabled"] = "mode is eager: compiling on a CPU needs g++, which was not found"
+    elif mode == "auto" and options.graph_mode == "breakable":
+        mode = "eager"
+        reasons["compile.enabled"] = "graph_mode is breakable, which captures eager code"
     elif mode == "auto":
         mode = "graphed" if device.type == "cuda" else "compiled"
         reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"
@@ -270,22 +280,3 @@ def _cache_dir(options: EngineOptions) -> Path | None:
             )
         return None
     return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()
-
-
-def _graph(
-    options: EngineOptions, graphed: bool, backend: str, scheduler: SchedulerConfig, reasons: dict[str, str]
-) -> GraphConfig:
-    if not graphed:
-        if options.capture_sizes is not None:
-            raise ValueError(f"capture_sizes is {options.capture_sizes!r}, but the mode captures no CUDA graphs")
-        return GraphConfig(GraphMode.NONE, ())
-    if get_backend(backend).graph_support is GraphSupport.NEVER:
-        raise ValueError(f"mode is 'graphed', but attention_backend {backend!r} cannot be captured in a CUDA graph")
-    if options.capture_sizes is None:
-        reasons["graph.capture_sizes"] = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in steps of 16"
-        return GraphConfig(GraphMode.FULL_DECODE_ONLY, default_capture_sizes(scheduler.max_num_seqs))
-    for size in options.capture_sizes:
-        _require_positive("capture_sizes", size)
-        if size > scheduler.max_num_seqs:
-            raise ValueError(f"capture_sizes has {size}; allowed: at most max_num_seqs ({scheduler.max_num_seqs})")
-    return GraphConfig(GraphMode.FULL_DECODE_ONLY, tuple(sorted(set(options.capture_sizes))))

@@ -72,7 +72,9 @@ OTHER_FIELDS = (
     "compile.workers",
     "compile.cache_dir",
     "graph.mode",
-    "graph.capture_sizes",
+    "graph.decode_sizes",
+    "graph.token_sizes",
+    "graph.background",
     "device",
     "reasons",
 )

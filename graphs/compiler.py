@@ -14,6 +14,7 @@ from compiled_engine.graphs.cache import Lookup, find_or_build
 from compiled_engine.graphs.cache_key import cache_factors
 from compiled_engine.graphs.compile_counts import CompileCounts
 from compiled_engine.graphs.load_piece import Piece, load_piece
+from compiled_engine.graphs.segments import OnAttention
 from compiled_engine.graphs.stitch import Forward, stitch
 from compiled_engine.graphs.version import Version, read_versions
 from compiled_engine.parameter_layout import ParameterLayout
@@ -53,9 +54,9 @@ class CompiledModel:
         packed = {p.name: p for version in self.versions for p in version.plan.layout().packed}
         return ParameterLayout(tuple(packed.values()))
 
-    def bind(self, parameters: Mapping[str, torch.Tensor]) -> Forwards:
-        """The compiled versions on these parameters (stand-alone and packed ones, by name)."""
-        bound = [(v.compile_range, stitch(v.plan, self.pieces, parameters)) for v in self.versions]
+    def bind(self, parameters: Mapping[str, torch.Tensor], on_attention: OnAttention | None = None) -> Forwards:
+        """The compiled versions on these parameters (stand-alone and packed ones, by name); see `stitch`."""
+        bound = [(v.compile_range, stitch(v.plan, self.pieces, parameters, on_attention)) for v in self.versions]
         hidden = next(forward for compile_range, forward in bound if not compile_range.small)
         return Forwards(hidden, tuple(item for item in bound if item[0].small))
 

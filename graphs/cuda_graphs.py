@@ -1,73 +1,170 @@
-"""Capture and replay of full decode graphs: forward and logits of a padded batch, as one launch."""
+"""The captured graphs: explicit capture in a fixed order, replay by key, memory predicted and measured."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from compiled_engine.graphs.dispatcher import GraphKey
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.graph_capture import Capture, Replayable
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind
+from compiled_engine.graphs.graph_memory import MOST_SAMPLES, MemoryReading, enough_samples, families, total_bytes
+from compiled_engine.graphs.graph_step import GraphStep
 from compiled_engine.progress import Progress
 
-Step = Callable[[GraphKey], torch.Tensor]
+# Of the time that requests run, at most this share goes to captures in the background.
+BACKGROUND_SHARE = 0.25
+
+
+class Captured(NamedTuple):
+    """A graph and where its result lies: [key.num_tokens, ...]."""
+
+    graph: Replayable
+    result: torch.Tensor
 
 
 class CudaGraphManager:
-    """Owns the captured graphs, their memory pool and the buffer that their results are left in.
+    """Owns the graphs of `keys` and their memory pool. Only these are ever captured, each once.
 
     Kernels in a graph read fixed addresses: the caller writes a batch's inputs into the same buffers each time and
     reads the result before the next replay.
+
+    Graphs that hold no attention are captured first and large ones before small ones: the pool is then as large as
+    the largest needs, and the others fit into it.
     """
 
-    def __init__(self) -> None:
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
-        self._result: torch.Tensor | None = None
-        self._sealed = False
-        self.capture_bytes: dict[int, int] = {}  # by the number of requests
-
-    @property
-    def bytes_used(self) -> int:
-        return sum(self.capture_bytes.values())
+    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep):
+        self._capture, self._step = capture, step
+        self._pending = sorted(keys, key=lambda key: (key.kind is not GraphKind.FULL, key.num_tokens))
+        self._graphs: dict[GraphKey, Captured] = {}
+        self._lost: set[GraphKey] = set()
+        self._captured_addresses: tuple[int, ...] = ()
+        self._not_before = 0.0
+        self._memory: dict[GraphKey, MemoryReading] = {}
+        self._kept_by_driver = 0  # of what the graphs of `predict` took, for the next ones
+        self.capture_seconds = 0.0
 
     @property
     def num_captures(self) -> int:
         return len(self._graphs)
 
-    def capture(self, keys: Iterable[GraphKey], step: Step, progress: Progress) -> None:
-        """Capture `step(key)`, which returns logits [num_requests, V], for every key, the largest first.
+    @property
+    def bytes_used(self) -> int:
+        """Measured; memory that the driver kept ready for graphs included."""
+        of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
+        return total_bytes(of_graphs) + self._kept_by_driver
 
-        The largest needs the most memory, and the others then fit into its pool. Each key runs once before its
-        capture, so that lazy initialisation does not end up in a graph. Afterwards no capture is accepted.
+    @property
+    def memory_by_key(self) -> dict[str, MemoryReading]:
+        """What each capture took more, by the name of its key."""
+        return {key.name: reading for key, reading in self._memory.items()}
+
+    def has(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def is_lost(self, key: GraphKey) -> bool:
+        """Whether its capture was tried and failed."""
+        return key in self._lost
+
+    def predict(self) -> int:
+        """Bytes that all graphs will take: a few are captured, measured and given back.
+
+        To be called when everything that a step uses is in memory, but for the KV cache's size.
         """
-        if self._sealed:
-            raise RuntimeError("CUDA graphs are captured once, at start-up")
-        keys = sorted(keys, key=lambda key: key.num_tokens, reverse=True)
-        pool = torch.cuda.graph_pool_handle()
-        with progress.stage("capture CUDA graphs", total=len(keys)) as advance:
-            for key in keys:
-                warm = step(key)
-                if self._result is None:
-                    self._result = torch.empty_like(warm)
-                del warm
-                torch.cuda.synchronize()
-                free_before = torch.cuda.mem_get_info()[0]
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool):
-                    self._result[: key.num_requests].copy_(step(key))
-                self._graphs[key] = graph
-                self.capture_bytes[key.num_requests] = max(0, free_before - torch.cuda.mem_get_info()[0])
-                advance(1)
-        self._sealed = True
+        if not self._pending:
+            return 0
+        graphs: list[Captured] = []
+        readings: list[tuple[list[MemoryReading], int]] = []
+        self._capture.settle()
+        before = self._capture.memory()
+        with self._capture.session():
+            for family in families(self._pending):
+                found: list[MemoryReading] = []
+                for key in _spread(family):
+                    graph, reading = self._capture_one(key)
+                    graphs.append(graph)
+                    found.append(reading)
+                    if enough_samples(found):
+                        break
+                readings.append((found, len(family)))
+        for captured in graphs:
+            captured.graph.reset()
+        graphs.clear()
+        self._capture = self._capture.renewed()
+        self._capture.settle()
+        predicted = total_bytes(readings)
+        self._kept_by_driver = max(0, min(predicted, self._capture.memory().since(before).driver))
+        return predicted
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        """Logits [key.num_requests, V] of the batch in the input buffers; valid until the next replay."""
-        self._graphs[key].replay()
-        assert self._result is not None
-        return self._result[: key.num_requests]
+    def capture_all(self, progress: Progress) -> None:
+        """Capture every key that is left. Raises what a capture raises; afterwards there is nothing left to capture."""
+        with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
+            self._capture.settle()
+            while self._pending:
+                self._capture_next()
+                advance(1)
+        self._capture.settle()
+
+    def capture_in_background(self) -> bool:
+        """Capture at most one graph, if it is time for one; whether graphs are still to come.
+
+        A capture holds up the requests that run, so the next one comes when they had three times as long for
+        themselves. A capture that fails is given up: its batches run without a graph.
+        """
+        now = time.perf_counter()
+        if self._pending and now >= self._not_before:
+            key = self._pending[-1]
+            try:
+                with self._capture.session():
+                    self._capture_next()
+            except torch.cuda.OutOfMemoryError:
+                self._lost.add(key)
+            end = time.perf_counter()
+            self._not_before = end + (end - now) * (1 / BACKGROUND_SHARE - 1)
+        return bool(self._pending)
+
+    def _capture_next(self) -> None:
+        key = self._pending.pop()
+        start = time.perf_counter()
+        self._graphs[key], self._memory[key] = self._capture_one(key)
+        self._captured_addresses = self._step.addresses()
+        self.capture_seconds += time.perf_counter() - start
+
+    def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
+        self._step.fill(key)
+        self._step.run(key)  # as it is, so that nothing lazy ends up in a graph
+        before = self._capture.memory()
+        capture = self._capture.whole if key.kind is GraphKind.FULL else self._capture.segments
+        captured = Captured(*capture(lambda: self._step.run(key)))
+        return captured, self._capture.memory().since(before)
+
+    def on_attention(self, function: Callable[..., None], arguments: tuple[object, ...]) -> None:
+        """To be called in place of the attention ops by the steps of keys that are not FULL."""
+        self._capture.on_attention(function, arguments)
+
+    def replay(self, key: GraphKey, inputs: AttentionInputs) -> torch.Tensor:
+        """The result of the batch in the buffers, [key.num_tokens, ...]; valid until the next replay.
+
+        inputs: of the batch itself, for attention that runs between graphs.
+        """
+        assert self._step.addresses() == self._captured_addresses, "a buffer that graphs read was replaced"
+        captured = self._graphs[key]
+        captured.graph.replay(inputs)
+        return captured.result
 
     def close(self) -> None:
         """Give the graphs' memory back."""
-        for graph in self._graphs.values():
-            graph.reset()
+        for captured in self._graphs.values():
+            captured.graph.reset()
         self._graphs.clear()
-        self._result = None
+        self._pending.clear()
+
+
+def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
+    """The largest key first, on which the pool depends, then such from all over the family."""
+    yield family[0]
+    step = max(1, len(family) // MOST_SAMPLES)
+    yield from family[step::step]

@@ -1,50 +1,53 @@
-"""Which CUDA graph, if any, serves a batch: a pure function of the batch's shape, as a table built once."""
+"""Which CUDA graph, if any, serves a batch: a pure function of the batch's shape, as tables built once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 
-from compiled_engine.config import GraphMode
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind, decode_key, mixed_key
 
-
-@dataclass(frozen=True)
-class GraphKey:
-    """Every host value that a captured kernel used; what is not in the key may not influence a capture.
-
-    The graph serves batches of up to `num_requests` requests with `query_len` tokens each, padded to exactly that
-    many, with contexts of up to `max_seq_len` tokens.
-    """
-
-    num_requests: int
-    query_len: int
-    max_seq_len: int
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_requests * self.query_len
-
-
-def default_capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 to 256 in steps of 8, then in steps of 16, up to and including max_num_seqs."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16)]
-    return tuple(sorted({size for size in sizes if size <= max_num_seqs} | {max_num_seqs}))
+_MIXED_KINDS = {
+    GraphMode.PIECEWISE: GraphKind.PIECEWISE,
+    GraphMode.FULL_AND_PIECEWISE: GraphKind.PIECEWISE,
+    GraphMode.BREAKABLE: GraphKind.BREAKABLE,
+}
 
 
 class Dispatcher:
-    """Total over all batches: a key where a graph may be replayed, None where the batch runs without one."""
+    """Total over all batches: the smallest key that holds the batch, a graph of decodes before any other."""
 
-    def __init__(self, mode: GraphMode, capture_sizes: tuple[int, ...], max_seq_len: int):
-        sizes = () if mode is GraphMode.NONE else tuple(sorted(capture_sizes))
-        self.keys = tuple(GraphKey(size, 1, max_seq_len) for size in sizes)
-        self._by_requests: list[GraphKey] = []
-        for key in self.keys:
-            self._by_requests += [key] * (key.num_requests + 1 - len(self._by_requests))
+    def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig):
+        most, longest = scheduler.max_num_seqs, scheduler.max_model_len
+        self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
+        kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
+        self.token_keys = tuple(
+            mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
+            for size in sorted(graph.token_sizes)
+        )
+        self._decode_table = _table(self.decode_keys)
+        self._token_table = _table(self.token_keys)
+
+    @property
+    def keys(self) -> tuple[GraphKey, ...]:
+        """Every key that `dispatch` may return."""
+        return self.decode_keys + self.token_keys
 
     def dispatch(self, num_tokens: int, num_requests: int, uniform_query_len: int | None) -> GraphKey | None:
-        """The smallest captured graph for the batch.
+        """The key of the graph to replay, or None where the batch runs without one.
 
-        uniform_query_len: tokens of each request if all have the same number and are decodes, else None.
+        uniform_query_len: tokens of each request if all have the same number, else None.
         """
-        if uniform_query_len != 1 or num_requests < 1 or num_tokens != num_requests:
+        if not 1 <= num_requests <= num_tokens:
             return None
-        return self._by_requests[num_requests] if num_requests < len(self._by_requests) else None
+        if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
+            return self._decode_table[num_tokens]
+        return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
+
+
+def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:
+    """Index n: the smallest key of at least n tokens. The keys come in ascending order."""
+    table: list[GraphKey] = []
+    for key in keys:
+        table += [key] * (key.num_tokens + 1 - len(table))
+    return table

@@ -11,16 +11,29 @@ from typing import Any
 
 import torch
 
+from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.graphs.plan import Plan, PlannedStep
+from compiled_engine.graphs.segments import OnAttention
 from compiled_engine.graphs.splitting_ops import SPLITTING_OPS
 from compiled_engine.passes.graph_inputs import Source
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
 
 
-def stitch(plan: Plan, pieces: Mapping[str, Callable[..., Any]], parameters: Mapping[str, torch.Tensor]) -> Forward:
-    """The model's forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD."""
-    namespace: dict[str, Any] = {_op_function(name): function for name, function in SPLITTING_OPS.items()}
+def stitch(
+    plan: Plan,
+    pieces: Mapping[str, Callable[..., Any]],
+    parameters: Mapping[str, torch.Tensor],
+    on_attention: OnAttention | None = None,
+) -> Forward:
+    """The model's forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD.
+
+    on_attention: is called with the function and the arguments of an attention op instead of the function.
+    """
+    functions: dict[str, Callable[..., Any]] = SPLITTING_OPS
+    if on_attention is not None:
+        functions = functions | {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
+    namespace: dict[str, Any] = {_op_function(name): function for name, function in functions.items()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
     for index, source in enumerate(plan.inputs):
         if source.kind == "parameter":
@@ -28,6 +41,10 @@ def stitch(plan: Plan, pieces: Mapping[str, Callable[..., Any]], parameters: Map
     exec(compile(forward_source(plan), "<stitched forward>", "exec"), namespace)
     # Without its own name in its globals the function is not a cycle: dropping it frees the parameters at once.
     return namespace.pop("forward")
+
+
+def _passed_to(on_attention: OnAttention, function: Callable[..., None]) -> Callable[..., None]:
+    return lambda *arguments: on_attention(function, arguments)
 
 
 def forward_source(plan: Plan) -> str:

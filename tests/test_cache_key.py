@@ -113,7 +113,9 @@ PERTURBED: dict[str, Any] = {
     "compile.workers": 3,
     "compile.cache_dir": None,
     "graph.mode": GraphMode.FULL_DECODE_ONLY,
-    "graph.capture_sizes": (1, 2),
+    "graph.decode_sizes": (1, 2),
+    "graph.token_sizes": (1, 2),
+    "graph.background": True,
     "attention_backend": "triton",
     "reasons": {"device": "another"},
 }

@@ -1,4 +1,4 @@
-"""The dispatcher: total, minimal, and a graph whenever one is allowed."""
+"""The dispatcher, exhaustively: total, minimal, only captured keys, and a full graph whenever one is allowed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.config import GraphMode
-from compiled_engine.graphs.dispatcher import Dispatcher, GraphKey, default_capture_sizes
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.graphs.capture_sizes import default_capture_sizes
+from compiled_engine.graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind
 
 MAX_SEQ_LEN = 4096
+MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
+
+
+def make(
+    mode: GraphMode, max_num_seqs: int, max_tokens: int, decodes: tuple[int, ...] | None = None
+) -> tuple[Dispatcher, GraphConfig]:
+    decode_sizes = default_capture_sizes(max_num_seqs) if decodes is None else decodes
+    graph = GraphConfig(
+        mode,
+        decode_sizes if mode.captures_decodes else (),
+        default_capture_sizes(max_tokens) if mode.captures_mixed else (),
+    )
+    return Dispatcher(graph, SchedulerConfig(max_num_seqs, 8192, MAX_SEQ_LEN, "fcfs")), graph
+
+
+def smallest(sizes: tuple[int, ...], needed: int) -> int | None:
+    return min((size for size in sizes if size >= needed), default=None)
 
 
 def test_default_sizes() -> None:
@@ -18,37 +37,86 @@ def test_default_sizes() -> None:
     assert default_capture_sizes(24) == (1, 2, 4, 8, 16, 24)
     assert default_capture_sizes(256)[-3:] == (240, 248, 256)
     assert len(default_capture_sizes(256)) == 35
+    assert len(default_capture_sizes(512)) == 51
     assert default_capture_sizes(300) == (*default_capture_sizes(256), 272, 288, 300)
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 3, 64, 256])
-def test_every_decode_batch_has_the_smallest_graph_that_holds_it(max_num_seqs: int) -> None:
-    sizes = default_capture_sizes(max_num_seqs)
-    dispatcher = Dispatcher(GraphMode.FULL_DECODE_ONLY, sizes, MAX_SEQ_LEN)
-    assert len(dispatcher.keys) == len(sizes)
-    for requests in range(1, max_num_seqs + 1):
-        key = dispatcher.dispatch(requests, requests, 1)
-        assert key == GraphKey(min(size for size in sizes if size >= requests), 1, MAX_SEQ_LEN)
-        assert key in dispatcher.keys
+def expected_size(graph: GraphConfig, tokens: int, requests: int, uniform: int | None) -> tuple[bool, int] | None:
+    """(whether a graph of decodes, its size)"""
+    decodes = smallest(graph.decode_sizes, tokens) if uniform == 1 and tokens == requests else None
+    if decodes is not None:
+        return True, decodes
+    size = smallest(graph.token_sizes, tokens)
+    return None if size is None else (False, size)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("max_num_seqs", "max_tokens"), [(1, 1), (3, 20), (24, 70), (64, 64)])
+def test_every_batch_up_to_the_limits_and_beyond(mode: GraphMode, max_num_seqs: int, max_tokens: int) -> None:
+    dispatcher, graph = make(mode, max_num_seqs, max_tokens)
+    keys = set(dispatcher.keys)
+    assert len(keys) == len(graph.decode_sizes) + len(graph.token_sizes)
+    assert len({key.name for key in keys}) == len(keys)
+    for tokens in range(max_tokens + 10):
+        for requests in range(tokens + 2):
+            for uniform in {None, 1, 2, tokens // requests if requests else None}:
+                key = dispatcher.dispatch(tokens, requests, uniform)
+                expected = expected_size(graph, tokens, requests, uniform)
+                if not 1 <= requests <= tokens or expected is None:
+                    assert key is None
+                    continue
+                assert key in keys
+                assert (key.is_decode, key.num_tokens) == expected
+                assert key.num_tokens >= tokens
+                if key.kind is GraphKind.FULL and requests <= max_num_seqs:
+                    check_full(key, requests)
+
+
+def check_full(key: GraphKey, requests: int) -> None:
+    """Everything that attention is launched with holds for the batch."""
+    padding_rows = 0 if key.is_decode else 1
+    assert key.num_requests >= requests + padding_rows
+    assert key.max_seq_len == MAX_SEQ_LEN
+    assert key.max_query_len == (1 if key.is_decode else key.num_tokens)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.captures_decodes])
+def test_with_default_sizes_every_decode_batch_has_a_full_graph(mode: GraphMode) -> None:
+    for max_num_seqs in (1, 2, 5, 100, 256, 300):
+        dispatcher, graph = make(mode, max_num_seqs, 512)
+        for requests in range(1, max_num_seqs + 1):
+            key = dispatcher.dispatch(requests, requests, 1)
+            assert key is not None
+            assert key.is_decode
+            assert key.num_tokens == smallest(graph.decode_sizes, requests)
 
 
 @given(
+    mode=st.sampled_from(MODES),
     sizes=st.sets(st.integers(1, 64), max_size=8),
-    tokens=st.integers(1, 200),
-    requests=st.integers(1, 100),
+    tokens=st.integers(0, 200),
+    requests=st.integers(0, 100),
     uniform=st.sampled_from([None, 1, 2]),
 )
-def test_total_over_all_batches(sizes: set[int], tokens: int, requests: int, uniform: int | None) -> None:
-    key = Dispatcher(GraphMode.FULL_DECODE_ONLY, tuple(sizes), MAX_SEQ_LEN).dispatch(tokens, requests, uniform)
-    fitting = [size for size in sizes if size >= requests]
-    if uniform == 1 and tokens == requests and fitting:
-        assert key is not None
-        assert key.num_requests == min(fitting)
-    else:
-        assert key is None
+def test_any_sizes(mode: GraphMode, sizes: set[int], tokens: int, requests: int, uniform: int | None) -> None:
+    dispatcher, graph = make(mode, 64, 64, tuple(sizes))
+    key = dispatcher.dispatch(tokens, requests, uniform)
+    expected = expected_size(graph, tokens, requests, uniform) if 1 <= requests <= tokens else None
+    assert (None if key is None else (key.is_decode, key.num_tokens)) == expected
 
 
 def test_without_graphs_nothing_is_replayed() -> None:
-    dispatcher = Dispatcher(GraphMode.NONE, (1, 2), MAX_SEQ_LEN)
+    dispatcher = Dispatcher(GraphConfig(GraphMode.NONE), SchedulerConfig(8, 64, 64, "fcfs"))
     assert dispatcher.keys == ()
     assert dispatcher.dispatch(1, 1, 1) is None
+
+
+def test_kinds_by_mode() -> None:
+    kinds = {mode: {key.name.split()[0] for key in make(mode, 4, 8)[0].keys} for mode in MODES}
+    assert kinds == {
+        GraphMode.PIECEWISE: {"piecewise"},
+        GraphMode.FULL: {"decode", "full"},
+        GraphMode.FULL_DECODE_ONLY: {"decode"},
+        GraphMode.FULL_AND_PIECEWISE: {"decode", "piecewise"},
+        GraphMode.BREAKABLE: {"breakable"},
+    }

@@ -1,58 +1,70 @@
-"""A decode batch through dispatch, padding and replay, on a CPU: a recorder stands in for the captured graphs."""
+"""Batches through dispatch, padding and replay, on a CPU: a recorder stands in for captured graphs."""
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.engine_core import EngineCore
 from compiled_engine.engine_io import EngineRequest
 from compiled_engine.executor import InProcessExecutor
-from compiled_engine.graphs.compiler import Forwards
-from compiled_engine.graphs.dispatcher import Dispatcher, GraphKey
+from compiled_engine.graphs.graph_key import GraphKey
 from compiled_engine.options import EngineOptions
 from compiled_engine.progress import SilentProgress
 from compiled_engine.resolve import resolve
+from compiled_engine.runner import model_runner
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.params import SamplingParams
+from tests.recorded_capture import RecordedCapture
+
+MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
 
 
-class RecordedGraphs:
-    """Runs what a graph would have captured, on the whole padded batch, and counts it."""
-
-    def __init__(self, runner: Runner):
-        self.replays: Counter[int] = Counter()
-        self._runner = runner
-        self.num_captures = 0
-        self.bytes_used = 0
-        self.capture_bytes: dict[int, int] = {}
-
-    def replay(self, key: GraphKey) -> torch.Tensor:
-        self.replays[key.num_requests] += 1
-        return self._runner._decode_step(key)
-
-    def close(self) -> None:
-        pass
+@pytest.fixture(autouse=True)
+def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_runner, "CudaCapture", RecordedCapture)
 
 
-def make_core(config: EngineConfig) -> tuple[EngineCore, Runner]:
-    core = EngineCore(config, SilentProgress())
+def runner_of(core: EngineCore) -> Runner:
     executor = core._executor
     assert isinstance(executor, InProcessExecutor)
-    return core, executor._runner
+    return executor._runner
 
 
-def with_graphs(config: EngineConfig, *sizes: int) -> tuple[EngineCore, RecordedGraphs]:
-    core, runner = make_core(config)
-    runner.dispatcher = Dispatcher(GraphMode.FULL_DECODE_ONLY, sizes, config.scheduler.max_model_len)
-    graphs: Any = RecordedGraphs(runner)
-    runner.graphs = graphs
-    return core, graphs
+def make_config(
+    graph_mode: GraphMode = GraphMode.NONE,
+    sizes: tuple[int, ...] = (1, 2, 4),
+    token_sizes: tuple[int, ...] = (4, 8, 16),
+    background: bool = False,
+    **options: Any,
+) -> EngineConfig:
+    chosen: dict[str, Any] = {
+        "device": "cpu",
+        "mode": "eager",
+        "max_num_seqs": 6,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 64,
+        "num_blocks": 40,
+    }
+    config = resolve(EngineOptions(**chosen | options))
+    graph = GraphConfig(
+        graph_mode,
+        sizes if graph_mode.captures_decodes else (),
+        token_sizes if graph_mode.captures_mixed else (),
+        background,
+    )
+    return replace(config, graph=graph)
+
+
+def make_core(config: EngineConfig) -> EngineCore:
+    return EngineCore(config, SilentProgress())
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, tuple[list[int], int]]:
@@ -86,61 +98,169 @@ def make_requests(count: int, shortest: int, **params: Any) -> list[EngineReques
     return requests
 
 
-def make_config(max_num_batched_tokens: int) -> EngineConfig:
-    return resolve(
-        EngineOptions(
-            device="cpu",
-            mode="eager",
-            max_num_seqs=6,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_model_len=64,
-            num_blocks=40,
-        )
-    )
+@pytest.fixture(scope="module")
+def plain_tokens() -> dict[str, tuple[list[int], int]]:
+    return run(make_core(make_config()), make_requests(14, 1))
 
 
-def test_replayed_batches_give_the_tokens_of_plain_ones() -> None:
-    config = make_config(32)
-    plain, _ = make_core(config)
-    graphed, graphs = with_graphs(config, 1, 2, 4)
-    requests = make_requests(14, 1)
-    assert run(graphed, requests) == run(plain, requests)
-    assert set(graphs.replays) == {1, 2, 4}
-    metrics = graphed.metrics()
-    assert metrics["graph_replays"] == sum(graphs.replays.values())
-    # Batches of five or six decodes are larger than every graph: they run without one, and are counted.
-    assert metrics["graph_fallbacks"] > 0
+@pytest.mark.parametrize("mode", MODES)
+def test_replayed_batches_give_the_tokens_of_plain_ones(
+    mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]
+) -> None:
+    core = make_core(make_config(mode))
+    assert core.metrics()["captures"] == len(runner_of(core).dispatcher.keys)
+    assert run(core, make_requests(14, 1)) == plain_tokens
+    metrics = core.metrics()
+    replays = metrics["graph_replays_by_key"]
+    kinds = {name.split()[0] for name in replays}
+    assert kinds == {key.name.split()[0] for key in runner_of(core).dispatcher.keys}
+    assert metrics["graph_replays"] == sum(replays.values())
+    assert metrics["graph_replays"] + metrics["graph_fallbacks"] == metrics["steps"]
+    assert metrics["graph_padded_tokens"] > 0
+    histogram = metrics["batch_histogram"]
+    assert sum(sum(counts.values()) for counts in histogram.values()) == metrics["steps"]
+
+
+@pytest.mark.parametrize("mode", [GraphMode.FULL, GraphMode.FULL_AND_PIECEWISE])
+def test_compiled_pieces_are_chosen_and_padded_alike(
+    mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]
+) -> None:
+    config = make_config(mode, mode="compiled", compile_ranges=(4,))
+    assert run(make_core(config), make_requests(14, 1)) == plain_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_stands_in_unused_slots_changes_nothing(
+    mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]
+) -> None:
+    core = make_core(make_config(mode))
+    with torch.inference_mode():
+        for cache in runner_of(core).kv_caches:
+            cache.fill_(float("nan"))
+    assert run(core, make_requests(14, 1)) == plain_tokens
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padding_rows_change_no_bit(
+    mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffers of a padded batch are filled with other padding behind the runner's back, and replayed again."""
+    core = make_core(make_config(mode))
+    runner = runner_of(core)
+    graphs = runner.graphs
+    assert graphs is not None
+    checked: Counter[str] = Counter()
+    replay = graphs.replay
+
+    def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
+        buffers = runner.buffers
+        real = int((buffers.slot_mapping_T.device[: key.num_tokens] >= 0).sum())
+        result = replay(key, inputs)
+        expected = result[:real].clone()
+        buffers.input_ids_T.host[real : key.num_tokens] = 77
+        buffers.positions_T.host[real : key.num_tokens] = 5
+        assert torch.equal(replay(key, inputs)[:real], expected)
+        result[real:] = torch.nan
+        checked[key.name] += key.num_tokens > real
+        return result
+
+    monkeypatch.setattr(graphs, "replay", replay_with_other_padding)
+    assert run(core, make_requests(14, 1)) == plain_tokens
+    assert checked.total() > 3
 
 
 def test_prompt_logprobs_are_complete_though_chunks_of_one_token_could_be_replayed() -> None:
-    core, graphs = with_graphs(make_config(6), 6)
+    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, sizes=(6,), max_num_batched_tokens=6))
     requests = make_requests(8, 25, prompt_logprobs=0)
     for (_, entries), request in zip(run(core, requests).values(), requests, strict=True):
         assert entries == len(request.prompt_token_ids) - 1
-    assert graphs.replays
+    metrics = core.metrics()
+    assert metrics["graph_replays"] > 0
+    assert metrics["graph_fallbacks_by_reason"]["prompt log-probabilities need the hidden states"] > 0
+
+
+def test_fallbacks_have_reasons_and_an_unexpected_one_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE, token_sizes=(2,)))
+    with caplog.at_level(logging.WARNING, "compiled_engine"):
+        run(core, make_requests(14, 4))
+    reasons = core.metrics()["graph_fallbacks_by_reason"]
+    # Of up to six decodes at most four have a graph.
+    assert reasons["more decodes than every captured size"] > 1
+    assert reasons["larger than every captured size"] > 1
+    warnings = [record for record in caplog.records if "without a CUDA graph" in record.getMessage()]
+    assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_capture_in_the_background(mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]) -> None:
+    core = make_core(make_config(mode, background=True))
+    runner = runner_of(core)
+    assert core.metrics()["captures"] == 0
+    for _ in range(30):
+        assert run(core, make_requests(14, 1)) == plain_tokens
+        if core.metrics()["captures"] == len(runner.dispatcher.keys):
+            break
+    metrics = core.metrics()
+    assert metrics["captures"] == len(runner.dispatcher.keys)
+    assert metrics["graph_fallbacks"] > 0
+    assert run(core, make_requests(14, 1)) == plain_tokens
+
+
+def test_a_capture_that_fails_in_the_background_is_given_up(
+    plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any) -> Any:
+        raise torch.cuda.OutOfMemoryError("injected")
+
+    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, background=True))
+    monkeypatch.setattr(RecordedCapture, "whole", fail)
+    for _ in range(20):
+        assert run(core, make_requests(14, 1)) == plain_tokens
+    metrics = core.metrics()
+    assert metrics["captures"] == 0
+    assert metrics["graph_fallbacks_by_reason"]["its capture failed"] > 0
+
+
+def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
+    core = make_core(make_config(GraphMode.FULL))
+    buffers = runner_of(core).buffers
+    buffers.input_ids_T.device = buffers.input_ids_T.device.clone()
+    with pytest.raises(AssertionError, match="a buffer that graphs read was replaced"):
+        run(core, make_requests(1, 1))
+
+
+def test_closing_resets_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE))
+    graphs = runner_of(core).graphs
+    assert graphs is not None
+    capture: Any = graphs._capture
+    core.close()
+    assert capture.num_reset == 6
 
 
 def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    core, runner = make_core(make_config(32))
+    core = make_core(make_config())
+    runner = runner_of(core)
     expected = run(core, make_requests(3, 1))
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("injected")
 
-    for owner, name, broken_one in (
-        (runner.sampler, "add_row", fail),
-        (runner.states, "remove", fail),
-        (runner, "forwards", Forwards(fail)),
-        (runner.sampler, "sample", fail),
-        (core._scheduler, "_advance", fail),
-    ):
+    broken_ones: tuple[tuple[Any, str], ...] = (
+        (runner.sampler, "add_row"),
+        (runner.states, "remove"),
+        (runner.forward, "run"),
+        (runner.sampler, "sample"),
+        (core._scheduler, "_advance"),
+    )
+    for owner, name in broken_ones:
         for request in make_requests(2, 6):
             core.add(request)
         core.step()
         for request in make_requests(3, 1)[2:]:
             core.add(request)
         with monkeypatch.context() as broken:
-            broken.setattr(owner, name, broken_one)
+            broken.setattr(owner, name, fail)
             try:
                 for _ in range(20):
                     core.step()

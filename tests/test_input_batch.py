@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.graphs.dispatcher import GraphKey
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.runner.input_batch import gather_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
@@ -63,7 +63,7 @@ def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputB
         buffer.host[:] = 31  # left over from another batch
     states.add(new_request("a", [1, 2, 3], [4]))
     states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]))
-    key = GraphKey(5, 1, MAX_MODEL_LEN)
+    key = decode_key(5, MAX_MODEL_LEN)
     batch = gather_batch((scheduled("a", 2, 1), scheduled("b", 4, 1)), states, buffers, "torch", key)
     attention = batch.attention_inputs
     assert (batch.num_tokens, batch.num_requests) == (2, 2)
@@ -75,13 +75,31 @@ def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputB
     assert batch.logits_rows_R is None
 
 
+def test_padding_of_graphs_that_take_any_batch(states: RequestStates, buffers: InputBuffers) -> None:
+    for buffer in (buffers.seq_lens_R, buffers.slot_mapping_T, buffers.block_table_RB, buffers.query_start_loc_R1):
+        buffer.host[:] = 31  # left over from another batch
+    states.add(new_request("a", [1, 2, 3], [4]))
+    states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]))
+    step = (scheduled("a", 2, 1), scheduled("b", 2, 3))
+    full = gather_batch(step, states, buffers, "torch", mixed_key(6, 3, MAX_MODEL_LEN)).attention_inputs
+    assert full.slot_mapping_T[4:].tolist() == [-1, -1]
+    assert full.query_start_loc_R1.tolist() == [0, 1, 4, 6, 6]  # all padding tokens are one row's
+    assert full.seq_lens_R.tolist() == [3, 5, 0, 0]
+    assert full.host_3.tolist() == [0, 6, MAX_MODEL_LEN]
+    around = gather_batch(step, states, buffers, "torch", GraphKey(GraphKind.PIECEWISE, 6))
+    assert around.input_ids_T.shape == (6,)
+    assert around.attention_inputs.slot_mapping_T[4:].tolist() == [-1, -1]
+    assert around.attention_inputs.query_start_loc_R1.tolist() == [0, 1, 4]  # attention has the batch as it is
+    assert around.attention_inputs.host_3.tolist() == [1, 3, 5]
+
+
 def test_attention_of_real_rows_is_bit_identical_whatever_stands_in_the_padding(
     states: RequestStates, buffers: InputBuffers
 ) -> None:
     states.add(new_request("a", [1, 2, 3], [4]))
     states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]))
     batch = gather_batch(
-        (scheduled("a", 2, 1), scheduled("b", 4, 1)), states, buffers, "torch", GraphKey(4, 1, MAX_MODEL_LEN)
+        (scheduled("a", 2, 1), scheduled("b", 4, 1)), states, buffers, "torch", decode_key(4, MAX_MODEL_LEN)
     )
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(4, heads, 64, generator=generator) for heads in (4, 2, 2))

@@ -62,5 +62,8 @@ class AttentionBackend(Protocol):
         scale: float,
         sliding_window: int,
     ) -> None:
-        """Causal attention over the cache into `out_THd` (every element written); sliding_window 0 means none."""
+        """Causal attention over the cache into `out_THd` (every element written); sliding_window 0 means none.
+
+        There may be more tokens in q and out than the requests have: padding, whose output nobody reads.
+        """
         ...

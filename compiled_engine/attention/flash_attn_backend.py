@@ -98,7 +98,7 @@ class FlashAttnBackend:
                 window_size=window,
             )
             out_THd[:num_decodes].copy_(result_R1Hd.squeeze(1))
-        if num_decodes < q_THd.shape[0]:
+        if num_decodes < inputs.seq_lens_R.shape[0]:
             # The starts count from the batch's first token, so all queries go in; the decodes are not computed.
             # At 1 the package would take every row to hold exactly one query, which a padding row need not.
             result_THd = flash_attn.flash_attn_varlen_func(

@@ -91,7 +91,7 @@ class TritonBackend:
                 sliding_window,
                 dependent_launch,
             )
-        if q_THd.shape[0] > num_decodes:
+        if inputs.seq_lens_R.shape[0] > num_decodes:
             prefill(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scale, sliding_window)
 
 

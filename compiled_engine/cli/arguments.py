@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 
+from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.options import EngineOptions
 
 
@@ -38,6 +39,14 @@ class Argument:
 
 def block_size(value: str) -> int | str:
     return int(value) if value.isdecimal() else value
+
+
+def budget(text: str) -> dict[str, float]:
+    """From graphs=20,seconds=2. Raises ValueError for what does not read like that."""
+    try:
+        return {name.strip(): float(value) for name, value in (item.split("=") for item in text.split(","))}
+    except ValueError as error:
+        raise ValueError(f"capture_budget is {text!r}; allowed: such as graphs=20,seconds=2,bytes=2e8") from error
 
 
 ENGINE_ARGUMENTS = (
@@ -82,11 +91,36 @@ ENGINE_ARGUMENTS = (
     ),
     Argument("compile_workers", int, "Processes that compile; 0 compiles in this one."),
     Argument(
+        "graph_mode",
+        str,
+        "auto, none, piecewise, full, full_decode_only, full_and_piecewise or breakable: what CUDA graphs hold.",
+    ),
+    Argument(
         "capture_sizes",
         list[int],
-        "Batch size to capture as a CUDA graph, instead of the default rule; may be repeated.",
+        "Number of decodes to capture as a CUDA graph, instead of the default rule; may be repeated.",
         flag="--capture-size",
         convert=tuple,
+    ),
+    Argument(
+        "capture_token_sizes",
+        list[int],
+        "The same for batches with prefills, by their tokens; may be repeated.",
+        flag="--capture-token-size",
+        convert=tuple,
+    ),
+    Argument("capture_histogram", Path, "JSON file of batch sizes that occurred, to plan the sizes from."),
+    Argument(
+        "capture_budget",
+        str,
+        "What planned graphs may take together, such as graphs=20,seconds=2,bytes=2e8.",
+        convert=budget,
+    ),
+    Argument(
+        "background_capture",
+        bool,
+        "Capture between the steps of the first requests, not before them.",
+        flag="--background-capture",
     ),
     Argument("cache_dir", Path, "Where compiled artifacts are kept."),
     Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
@@ -139,7 +173,8 @@ def _takes(
         for argument in arguments:
             value = values.pop(argument.name)
             if value not in (None, []):
-                given[argument.name] = argument.convert(value)
+                with bad_input_is_reported((ValueError,)):
+                    given[argument.name] = argument.convert(value)
         return command(**values, **{keyword: given})
 
     wrapper.__name__ = command.__name__

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.graphs.dispatcher import GraphKey
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.scheduling.step import ScheduledRequest
@@ -46,7 +46,8 @@ def gather_batch(
 ) -> InputBatch:
     """Fill the buffers with the scheduled requests, padded to `key` if it is to be replayed.
 
-    Padding requests have one token in no slot and an empty context: they write nothing and read nothing.
+    Padding tokens have no slot and belong to requests with an empty context: they write nothing and read nothing.
+    Where attention is not captured it gets the requests as they are, with the padding tokens behind theirs.
     """
     buffers.reclaim()
     request_ids = [request.request_id for request in scheduled]
@@ -81,9 +82,12 @@ def gather_batch(
     padded_tokens, padded_requests = num_tokens, num_requests
     num_decodes, longest_query, longest_context = int((lens == 1).sum()), int(lens.max()), int(seq_lens.max())
     if key is not None:
-        padded_tokens, padded_requests = key.num_tokens, key.num_requests
-        _pad(buffers, num_tokens, num_requests, key)
-        num_decodes, longest_query, longest_context = key.num_requests, key.query_len, key.max_seq_len
+        padded_tokens = key.num_tokens
+        _pad_tokens(buffers, num_tokens, padded_tokens)
+    if key is not None and key.kind is GraphKind.FULL:
+        padded_requests = key.num_requests
+        _pad_requests(buffers, num_tokens, num_requests, key)
+        num_decodes, longest_query, longest_context = key.num_decodes, key.max_query_len, key.max_seq_len
     buffers.publish(padded_tokens, padded_requests)
     return InputBatch(
         request_ids=request_ids,
@@ -104,12 +108,16 @@ def gather_batch(
     )
 
 
-def _pad(buffers: InputBuffers, num_tokens: int, num_requests: int, key: GraphKey) -> None:
-    buffers.input_ids_T.host[num_tokens : key.num_tokens] = 0
-    buffers.positions_T.host[num_tokens : key.num_tokens] = 0
-    buffers.slot_mapping_T.host[num_tokens : key.num_tokens] = -1
-    ends = np.arange(num_requests + 1, key.num_requests + 1) * key.query_len
-    buffers.query_start_loc_R1.host[num_requests + 1 : key.num_requests + 1] = ends
+def _pad_tokens(buffers: InputBuffers, num_tokens: int, padded_tokens: int) -> None:
+    buffers.input_ids_T.host[num_tokens:padded_tokens] = 0
+    buffers.positions_T.host[num_tokens:padded_tokens] = 0
+    buffers.slot_mapping_T.host[num_tokens:padded_tokens] = -1
+
+
+def _pad_requests(buffers: InputBuffers, num_tokens: int, num_requests: int, key: GraphKey) -> None:
+    """The rows that attention in a graph finds: in a graph of decodes one token each, otherwise the first has all."""
+    ends = buffers.query_start_loc_R1.host[num_requests + 1 : key.num_requests + 1]
+    ends[:] = num_tokens + 1 + np.arange(len(ends)) if key.is_decode else key.num_tokens
     buffers.seq_lens_R.host[num_requests : key.num_requests] = 0
     buffers.block_table_RB.host[num_requests : key.num_requests] = 0
 

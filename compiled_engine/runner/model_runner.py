@@ -6,12 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.compiler import CompiledModel, Forwards, compile_model
+from compiled_engine.graphs.compiler import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs import CudaGraphManager
-from compiled_engine.graphs.dispatcher import Dispatcher, GraphKey
+from compiled_engine.graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.graph_capture import CudaCapture
+from compiled_engine.graphs.graph_counters import Fallback, GraphCounters
+from compiled_engine.graphs.graph_key import GraphKey
 from compiled_engine.models.loader import load_weights
 from compiled_engine.models.parameters import materialize
 from compiled_engine.models.registry import build_model
@@ -19,12 +21,14 @@ from compiled_engine.parameter_layout import ParameterLayout
 from compiled_engine.progress import Progress
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, gather_batch
+from compiled_engine.runner.input_batch import InputBatch, gather_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.kernel_cache import kernel_cache
+from compiled_engine.runner.model_forward import ModelForward
+from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.warm_up import graph_bytes_estimate, warm_up
+from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.scheduling.step import NewRequest, RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
@@ -55,23 +59,25 @@ class Runner:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # A version may take a parameter alone that another takes packed: the model's own are views.
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
-        self.forwards = self.compiled.bind(named) if self.compiled else Forwards(model)
-        self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits
+        self.forward = ModelForward(model, self.compiled, named, self._on_attention)
 
         scheduler = config.scheduler
         self.states = RequestStates(scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size)
         self.buffers = InputBuffers(
             scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
+            scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
             self.states.block_table.shape[1],
             config.device,
         )
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, scheduler.max_model_len, config.device)
-        self.dispatcher = Dispatcher(config.graph.mode, config.graph.capture_sizes, scheduler.max_model_len)
-        self.graphs = CudaGraphManager()
-        self.graph_replays = 0
-        self.graph_fallbacks = 0  # decode batches larger than every captured graph
         self.kv_caches = kv_cache.allocate(config, 1)
+        self.dispatcher = Dispatcher(config.graph, scheduler)
+        self.counters = GraphCounters(self.dispatcher)
+        self.padded_step = PaddedStep(
+            self.forward, self.buffers, self.kv_caches, config.attention_backend, scheduler.max_model_len
+        )
+        keys = self.dispatcher.keys
+        self.graphs = CudaGraphManager(keys, CudaCapture(config.device), self.padded_step) if keys else None
         with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None):
             self._start(progress)
 
@@ -83,13 +89,18 @@ class Runner:
                 with rehearsal(self.compiled, self.compiled.lookup.work.path, self.config.device):
                     warm_up(self, progress)
             activation_bytes = warm_up(self, progress)
-        self.predicted_graph_bytes = graph_bytes_estimate(self.config, self.dispatcher.keys)
+        with self.timeline.span("predict graph memory"):
+            self.predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
         self.num_blocks = kv_cache.count_blocks(self.config, activation_bytes, self.predicted_graph_bytes)
-        self.kv_caches = kv_cache.allocate(self.config, self.num_blocks)
-        if self.dispatcher.keys:
+        self.kv_caches[:] = kv_cache.allocate(self.config, self.num_blocks)
+        self._captures_in_background = self.graphs is not None and self.config.graph.background
+        if self.graphs and not self._captures_in_background:
             with self.timeline.span("capture"):
-                empty_batch(self.buffers, self.dispatcher.keys[-1].num_tokens, self.dispatcher.keys[-1].num_requests)
-                self.graphs.capture(self.dispatcher.keys, self._decode_step, progress)
+                self.graphs.capture_all(progress)
+
+    def _on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        assert self.graphs is not None
+        self.graphs.on_attention(function, arguments)
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
@@ -98,35 +109,46 @@ class Runner:
         if not step.scheduled:
             return RunnerOutput({})
         with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
-            return self._run(step)
+            output = self._run(step)
+        if self._captures_in_background:
+            assert self.graphs is not None
+            self._captures_in_background = self.graphs.capture_in_background()
+        return output
 
     def _run(self, step: SchedulerOutput) -> RunnerOutput:
-        decodes_only = all(request.num_tokens == 1 for request in step.scheduled)
-        # Decode graphs and small versions end at the logits; prompt log-probabilities need every token's hidden state.
-        owes_prompt_logprobs = any(map(self._owes_prompt_logprobs, step.scheduled))
-        uniform = 1 if decodes_only and not owes_prompt_logprobs else None
-        key = self.dispatcher.dispatch(step.num_tokens, len(step.scheduled), uniform)
-        if uniform and key is None and self.dispatcher.keys:
-            self.graph_fallbacks += 1
+        # Logits will not do for prompt log-probabilities, which need every token's hidden state.
+        hidden_wanted = any(map(self._owes_prompt_logprobs, step.scheduled))
+        key = self._graph_for(step.num_tokens, len(step.scheduled), hidden_wanted)
         batch = gather_batch(step.scheduled, self.states, self.buffers, self.config.attention_backend, key)
-        prompt = None
-        if key is not None:
-            logits_PV = self.graphs.replay(key)
-            self.graph_replays += 1
-            logits_RV = logits_PV[: batch.num_requests]
-            if batch.logits_rows_R is not None:
-                logits_RV = logits_RV[batch.logits_rows_R]
-        elif (small := self.forwards.for_logits(batch.num_tokens)) and not owes_prompt_logprobs:
-            logits_TV = small(batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches)
-            logits_RV = logits_TV if batch.logits_rows_R is None else logits_TV[batch.logits_rows_R]
+        if key is None:
+            arguments = (batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches)
+            output = self.forward.run(batch.num_tokens, arguments, hidden_wanted=hidden_wanted)
         else:
-            hidden_TD = self.forwards.hidden(
-                batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches
-            )
-            prompt = self._prompt_logprobs(batch, hidden_TD)
-            wanted_RD = hidden_TD if batch.logits_rows_R is None else hidden_TD[batch.logits_rows_R]
-            logits_RV = self.logits(wanted_RD)
-        return self._sample(batch, logits_RV, prompt or {})
+            assert self.graphs is not None
+            output = self.padded_step.output(key, self.graphs.replay(key, batch.attention_inputs))
+            self.counters.replay(key, batch.num_tokens)
+        prompt = {} if output.is_logits else self._prompt_logprobs(batch, output.tensor)
+        rows = batch.logits_rows_R
+        wanted = output.tensor[: batch.num_tokens] if rows is None else output.tensor[rows]
+        return self._sample(batch, wanted if output.is_logits else self.forward.logits(wanted), prompt)
+
+    def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
+        """The graph to replay for a batch; why there is none is counted."""
+        decodes_only = num_tokens == num_requests
+        self.counters.batch(num_tokens, decodes_only)
+        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None)
+        if key is None:
+            self.counters.no_key(num_tokens, decodes_only)
+            return None
+        assert self.graphs is not None
+        if hidden_wanted:
+            reason = Fallback.PROMPT_LOGPROBS
+        elif self.graphs.has(key):
+            return key
+        else:
+            reason = Fallback.LOST if self.graphs.is_lost(key) else Fallback.NOT_YET
+        self.counters.fallback(reason, key.name)
+        return None
 
     def _owes_prompt_logprobs(self, request: ScheduledRequest) -> bool:
         row = self.states.row(request.request_id)
@@ -191,24 +213,11 @@ class Runner:
             entries: list[TokenLogprobs] = []
             for chunk in range(0, count, PROMPT_LOGPROBS_CHUNK):
                 chunk_end = min(count, chunk + PROMPT_LOGPROBS_CHUNK)
-                logits_TV = self.logits(hidden_TD[start + chunk : start + chunk_end])
+                logits_TV = self.forward.logits(hidden_TD[start + chunk : start + chunk_end])
                 targets = targets_T[chunk:chunk_end].to(self.config.device)
                 entries += prompt_logprobs(logits_TV, targets, params.prompt_logprobs)
             found[request_id] = (first + 1, entries)
         return found
-
-    def _decode_step(self, key: GraphKey) -> torch.Tensor:
-        """Forward and logits of the padded batch in the buffers: what a decode graph captures."""
-        host = (key.num_requests, key.query_len, key.max_seq_len)
-        inputs = attention_inputs(self.buffers, key.num_tokens, key.num_requests, host, self.config.attention_backend)
-        arguments = (
-            self.buffers.input_ids_T.device[: key.num_tokens],
-            self.buffers.positions_T.device[: key.num_tokens],
-            inputs,
-            self.kv_caches,
-        )
-        small = self.forwards.for_logits(key.num_tokens)
-        return small(*arguments) if small else self.logits(self.forwards.hidden(*arguments))
 
     def metrics(self) -> dict[str, Any]:
         """Counts of traces, compiles, captures and replays, cache status, start-up seconds, graph memory."""
@@ -216,15 +225,17 @@ class Runner:
         return {
             "traces": counts.traces if counts else 0,
             "compiles": counts.compiles if counts else 0,
-            "captures": self.graphs.num_captures,
+            "captures": self.graphs.num_captures if self.graphs else 0,
             "cache": self.compiled.lookup.status if self.compiled else "off",
             "cache_entry": str(self.compiled.lookup.folder) if self.compiled else None,
             "passes": self._pass_counts(),
-            "graph_replays": self.graph_replays,
-            "graph_fallbacks": self.graph_fallbacks,
+            **self.counters.metrics(),
             "graph_bytes_predicted": self.predicted_graph_bytes,
-            "graph_bytes_used": self.graphs.bytes_used,
-            "capture_bytes": dict(self.graphs.capture_bytes),
+            "graph_bytes_used": self.graphs.bytes_used if self.graphs else 0,
+            "graph_bytes_by_key": {name: r._asdict() for name, r in self.graphs.memory_by_key.items()}
+            if self.graphs
+            else {},
+            "capture_seconds": self.graphs.capture_seconds if self.graphs else 0.0,
             "start_up_seconds": self.timeline.seconds(),
             "start_up": self.timeline.as_records(),
         }
@@ -244,9 +255,10 @@ class Runner:
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self.graphs.close()
-        self.kv_caches = []
-        self.forwards, self.logits = Forwards(nn.Identity()), nn.Identity()  # the last references to the weights
+        if self.graphs:
+            self.graphs.close()
+        self.kv_caches.clear()
+        self.forward.close()
         self.compiled = None
         if self.config.device.type == "cuda":
             torch.cuda.synchronize()

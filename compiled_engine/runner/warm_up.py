@@ -10,17 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.dispatcher import GraphKey
 from compiled_engine.progress import Progress
 from compiled_engine.runner.input_batch import attention_inputs, empty_batch
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
-
-# A captured kernel launch takes about this much device memory (measured on an H200, driver 580, CUDA 13).
-BYTES_PER_CAPTURED_LAYER = 160 << 10
 
 
 def warm_up(runner: Runner, progress: Progress) -> int:
@@ -68,24 +63,12 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
         runner.kv_caches,
     )
     rows_R = buffers.logits_rows_R.device[:num_requests]
-    logits_RV = runner.logits(runner.forwards.hidden(*arguments)[rows_R])
-    small = runner.forwards.for_logits(num_tokens)
-    if small is not None:
-        logits_RV = small(*arguments)[rows_R]
+    logits_RV = runner.forward.logits(runner.forward.run(num_tokens, arguments, hidden_wanted=True).tensor[rows_R])
+    if runner.forward.ends_at_logits(num_tokens):
+        logits_RV = runner.forward.run(num_tokens, arguments).tensor[rows_R]
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
         runner.sampler.sample(logits_RV, np.arange(num_requests), np.ones(num_requests, np.int64))
         for row in range(num_requests):
             runner.sampler.remove_row(row)
-
-
-def graph_bytes_estimate(config: EngineConfig, keys: tuple[GraphKey, ...]) -> int:
-    """Device memory that capturing `keys` will take: the largest batch's activations, and each graph's launches."""
-    if not keys:
-        return 0
-    model = config.model
-    widest = max(model.intermediate_size * 3, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim * 3)
-    largest = max(key.num_tokens for key in keys)
-    activations = largest * (8 * model.hidden_size + widest + 2 * model.vocab_size) * model.dtype.itemsize
-    return activations + len(keys) * model.num_layers * BYTES_PER_CAPTURED_LAYER

@@ -184,8 +184,12 @@ def _cache(entry: CompiledEntry) -> dict[str, Any]:
 
 def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The CUDA graphs, with the memory that each took (None: not measured)."""
-    used = {int(size): count for size, count in metrics.get("capture_bytes", {}).items()}
-    return [{"num_requests": size, "bytes": used.get(size)} for size in config["graph"]["capture_sizes"]]
+    used = {name: sum(reading.values()) for name, reading in metrics.get("graph_bytes_by_key", {}).items()}
+    mixed = "full" if config["graph"]["mode"] == "full" else "piecewise"
+    mixed = "breakable" if config["graph"]["mode"] == "breakable" else mixed
+    sizes = [("decode", size) for size in config["graph"]["decode_sizes"]]
+    sizes += [(mixed, size) for size in config["graph"]["token_sizes"]]
+    return [{"kind": kind, "size": size, "bytes": used.get(f"{kind} {size}")} for kind, size in sizes]
 
 
 def _output_code(folder: Path, key: str) -> str:
@@ -217,7 +221,7 @@ def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapp
         )
     elif entry.status == "off":
         notes["cache"] = "The compile cache is off: what was compiled is kept until the engine ends."
-    if not config["graph"]["capture_sizes"]:
+    if config["graph"]["mode"] == "none":
         notes["captures"] = f"The mode captures no CUDA graphs on {config['device']}."
     if metrics is None:
         notes["run"] = "No engine was started, so what only a run can tell is missing: inspect --run measures it."

@@ -1,0 +1,79 @@
+"""The model's forward, eager or compiled, and what comes of it: hidden states or logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.compiler import CompiledModel, Forwards
+from compiled_engine.graphs.segments import AttentionsOfEagerCode, OnAttention
+
+ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """The hidden states or the logits of every token, [T, D] or [T, V]."""
+
+    tensor: torch.Tensor
+    is_logits: bool
+
+
+class ModelForward:
+    """Calls the version for the number of tokens.
+
+    on_attention: what `run(..., around_attention=True)` calls in place of the attention ops.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        compiled: CompiledModel | None,
+        parameters: Mapping[str, torch.Tensor],
+        on_attention: OnAttention,
+    ):
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits  # type: ignore[assignment]
+        if compiled:
+            self._whole, self._parts = compiled.bind(parameters), compiled.bind(parameters, on_attention)
+        else:
+            self._whole, self._parts = Forwards(model), Forwards(_EagerParts(model, on_attention))
+
+    def ends_at_logits(self, num_tokens: int) -> bool:
+        """Whether the version for so many tokens returns logits unless it is told otherwise."""
+        return self._whole.for_logits(num_tokens) is not None
+
+    def run(
+        self,
+        num_tokens: int,
+        arguments: ForwardArguments,
+        *,
+        hidden_wanted: bool = False,
+        around_attention: bool = False,
+    ) -> ForwardOutput:
+        """The forward of a batch of num_tokens tokens. hidden_wanted: logits will not do."""
+        forwards = self._parts if around_attention else self._whole
+        small = None if hidden_wanted else forwards.for_logits(num_tokens)
+        if small is not None:
+            return ForwardOutput(small(*arguments), is_logits=True)
+        return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
+
+    def close(self) -> None:
+        """Drop the last references to the weights."""
+        self._whole = self._parts = Forwards(nn.Identity())
+        self.logits = nn.Identity()
+
+
+class _EagerParts:
+    """The eager model with its attention ops passed on."""
+
+    def __init__(self, model: nn.Module, on_attention: OnAttention):
+        self._model, self._on_attention = model, on_attention
+
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        with AttentionsOfEagerCode(self._on_attention):
+            return self._model(*arguments)

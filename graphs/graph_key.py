@@ -1,0 +1,56 @@
+"""What a captured graph is looked up by: its kind, and every host value that its kernels were launched with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class GraphKind(Enum):
+    """FULL: the whole forward, attention included. PIECEWISE: the compiled pieces between two attentions. BREAKABLE:
+    eager code between two attentions. In the last two, attention runs between the graphs, on the batch as it is.
+    """
+
+    FULL = "full"
+    PIECEWISE = "piecewise"
+    BREAKABLE = "breakable"
+
+
+@dataclass(frozen=True)
+class GraphKey:
+    """What is not in the key may not influence a capture, but for what never changes while the engine lives.
+
+    num_tokens: tokens of the padded batch, on which every launch outside of attention depends. The others are what
+    attention's launches depend on, so they are 0 where attention is not captured: num_requests rows, of which the
+    first num_decodes have one query token each, none more than max_query_len, and contexts of at most max_seq_len.
+    """
+
+    kind: GraphKind
+    num_tokens: int
+    num_requests: int = 0
+    num_decodes: int = 0
+    max_query_len: int = 0
+    max_seq_len: int = 0
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether the graph takes batches of decodes alone."""
+        return self.num_decodes > 0
+
+    @property
+    def name(self) -> str:
+        """`decode 8`, `full 512`, `piecewise 512`: unique within an engine."""
+        return f"{'decode' if self.is_decode else self.kind.value} {self.num_tokens}"
+
+
+def decode_key(num_requests: int, max_seq_len: int) -> GraphKey:
+    """A full graph of num_requests decodes."""
+    return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len)
+
+
+def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
+    """A full graph of any batch of up to num_tokens tokens; attention takes every request for a prefill.
+
+    There is a row more than requests can be: the one that all padding tokens belong to.
+    """
+    return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)

@@ -1,0 +1,261 @@
+"""CUDA graphs on a GPU: every mode gives the same tokens, padding changes no bit, nothing is captured later."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.executor import InProcessExecutor
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind
+from compiled_engine.runner.model_runner import Runner
+
+pytestmark = pytest.mark.gpu
+
+BATCH_SIZES = (1, 2, 7, 8, 9, 31, 64, 123, 256)
+# (mode, graph mode): eager and compiled alone, and every mode of graphs that each can have.
+MODES = (
+    ("eager", "none"),
+    ("compiled", "none"),
+    ("eager", "full_decode_only"),
+    ("eager", "full"),
+    ("eager", "breakable"),
+    ("compiled", "piecewise"),
+    ("compiled", "full"),
+    ("compiled", "full_decode_only"),
+    ("graphed", "full_and_piecewise"),
+)
+# Of log-probabilities that bf16 engine and fp32 engine give the same text: most and mean difference.
+BF16_TOLERANCE = (0.35, 0.02)
+# Fewer sizes than by default: the matrix starts many engines.
+SIZES: dict[str, Any] = {
+    "capture_sizes": (1, 2, 8, 16, 64, 128, 256),
+    "capture_token_sizes": (1, 4, 8, 32, 64, 128, 256, 512),
+}
+
+
+@pytest.fixture(autouse=True)
+def _exact_float32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def engine(mode: str, graph_mode: str, dtype: str = "float32", **options: Any) -> LLM:
+    sizes = {
+        name: value
+        for name, value in SIZES.items()
+        if (name == "capture_sizes" and graph_mode.startswith("full"))
+        or (name == "capture_token_sizes" and graph_mode not in ("none", "full_decode_only"))
+    }
+    chosen = {"max_num_seqs": 256, "max_num_batched_tokens": 1024, "num_blocks": 12000} | sizes | options
+    return LLM(device="cuda", progress=False, mode=mode, graph_mode=graph_mode, dtype=dtype, **chosen)
+
+
+def runner_of(llm: LLM) -> Runner:
+    assert llm._core is not None
+    executor = llm._core._executor
+    assert isinstance(executor, InProcessExecutor)
+    return executor._runner
+
+
+def prompts_of(held_out_ids: list[int], count: int, longest: int) -> list[dict[str, list[int]]]:
+    random_ = random.Random(count)
+    cut = []
+    for _ in range(count):
+        start, length = random_.randrange(len(held_out_ids) - longest), random_.randrange(1, longest)
+        cut.append({"prompt_token_ids": held_out_ids[start : start + length]})
+    return cut
+
+
+@pytest.fixture(scope="module")
+def held_out_ids(bundled_model_path: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    text = (bundled_model_path / "held_out.txt").read_text()
+    return AutoTokenizer.from_pretrained(bundled_model_path)(text)["input_ids"]
+
+
+def greedy(llm: LLM, prompts: list[dict[str, list[int]]], lengths: list[int]) -> list[tuple[int, ...]]:
+    params = [SamplingParams(temperature=0, max_tokens=length, ignore_eos=True) for length in lengths]
+    return [tuple(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def workload(llm: LLM, held_out_ids: list[int]) -> dict[int, list[tuple[int, ...]]]:
+    """Greedy tokens by batch size; outputs of many lengths, so that prompts stream in among decodes."""
+    found = {}
+    for size in BATCH_SIZES:
+        lengths = [1 + (7 * i) % 24 for i in range(size)]
+        found[size] = greedy(llm, prompts_of(held_out_ids, size, 200), lengths)
+    return found
+
+
+@pytest.fixture(scope="module")
+def eager_tokens(held_out_ids: list[int]) -> dict[int, list[tuple[int, ...]]]:
+    with engine("eager", "none") as llm:
+        return workload(llm, held_out_ids)
+
+
+@pytest.mark.parametrize(("mode", "graph_mode"), MODES[1:])
+def test_every_mode_gives_the_same_greedy_tokens_in_fp32(
+    mode: str, graph_mode: str, held_out_ids: list[int], eager_tokens: dict[int, list[tuple[int, ...]]]
+) -> None:
+    with engine(mode, graph_mode) as llm:
+        with torch.inference_mode():
+            for cache in runner_of(llm).kv_caches:
+                cache.fill_(float("nan"))  # what stands in unused slots must not matter
+        assert workload(llm, held_out_ids) == eager_tokens
+        metrics = llm.metrics()
+        assert (metrics["graph_replays"] > 0) == (graph_mode != "none")
+        assert metrics["captures"] == len(runner_of(llm).dispatcher.keys)
+
+
+def teacher_forced(llm: LLM, sequences: list[list[int]]) -> list[float]:
+    """Log-probabilities of sequences' own tokens, each from the step that computes the token before it."""
+    params = [
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=0, prompt_logprobs=0) for _ in sequences
+    ]
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in sequences], params, use_tqdm=False)
+    return [
+        entry[token].logprob
+        for output, ids in zip(outputs, sequences, strict=True)
+        for token, entry in zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("mode", "graph_mode"), MODES)
+def test_bf16_logprobs_of_generated_text_are_near_fp32(mode: str, graph_mode: str, held_out_ids: list[int]) -> None:
+    prompts = prompts_of(held_out_ids, 31, 200)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=0)
+    with engine(mode, graph_mode, "bfloat16") as llm:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    sequences = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    with engine("eager", "none") as exact:
+        expected = teacher_forced(exact, sequences)
+    differences, at = [], 0
+    for output, ids in zip(outputs, sequences, strict=True):
+        at += len(ids) - 1
+        completion = output.outputs[0]
+        of_output = expected[at - len(completion.token_ids) : at]
+        for token, entry, exact_logprob in zip(completion.token_ids, completion.logprobs, of_output, strict=True):
+            differences.append(abs(entry[token].logprob - exact_logprob))
+    assert max(differences) < BF16_TOLERANCE[0]
+    assert sum(differences) / len(differences) < BF16_TOLERANCE[1]
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", "flash_attn"])
+@pytest.mark.parametrize("graph_mode", ["piecewise", "full_and_piecewise", "breakable"])
+def test_each_backend_that_supports_a_mode(graph_mode: str, backend: str, held_out_ids: list[int]) -> None:
+    if backend == "flash_attn":
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    mode = "eager" if graph_mode == "breakable" else "compiled"
+    prompts = prompts_of(held_out_ids, 20, 200)
+    lengths = [1 + (7 * i) % 24 for i in range(20)]
+    options: dict[str, Any] = {"attention_backend": backend, "num_blocks": 1500 if backend == "flash_attn" else 12000}
+    with engine(mode, "none", "bfloat16", **options) as plain:
+        expected = greedy(plain, prompts, lengths)
+    with engine(mode, graph_mode, "bfloat16", **options) as llm:
+        got = greedy(llm, prompts, lengths)
+        assert llm.metrics()["graph_replays"] > 0
+    same = sum(a == b for a, b in zip(got, expected, strict=True))
+    assert same >= 15  # another padded size may pick other kernels, and a near tie goes the other way
+
+
+@pytest.mark.parametrize(("mode", "graph_mode"), [m for m in MODES if m[1] != "none"])
+def test_padding_changes_no_bit(
+    mode: str, graph_mode: str, held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with engine(mode, graph_mode, "bfloat16") as llm:
+        runner = runner_of(llm)
+        graphs = runner.graphs
+        assert graphs is not None
+        replay, padded = graphs.replay, []
+
+        def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
+            buffers = runner.buffers
+            real = int((buffers.slot_mapping_T.device[: key.num_tokens] >= 0).sum())
+            expected = replay(key, inputs)[:real].clone()
+            buffers.input_ids_T.device[real : key.num_tokens] = 77
+            buffers.positions_T.device[real : key.num_tokens] = 5
+            result = replay(key, inputs)
+            assert torch.equal(result[:real], expected), key.name
+            result[real:] = torch.nan
+            if key.num_tokens > real:
+                padded.append(key)
+            return result
+
+        monkeypatch.setattr(graphs, "replay", replay_with_other_padding)
+        greedy(llm, prompts_of(held_out_ids, 37, 100), [1 + (5 * i) % 17 for i in range(37)])
+        greedy(llm, prompts_of(held_out_ids, 7, 40), [5] * 7)
+        assert len(padded) > 5
+        if graph_mode == "full_and_piecewise":
+            assert {key.kind for key in padded} == {GraphKind.FULL, GraphKind.PIECEWISE}, [k.name for k in padded]
+
+
+def test_the_default_sizes_capture_quickly_and_as_predicted() -> None:
+    """35 graphs of decodes and 51 around attention; the seconds are printed, since a machine may be slow."""
+    with LLM(device="cuda", progress=False, mode="graphed", max_num_seqs=256, gpu_memory_utilization=0.3) as llm:
+        metrics = llm.metrics()
+        assert metrics["captures"] == 35 + 51
+        predicted, used = metrics["graph_bytes_predicted"], metrics["graph_bytes_used"]
+        assert abs(predicted - used) < max(0.1 * used, 8 << 20)  # the model is small, and the driver's pages are large
+        print(f"captured in {metrics['capture_seconds']:.2f} s, predicted {predicted}, used {used}")
+
+
+@pytest.mark.parametrize("graph_mode", ["full", "full_and_piecewise", "breakable"])
+def test_thousands_of_random_batches_capture_and_keep_nothing(graph_mode: str) -> None:
+    mode = "eager" if graph_mode == "breakable" else "graphed"
+    random_ = random.Random(0)
+    with engine(mode, graph_mode, "bfloat16", max_num_seqs=256) as llm:
+        captures = llm.metrics()["captures"]
+
+        def serve(steps: int) -> None:
+            until = llm.metrics()["steps"] + steps
+            while llm.metrics()["steps"] < until:
+                count = random_.choice([1, 2, 7, 30, 64, 200])
+                prompts = [
+                    {"prompt_token_ids": [random_.randrange(4096) for _ in range(random_.randrange(1, 300))]}
+                    for _ in range(count)
+                ]
+                params = [
+                    SamplingParams(temperature=random_.choice([0.0, 0.7]), max_tokens=random_.randrange(1, 60))
+                    for _ in range(count)
+                ]
+                llm.generate(prompts, params, use_tqdm=False)
+
+        serve(300)
+        memory, frames = torch.cuda.memory_reserved(), dict(torch._dynamo.utils.counters["frames"])
+        serve(2000)
+        assert llm.metrics()["captures"] == captures
+        assert dict(torch._dynamo.utils.counters["frames"]) == frames
+        assert torch.cuda.memory_reserved() <= memory
+
+
+def test_background_capture_and_planned_sizes(tmp_path: Path, held_out_ids: list[int]) -> None:
+    prompts, lengths = prompts_of(held_out_ids, 24, 100), [30] * 24
+    with engine("graphed", "auto", capture_sizes=None, capture_token_sizes=None, max_num_seqs=32) as llm:
+        expected = greedy(llm, prompts, lengths)
+        histogram = tmp_path / "histogram.json"
+        histogram.write_text(json.dumps(llm.metrics()["batch_histogram"]))
+    with engine(
+        "graphed",
+        "auto",
+        max_num_seqs=32,
+        capture_sizes=None,
+        capture_token_sizes=None,
+        capture_histogram=histogram,
+        capture_budget={"graphs": 6},
+        background_capture=True,
+    ) as llm:
+        assert llm.metrics()["captures"] == 0
+        for _ in range(5):
+            assert greedy(llm, prompts, lengths) == expected
+        assert 2 <= llm.metrics()["captures"] <= 6
+        assert llm.metrics()["graph_replays"] > 0

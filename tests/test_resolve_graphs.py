@@ -1,0 +1,146 @@
+"""Graph modes and sizes: what is chosen, why, and what is refused. Nothing here needs a GPU: resolving is pure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.graphs.capture_sizes import default_capture_sizes
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve import resolve
+from compiled_engine.resolve_graphs import resolve_graphs
+
+SCHEDULER = SchedulerConfig(256, 8192, 4096, "fcfs")
+
+
+def resolved(
+    mode: str = "graphed", backend: str = "triton", device: str = "cuda", **options: Any
+) -> tuple[GraphConfig, dict[str, str]]:
+    reasons: dict[str, str] = {}
+    graph = resolve_graphs(
+        EngineOptions(mode=mode, **options),
+        compiled=mode != "eager",
+        graphed=mode == "graphed",
+        backend=backend,
+        scheduler=SCHEDULER,
+        num_layers=28,
+        device=torch.device(device),
+        reasons=reasons,
+    )
+    return graph, reasons
+
+
+def test_the_default_has_35_full_and_51_piecewise_graphs() -> None:
+    graph, reasons = resolved()
+    assert graph == GraphConfig(
+        GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(256), default_capture_sizes(512), False
+    )
+    assert (len(graph.decode_sizes), len(graph.token_sizes)) == (35, 51)
+    assert reasons.keys() == {"graph.mode", "graph.decode_sizes", "graph.token_sizes"}
+
+
+@pytest.mark.parametrize(
+    ("mode", "graph_mode"),
+    [
+        ("eager", "full"),
+        ("eager", "full_decode_only"),
+        ("eager", "breakable"),
+        ("compiled", "piecewise"),
+        ("compiled", "full"),
+        ("compiled", "full_decode_only"),
+        ("compiled", "full_and_piecewise"),
+        ("graphed", "full_and_piecewise"),
+        ("auto", "none"),
+    ],
+)
+def test_what_is_asked_is_taken(mode: str, graph_mode: str) -> None:
+    graph, reasons = resolved(mode, graph_mode=graph_mode)
+    assert graph.mode is GraphMode(graph_mode)
+    assert "graph.mode" not in reasons
+    assert bool(graph.decode_sizes) == graph.mode.captures_decodes
+    assert bool(graph.token_sizes) == graph.mode.captures_mixed
+
+
+def test_without_graphs_there_is_nothing_to_capture() -> None:
+    assert resolved("compiled")[0] == GraphConfig(GraphMode.NONE)
+    assert resolved("eager")[0] == GraphConfig(GraphMode.NONE)
+
+
+def test_explicit_sizes() -> None:
+    graph, reasons = resolved(capture_sizes=(8, 3, 8), capture_token_sizes=(64,), background_capture=True)
+    assert graph == GraphConfig(GraphMode.FULL_AND_PIECEWISE, (3, 8), (64,), True)
+    assert reasons.keys() == {"graph.mode"}
+
+
+def test_planned_sizes(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text('{"decodes": {"5": 9, "6": 9}, "mixed": {"100": 1}}')
+    graph, reasons = resolved(capture_histogram=path, capture_budget={"graphs": 2})
+    assert (graph.decode_sizes, graph.token_sizes) == ((6,), (100,))
+    assert reasons["graph.decode_sizes"] == f"planned from {path}"
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "kind", "message"),
+    [
+        ("graphed", {"graph_mode": "ful"}, ValueError, "graph_mode is 'ful'; allowed: auto, none, piecewise"),
+        ("graphed", {"graph_mode": "none"}, ValueError, "graph_mode is 'none', but mode is 'graphed'"),
+        ("eager", {"graph_mode": "piecewise"}, ValueError, "captures compiled pieces, but mode is 'eager'"),
+        ("eager", {"graph_mode": "full_and_piecewise"}, ValueError, "captures compiled pieces, but mode is 'eager'"),
+        ("compiled", {"graph_mode": "breakable"}, ValueError, "captures eager code, but mode is 'compiled'"),
+        ("compiled", {"capture_sizes": (8,)}, ValueError, r"capture_sizes is \(8,\), but the mode captures no CUDA"),
+        ("eager", {"background_capture": True}, ValueError, "background_capture is True, but the mode captures no"),
+        ("graphed", {"capture_sizes": (0,)}, ValueError, "capture_sizes has 0; allowed: integers of at least 1"),
+        ("graphed", {"capture_sizes": (257,)}, ValueError, r"has 257; allowed: at most max_num_seqs \(256\)"),
+        ("graphed", {"capture_token_sizes": (9000,)}, ValueError, r"at most max_num_batched_tokens \(8192\)"),
+        ("graphed", {"capture_token_sizes": ("8",)}, ValueError, "capture_token_sizes has '8'; allowed: integers"),
+        (
+            "graphed",
+            {"graph_mode": "full_decode_only", "capture_token_sizes": (8,)},
+            ValueError,
+            "graph mode 'full_decode_only' captures no such batches",
+        ),
+        ("graphed", {"capture_budget": {"graphs": 2}}, ValueError, "but there is no capture_histogram"),
+        ("graphed", {"capture_histogram": 3}, TypeError, "capture_histogram is 3; allowed: the path of a file"),
+        ("graphed", {"capture_histogram": "none.json"}, ValueError, "capture_histogram is 'none.json', which cannot"),
+    ],
+)
+def test_what_cannot_be_is_refused(mode: str, options: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        resolved(mode, **options)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kind", "message"),
+    [
+        ({"graph": 2}, ValueError, "capture_budget has 'graph'; allowed: graphs, seconds, bytes"),
+        ({"graphs": 0}, ValueError, "capture_budget has graphs = 0; allowed: a number above 0"),
+        ({"seconds": "2"}, ValueError, "capture_budget has seconds = '2'"),
+        (3, TypeError, "capture_budget is 3; allowed: a mapping"),
+        ({"graphs": 1}, ValueError, "does not allow one graph for each kind of batch"),
+    ],
+)
+def test_budgets(budget: Any, kind: type[Exception], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text('{"decodes": {"5": 9}, "mixed": {"100": 1}}')
+    with pytest.raises(kind, match=message):
+        resolved(capture_histogram=path, capture_budget=budget)
+    with pytest.raises(ValueError, match="capture_histogram plans the sizes; allowed: one of the two"):
+        resolved(capture_histogram=path, capture_sizes=(8,))
+
+
+def test_a_backend_that_captures_decodes_alone_has_no_full_mode() -> None:
+    with pytest.raises(ValueError, match="'torch' can be captured for uniform decode alone; allowed: full_and_piece"):
+        resolved(backend="torch", graph_mode="full")
+    assert resolved(backend="torch")[0].mode is GraphMode.FULL_AND_PIECEWISE
+
+
+def test_graphs_on_a_cpu_are_an_error_that_names_cuda() -> None:
+    for graph_mode in ("full", "piecewise", "breakable"):
+        with pytest.raises(ValueError, match="replays CUDA graphs and needs a CUDA GPU; allowed on cpu: none"):
+            resolve(EngineOptions(device="cpu", graph_mode=graph_mode))
+    assert resolve(EngineOptions(device="cpu", graph_mode="none")).graph.mode is GraphMode.NONE
