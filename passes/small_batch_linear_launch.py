@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -14,47 +15,70 @@ import triton
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.dependent_launch import may_launch_early
 from compiled_engine.passes.profile import load_profile
-from compiled_engine.passes.small_batch_linear_kernels import few_tokens_kernel, one_token_kernel
+from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
+from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
-# Programs that may be waiting for their splits at once: rows tiles times token tiles of one launch.
+# A launch takes the tiles that were measured for the least of these that is not below its number of tokens.
+TOKEN_BUCKETS = (1, 8, 32, 64)
+# Up to this many bytes a weight is asked into the L2 cache as a whole, before the kernel may start.
+ASK_AHEAD_BYTES = 16 << 20
+# Tiles of one launch that may be waiting for their splits.
 MAX_TILES = 1 << 16
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program computes, and how it is compiled. `tokens` 1 is the kernel for a single token."""
+    """What a program computes, and how it is compiled. `tokens` 1 is the kernel for a single token.
+
+    rows: of the weight (with silu * up an even number, half of them gate). A step takes `groups` times block_k
+    columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not one before it.
+    """
 
     tokens: int
     rows: int
     block_k: int
+    groups: int = 1
     split_k: int = 1
     num_warps: int = 4
     num_stages: int = 3
+    norm_inside: bool = False
+
+    def __post_init__(self) -> None:
+        if self.norm_inside and self.split_k > 1:
+            raise ValueError(f"norm_inside with split_k {self.split_k}: no split sees a whole row; allowed: split_k 1")
 
 
-# A launch takes the tiles that were measured for the least of these that is not below its number of tokens.
-TOKEN_BUCKETS = (1, 8, 32)
-
-
+@cache
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
     """Tiles for a [num_tokens, k] x [num_rows, k] product; with silu_mul num_rows counts gate and up together.
 
-    Those that were measured on a device of that name, or, for any other, what has done well on an NVIDIA H200.
+    Those that were measured on a device of that name, or, for any other, what has done well on an NVIDIA H200 with less
+    than 100 KiB of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
-        return Tiles(tokens=16, rows=16, block_k=64, num_warps=4, num_stages=2)
-    bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), 64)
+        return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
+    bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), TOKEN_BUCKETS[-1])
     profile = load_profile(device) if device else None
-    measured = profile.tiles.get((bucket, num_rows, k, silu_mul)) if profile else None
-    if measured is not None:
+    measured: dict[str, Any] | None = profile.tiles.get((bucket, num_rows, k, silu_mul)) if profile else None
+    if measured is not None and num_tokens <= bucket:
         return Tiles(**measured)
+    width = triton.next_power_of_2(k)
     outputs = num_rows // 2 if silu_mul else num_rows
-    few = outputs <= 4096  # too few rows for large tiles to reach every multiprocessor
     if bucket == 1:
-        return Tiles(1, rows=2, block_k=min(triton.next_power_of_2(k), 2048), num_warps=8 if few else 4)
-    block_k = min(128 if bucket > 8 else 256, max(64, triton.next_power_of_2(k) // 4))
-    split_k = 4 if few and not silu_mul and k >= 8 * block_k else 1
-    return Tiles(bucket, rows=32 if few else 64, block_k=block_k, split_k=split_k, num_warps=4, num_stages=3)
+        # Too few rows for large tiles to reach every multiprocessor want more warps.
+        num_warps = 8 if outputs <= 4096 else 4
+        return Tiles(1, rows=4 if silu_mul else 2, block_k=min(width, 2048), num_warps=num_warps)
+    if bucket == 8:
+        block_k = min(128 if silu_mul and k > 1024 else 256, max(16, width // 4))
+        return Tiles(8, rows=32 if silu_mul else 16, block_k=block_k, groups=4, norm_inside=k <= 1024)
+    # With few outputs K is split, or most multiprocessors would have nothing to do.
+    split_k = 1
+    if not silu_mul and num_tokens <= bucket and k >= 1024:
+        split_k = 4 if outputs <= 2048 else 2 if outputs <= 4096 else 1
+    block_k = min(width, 128)
+    if bucket == 32:
+        return Tiles(32, rows=64, block_k=block_k, split_k=split_k, num_stages=4)
+    return Tiles(64, rows=32 if outputs <= 4096 else 64, block_k=block_k, split_k=split_k, num_stages=3)
 
 
 def launch(
@@ -74,66 +98,54 @@ def launch(
         residual_TM = residual_TM.contiguous()
     num_tokens, k = x_TK.shape
     num_rows = weight_NK.shape[0]
-    norm = norm_weight_K is not None
     if tiles is None:
         tiles = choose_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, _device_name(x_TK.device))
     outputs = num_rows // 2 if silu_mul else num_rows
+    row_tiles, token_tiles = triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_tokens, tiles.tokens)
     out_TM = torch.empty((num_tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
-    dependent_launch = may_launch_early(x_TK.device)
-    options = {"launch_pdl": True} if dependent_launch else {}
+    early = may_launch_early(x_TK.device)
+    if norm_weight_K is not None and tiles.tokens > 1 and not tiles.norm_inside:
+        x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps), None
+    options: dict[str, Any] = {
+        "K": k,
+        "BIAS": bias_N is not None,
+        "NORM": norm_weight_K is not None,
+        "RESIDUAL": residual_TM is not None,
+        "SILU_MUL": silu_mul,
+        "ROWS": tiles.rows,
+        "BLOCK_K": tiles.block_k,
+        "DEPENDENT_LAUNCH": early,
+        "num_warps": tiles.num_warps,
+        "enable_fp_fusion": True,
+    }
+    if early:
+        options["launch_pdl"] = True
+    operands = (x_TK, weight_NK, bias_N, norm_weight_K, residual_TM, out_TM)
     if tiles.tokens == 1:
-        one_token_kernel[(triton.cdiv(outputs, tiles.rows),)](
-            x_TK,
-            weight_NK,
-            bias_N,
-            norm_weight_K,
-            residual_TM,
-            out_TM,
-            eps,
-            outputs,
-            K=k,
-            BIAS=bias_N is not None,
-            NORM=norm,
-            RESIDUAL=residual_TM is not None,
-            SILU_MUL=silu_mul,
-            ROWS=tiles.rows,
-            BLOCK_K=tiles.block_k,
-            DEPENDENT_LAUNCH=dependent_launch,
-            num_warps=tiles.num_warps,
-            **options,
-        )
+        one_token_kernel[(row_tiles,)](*operands, eps, outputs, **options)
         return out_TM
-    if norm_weight_K is not None:
-        x_TK = rms_norm.launch(x_TK, norm_weight_K, eps)
-    row_tiles, token_tiles = triton.cdiv(outputs, tiles.rows), triton.cdiv(num_tokens, tiles.tokens)
-    partial = counter = out_TM
+    partial, counters = None, out_TM
     if tiles.split_k > 1:
         if row_tiles * token_tiles > MAX_TILES:
-            raise ValueError(f"split_k is {tiles.split_k} for {row_tiles * token_tiles} tiles; allowed: {MAX_TILES}")
-        partial = torch.empty((tiles.split_k, num_tokens, outputs), dtype=torch.float32, device=x_TK.device)
-        counter = _counters(x_TK.device, torch.cuda.current_stream(x_TK.device).cuda_stream)
+            raise ValueError(f"{row_tiles * token_tiles} tiles with split_k {tiles.split_k}; allowed: {MAX_TILES}")
+        shape = (row_tiles * token_tiles, tiles.split_k, tiles.tokens, tiles.rows)
+        partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
+        stream = torch.cuda.current_stream(x_TK.device).cuda_stream if x_TK.device.type == "cuda" else 0
+        counters = _counters(x_TK.device, stream)
+    size = weight_NK.element_size()
     few_tokens_kernel[(row_tiles, tiles.split_k, token_tiles)](
-        x_TK,
-        weight_NK,
-        bias_N,
-        residual_TM,
-        out_TM,
+        *operands,
         partial,
-        counter,
+        counters,
+        eps,
         outputs,
         num_tokens,
         x_TK.stride(0),
-        K=k,
-        BIAS=bias_N is not None,
-        RESIDUAL=residual_TM is not None,
-        SILU_MUL=silu_mul,
         TOKENS=tiles.tokens,
-        ROWS=tiles.rows,
-        BLOCK_K=tiles.block_k,
+        GROUPS=tiles.groups,
         SPLIT_K=tiles.split_k,
         NUM_STAGES=tiles.num_stages,
-        DEPENDENT_LAUNCH=dependent_launch,
-        num_warps=tiles.num_warps,
+        ASK_AHEAD=early and num_rows * k * size <= ASK_AHEAD_BYTES and k * size % 16 == 0,
         **options,
     )
     return out_TM
