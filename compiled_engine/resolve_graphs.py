@@ -164,4 +164,5 @@ def _budget(given: Mapping[str, float] | None) -> CaptureBudget:
             raise ValueError(f"capture_budget has {name!r}; allowed: {', '.join(BUDGET_KEYS)}")
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise ValueError(f"capture_budget has {name} = {value!r}; allowed: a number above 0")
-    return CaptureBudget(**(given or {}))
+    limits = dict(given or {})
+    return CaptureBudget(limits.get("graphs"), limits.get("seconds"), limits.get("bytes"))

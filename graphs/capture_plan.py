@@ -28,9 +28,9 @@ class GraphFamily:
 class CaptureBudget:
     """What all graphs together may take; None is no limit."""
 
-    graphs: int | None = None
+    graphs: float | None = None
     seconds: float | None = None
-    bytes: int | None = None
+    bytes: float | None = None
 
     def allows(self, families: Sequence[GraphFamily], counts: Sequence[int]) -> bool:
         """Whether so many graphs of each family fit."""
@@ -50,7 +50,7 @@ def plan_capture_sizes(families: Sequence[GraphFamily], budget: CaptureBudget) -
     one with fewer graphs is taken. Raises ValueError where the budget does not allow that.
     """
     most = max((len(family.histogram) for family in families), default=0)
-    limit = most if budget.graphs is None else min(most, budget.graphs)
+    limit = most if budget.graphs is None else min(most, int(budget.graphs))
     plans = [best_sizes(family.histogram, limit) for family in families]
     choices = [
         combination

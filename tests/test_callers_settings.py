@@ -40,7 +40,7 @@ def test_closing_frees_the_weights_at_once() -> None:
     llm = LLM(mode="compiled", **OPTIONS)
     core: Any = llm._core
     runner = core._executor._runner
-    values = runner.forwards.hidden.__globals__.values()
+    values = runner.forward._whole.hidden.__globals__.values()
     weights = [weakref.ref(value) for value in values if isinstance(value, torch.Tensor)]
     assert len(weights) > 20
     gc.collect()
