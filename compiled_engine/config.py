@@ -94,6 +94,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int
     max_model_len: int
     policy: str
+    async_scheduling: bool = False
 
 
 @dataclass(frozen=True)

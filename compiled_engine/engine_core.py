@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
-from compiled_engine.executor import Executor, InProcessExecutor
+from compiled_engine.executor import Executor, InProcessExecutor, PendingOutput
 from compiled_engine.progress import Progress
 from compiled_engine.scheduling.scheduler import Scheduler
+from compiled_engine.scheduling.step import SchedulerOutput
 from compiled_engine.timeline import Timeline
 
 
@@ -23,7 +26,9 @@ class EngineCore:
         timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
         self.config = config
         self._executor: Executor = InProcessExecutor(config, progress, timeline)
-        self._scheduler = Scheduler(config.scheduler, config.cache, self._executor.num_blocks)
+        self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
+        self._scheduler = Scheduler(config.scheduler, config.cache, self._executor.num_blocks, self._steps_in_flight)
+        self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._seeds = random.Random(config.model.seed)
         self._start_seconds = timeline.now() - start_s
 
@@ -42,15 +47,34 @@ class EngineCore:
         return self._scheduler.abort(request_id, stopped=stopped)
 
     def step(self) -> list[EngineOutput]:
-        """Schedule, execute, update. If the device fails, the step's requests are aborted and the error is raised."""
+        """Launch what can be launched, then take in the oldest step; its outputs.
+
+        With async scheduling the device has the next step already while this one's result is taken in. A step that
+        nobody waits for any more (all its requests ended after its launch) may stay behind; a later call takes it
+        in and has no outputs.
+
+        If the device fails, the requests of all steps in flight are aborted and the error is raised.
+        """
         try:
-            step = self._scheduler.schedule()
-            outputs = self._scheduler.update(step, self._executor.execute(step))
+            while len(self._pending) < self._steps_in_flight and (step := self._scheduler.schedule()) is not None:
+                self._pending.append((step, self._executor.submit(step)))
+            if not self._pending:
+                return []
+            step, pending = self._pending.popleft()
+            outputs = self._scheduler.update(step, pending.result())
         except BaseException:
             self._scheduler.fail_step()
+            self._drain()
             raise
         self._scheduler.check_idle()
         return outputs
+
+    def _drain(self) -> None:
+        """Wait for the steps that are launched. Nobody wants their results, nor to hear that they failed."""
+        while self._pending:
+            _, pending = self._pending.popleft()
+            with suppress(Exception):
+                pending.result()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""
@@ -64,5 +88,6 @@ class EngineCore:
         return {"start_s": self._start_seconds} | self._executor.metrics() | self._scheduler.metrics()
 
     def close(self) -> None:
-        """Free the device."""
+        """Wait for the device and free it."""
+        self._drain()
         self._executor.close()

@@ -15,12 +15,22 @@ from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 from compiled_engine.timeline import Timeline
 
 
+class PendingOutput(Protocol):
+    """The result of a step that was submitted."""
+
+    def result(self) -> RunnerOutput:
+        """Wait for the step to end; called once. Raises what executing it raised."""
+        ...
+
+
 class Executor(Protocol):
     """One or more runners that execute each step together."""
 
     num_blocks: int
 
-    def execute(self, step: SchedulerOutput) -> RunnerOutput: ...
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
+        """Have a step executed after all those submitted before. Raises what fails before it is under way."""
+        ...
 
     def metrics(self) -> dict[str, Any]: ...
 
@@ -36,9 +46,9 @@ class InProcessExecutor:
             self._runner = Runner(config, progress, timeline)
         self.num_blocks = self._runner.num_blocks
 
-    def execute(self, step: SchedulerOutput) -> RunnerOutput:
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
         with self._own_context():
-            return self._runner.execute(step)
+            return self._runner.submit(step)
 
     def metrics(self) -> dict[str, Any]:
         return self._runner.metrics()

@@ -23,6 +23,7 @@ class EngineOptions:
     num_blocks: size of the KV cache in blocks, instead of what fits into memory.
     gpu_memory_utilization: share of the device's memory that the engine may use, weights included.
     scheduling_policy: fcfs | priority.
+    async_scheduling: launch a step before the results of the one before it are known; None: on CUDA.
     load_format: auto | safetensors | dummy (random weights).
     attention_backend: auto | torch | triton | flash_attn.
     passes: the FX passes to run, by name; None for all. disable_passes: those to leave out.
@@ -56,6 +57,7 @@ class EngineOptions:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     scheduling_policy: str = "fcfs"
+    async_scheduling: bool | None = None
     seed: int = 0
     load_format: str = "auto"
     attention_backend: str = "auto"

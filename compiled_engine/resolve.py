@@ -195,7 +195,13 @@ def _scheduler(
             f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs}), "
             "so that every running request can decode in a step"
         )
-    return SchedulerConfig(max_num_seqs, max_num_batched_tokens, model.max_model_len, options.scheduling_policy)
+    ahead = options.async_scheduling
+    if ahead is None:
+        ahead = device.type == "cuda"
+        reasons["scheduler.async_scheduling"] = f"default on {device.type}"
+    elif not isinstance(ahead, bool):
+        raise TypeError(f"async_scheduling is {ahead!r}; allowed: True, False or None")
+    return SchedulerConfig(max_num_seqs, max_num_batched_tokens, model.max_model_len, options.scheduling_policy, ahead)
 
 
 def _attention(

@@ -66,6 +66,7 @@ OTHER_FIELDS = (
     "scheduler.max_num_seqs",
     "scheduler.max_model_len",
     "scheduler.policy",
+    "scheduler.async_scheduling",
     "compile.enabled",
     "compile.strict",
     "compile.verify",

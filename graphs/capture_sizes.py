@@ -43,12 +43,10 @@ def planned_capture_sizes(
         decodes = {}
     if not mode.captures_mixed:
         mixed = {}
-    segmented = mode is not GraphMode.FULL
+    of_mixed = FULL_COST_PER_LAYER if mode is GraphMode.FULL else SEGMENTED_COST_PER_LAYER
     families = [
-        GraphFamily(decodes, *(cost * num_layers for cost in FULL_COST_PER_LAYER)),
-        GraphFamily(
-            mixed, *(cost * num_layers for cost in (SEGMENTED_COST_PER_LAYER if segmented else FULL_COST_PER_LAYER))
-        ),
+        GraphFamily(histogram_, seconds * num_layers, size * num_layers)
+        for histogram_, (seconds, size) in ((decodes, FULL_COST_PER_LAYER), (mixed, of_mixed))
     ]
     decode_sizes, token_sizes = plan_capture_sizes(families, budget)
     return decode_sizes, token_sizes
@@ -73,10 +71,9 @@ def read_histogram(path: Path) -> dict[str, dict[int, int]]:
 
 
 def _counts(path: Path, name: str, counts: Any) -> dict[int, int]:
-    found = {}
+    found: dict[int, int] = {}
     for size, count in counts.items() if isinstance(counts, dict) else [(counts, None)]:
-        valid = str(size).isdecimal() and int(size) > 0 and type(count) is int and count >= 0
-        if not valid:
+        if not (str(size).isdecimal() and int(size) > 0 and isinstance(count, int) and count >= 0):
             raise ValueError(
                 f"capture_histogram {str(path)!r} has {size!r}: {count!r} under {name!r}; allowed: a size of at least "
                 "1 and a count of at least 0"

@@ -6,7 +6,7 @@ for each position, so a block that is shared wrongly, overwritten or stale canno
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from compiled_engine.sampling.params import SamplingParams
@@ -59,13 +59,17 @@ class FakeRunner:
         self.rows: dict[str, Row] = {}
         self.slots: dict[tuple[int, int], int] = {}
         self.last_step = 0
+        self.written: dict[int, list[tuple[int, int]]] = {}  # the slots, by step
+        self.failed = False  # whether steps failed since the last one was received
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
         self.receive(step)
         # As in a real layer: the whole step writes before anything reads.
         written = [slot for share in step.scheduled for slot in self._write(share)]
         assert len(set(written)) == len(written), "two requests write to one slot"
-        token_ids, logprobs, prompt_logprobs = {}, {}, {}
+        self.written[step.step] = written
+        token_ids: list[int] = []
+        logprobs, prompt_logprobs = {}, {}
         for share in step.scheduled:
             row = self.rows[share.request_id]
             end = share.num_computed_tokens + share.num_tokens
@@ -78,7 +82,8 @@ class FakeRunner:
                     [logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions],
                 )
             if share.samples:
-                token_id = token_ids[share.request_id] = next_token(row.hashes[-1])
+                token_id = next_token(row.hashes[-1])
+                token_ids.append(token_id)
                 if row.params.logprobs is not None:
                     logprobs[share.request_id] = logprobs_of(row.hashes[-1], token_id)
                 row.append(token_id)
@@ -89,7 +94,9 @@ class FakeRunner:
         assert step.step > self.last_step
         self.last_step = step.step
         for request_id in step.removed:
-            del self.rows[request_id]  # a KeyError is a request that never had a row, or lost it already
+            # Without a row is who never had one, or lost it already; that is right only after a failure.
+            assert self.rows.pop(request_id, None) or self.failed
+        self.failed = False
         for new in step.new:
             assert new.request_id not in self.rows
             self.rows[new.request_id] = Row(
@@ -109,6 +116,13 @@ class FakeRunner:
         new_ids = {new.request_id for new in step.new}
         for share in step.scheduled:
             self._check_share(share, is_new=share.request_id in new_ids)
+
+    def fail(self, steps: Iterable[int]) -> None:
+        """Lose what these steps wrote. Removals that the next one repeats are no error."""
+        for step in steps:
+            for slot in self.written.pop(step):
+                self.slots.pop(slot, None)
+        self.failed = True
 
     def _check_share(self, share: ScheduledRequest, *, is_new: bool) -> None:
         row = self.rows[share.request_id]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+from itertools import compress
 
 from fake_runner import FakeRunner, logprobs_of, next_token, prefix_hashes
 
@@ -30,7 +32,11 @@ class Record:
 
 
 class SimulatedEngine:
-    """`step` is `begin_step` (schedule) and `finish_step` (execute and update); requests may come between."""
+    """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
+
+    Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
+    step is finished.
+    """
 
     def __init__(
         self,
@@ -42,9 +48,12 @@ class SimulatedEngine:
         max_model_len: int = 64,
         policy: str = "fcfs",
         prefix_caching: bool = True,
+        steps_in_flight: int = 1,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy)
-        self.scheduler = Scheduler(config, CacheConfig(block_size, None, 0.9, prefix_caching), num_blocks)
+        cache = CacheConfig(block_size, None, 0.9, prefix_caching)
+        self.scheduler = Scheduler(config, cache, num_blocks, steps_in_flight)
+        self.steps_in_flight = steps_in_flight
         self.runner = FakeRunner(num_blocks, block_size, max_num_seqs, budget)
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
@@ -52,7 +61,7 @@ class SimulatedEngine:
         self.live: dict[str, Record] = {}
         self.waiting: set[str] = set()
         self.ended: list[Record] = []
-        self.in_flight: SchedulerOutput | None = None
+        self.in_flight: deque[tuple[SchedulerOutput, RunnerOutput, list[Record]]] = deque()
         self.num_arrived = 0
         self.num_preemptions = 0
         self.max_request_tokens = 1
@@ -93,17 +102,30 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
 
     def begin_step(self) -> SchedulerOutput:
-        step = self.in_flight = self.scheduler.schedule()
-        assert step.scheduled or not self.live, "requests are left, but nothing is computed"
-        self._check_order(step)
+        """A step that must compute something."""
+        step = self.try_step()
+        assert step is not None, "nothing is computed"
+        return step
+
+    def try_step(self) -> SchedulerOutput | None:
+        """None if everything that is left waits for a step in flight."""
+        step = self.scheduler.schedule()
         self.scheduler.check_integrity()
+        if step is None:
+            assert self.in_flight or not self.live, "requests are left, but nothing is computed"
+            return None
+        assert step.request_ids
+        records = [self.live[request_id] for request_id in step.request_ids]
+        self._check_order(step)
+        self.in_flight.append((step, self.runner.execute(step), records))
         return step
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
         new = {request.request_id for request in step.new}
-        # A removed request that is still alive was preempted, unless its id was aborted and then added again.
-        preempted = {i for i in step.removed if i in self.live and i not in self.waiting}
+        # A removed request that is still alive was preempted, unless its id was aborted and then added again, or
+        # its last token is in flight.
+        preempted = {i for i in step.removed if i in self.live and i not in self.waiting and not self._is_ending(i)}
         assert not (new and preempted), "admits while blocks are short"
         assert new <= self.waiting
         self.waiting = self.waiting - new | preempted
@@ -124,34 +146,63 @@ class SimulatedEngine:
             if wants_prompt_logprobs and len(record.prompt_logprobs) < len(record.request.prompt_token_ids) - 1:
                 assert starts[request_id] == 0, "prompt tokens are skipped whose logprobs are asked for"
 
+    def _is_ending(self, request_id: str) -> bool:
+        record = self.live[request_id]
+        params, num_prompt_tokens = record.request.sampling_params, len(record.request.prompt_token_ids)
+        num_tokens = len(record.token_ids)
+        for step, _, records in self.in_flight:
+            num_tokens += any(r is record for r in compress(records, step.samples))
+        return num_tokens == min(params.max_tokens or self.max_total_tokens, self.max_total_tokens - num_prompt_tokens)
+
     def finish_step(self) -> list[EngineOutput]:
-        step, self.in_flight = self.in_flight, None
-        assert step is not None
-        outputs = self.scheduler.update(step, self.runner.execute(step))
-        self._take(step, outputs)
+        """Take in the oldest step in flight."""
+        step, result, records = self.in_flight.popleft()
+        outputs = self.scheduler.update(step, result)
+        self._take(step, records, outputs)
         return outputs
 
-    def fail_step(self) -> None:
-        """The runner fails before it computes anything: all ids of the step are aborted, the others go on."""
-        step, self.in_flight = self.in_flight, None
-        assert step is not None
-        self.runner.receive(step)
-        for share in step.scheduled:
-            self.abort(share.request_id)
-        assert self.scheduler.update(step, RunnerOutput({})) == []
+    def fail_step(self, *, launching: bool = False) -> None:
+        """The steps in flight fail, as if they had written nothing: their requests end, the others go on.
+
+        `launching`: so does one more that the runner never gets to see.
+        """
+        if launching and len(self.in_flight) < self.steps_in_flight:
+            step = self.scheduler.schedule()
+            if step is not None:
+                records = [self.live[request_id] for request_id in step.request_ids]
+                self._check_order(step)
+                self._forget(records)
+        self.runner.fail(step.step for step, _, _ in self.in_flight)
+        for _, _, records in self.in_flight:
+            self._forget(records)
+        self.in_flight.clear()
+        self.scheduler.fail_step()
         self.scheduler.check_integrity()
 
+    def _forget(self, records: list[Record]) -> None:
+        for record in records:
+            if record.finish_reason is None:
+                record.finish_reason = "abort"
+                self.ended.append(record)
+                del self.live[record.request.request_id]
+                self.waiting.discard(record.request.request_id)
+
     def step(self) -> list[EngineOutput]:
-        self.begin_step()
-        return self.finish_step()
+        """Fill the pipeline, then take in its oldest step, as EngineCore does."""
+        while len(self.in_flight) < self.steps_in_flight and self.try_step() is not None:
+            pass
+        return self.finish_step() if self.in_flight else []
 
     def run(self) -> None:
         """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
-        steps_left = len(self.live) * (self.max_request_tokens + 1) * 2
+        steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 + self.steps_in_flight
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"
             steps_left -= 1
             self.step()
+        self.check_idle()
+        while self.in_flight:
+            assert self.finish_step() == [], "a step that nobody waits for has outputs"
         self.check_idle()
 
     def check_idle(self) -> None:
@@ -163,10 +214,12 @@ class SimulatedEngine:
         assert metrics["finished"] + metrics["aborted"] == len(self.ended) == self.num_arrived
         self.scheduler.check_integrity()
 
-    def _take(self, step: SchedulerOutput, outputs: list[EngineOutput]) -> None:
+    def _take(self, step: SchedulerOutput, records: list[Record], outputs: list[EngineOutput]) -> None:
         assert len({output.request_id for output in outputs}) == len(outputs)
+        record_of = {record.request.request_id: record for record in records}
         for output in outputs:
             record = self.live[output.request_id]
+            assert record is record_of[output.request_id], "an output goes to a request that took over an id"
             params = record.request.sampling_params
             assert output.new_token_ids or output.prompt_logprobs
             assert output.num_cached_tokens == record.num_cached_tokens
@@ -181,9 +234,10 @@ class SimulatedEngine:
             if output.finish_reason is not None:
                 record.finish_reason, record.stop_reason = output.finish_reason, output.stop_reason
                 del self.live[output.request_id]
+                self.waiting.discard(output.request_id)  # its last token came after it was preempted
                 self._check_finished(record)
         self.scheduler.check_integrity()
-        sampled = {share.request_id for share in step.scheduled if share.samples}
+        sampled = set(compress(step.request_ids, step.samples))
         assert {o.request_id for o in outputs if o.new_token_ids} <= sampled
 
     def _check_finished(self, record: Record) -> None:

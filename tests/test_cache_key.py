@@ -105,6 +105,7 @@ PERTURBED: dict[str, Any] = {
     "scheduler.max_num_batched_tokens": 128,
     "scheduler.max_model_len": 99,
     "scheduler.policy": "priority",
+    "scheduler.async_scheduling": True,
     "compile.enabled": False,
     "compile.passes": ("merge_linears",),
     "compile.small_ranges": ((1, 4), (5, 8)),

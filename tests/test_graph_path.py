@@ -140,7 +140,7 @@ def test_what_stands_in_unused_slots_changes_nothing(
     assert run(core, make_requests(14, 1)) == plain_tokens
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.captures_mixed])
 def test_padding_rows_change_no_bit(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,13 +153,15 @@ def test_padding_rows_change_no_bit(
     replay = graphs.replay
 
     def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
+        if key.is_decode:  # padding is made in the graph
+            return replay(key, inputs)
         buffers = runner.buffers
-        real = int((buffers.slot_mapping_T.device[: key.num_tokens] >= 0).sum())
+        real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
         result = replay(key, inputs)
         expected = result[:real].clone()
-        buffers.input_ids_T.host[real : key.num_tokens] = 77
-        buffers.positions_T.host[real : key.num_tokens] = 5
-        assert torch.equal(replay(key, inputs)[:real], expected)
+        buffers.input_ids_T[real : key.num_tokens] = 77
+        buffers.positions_T[real : key.num_tokens] = 5
+        assert torch.equal(replay(key, inputs)[:real], expected), key.name
         result[real:] = torch.nan
         checked[key.name] += key.num_tokens > real
         return result
@@ -224,7 +226,7 @@ def test_a_capture_that_fails_in_the_background_is_given_up(
 def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
     core = make_core(make_config(GraphMode.FULL))
     buffers = runner_of(core).buffers
-    buffers.input_ids_T.device = buffers.input_ids_T.device.clone()
+    buffers.input_ids_T = buffers.input_ids_T.clone()
     with pytest.raises(AssertionError, match="a buffer that graphs read was replaced"):
         run(core, make_requests(1, 1))
 

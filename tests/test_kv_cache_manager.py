@@ -70,7 +70,7 @@ def test_copies_share_full_blocks_and_nothing_else() -> None:
     cache.check_integrity(copies)
     for request in copies:
         cache.free(request)
-        assert (request.block_ids, request.num_computed_tokens) == ([], 0)
+        assert (request.block_ids, request.num_slots, request.num_computed_tokens) == ([], 0, 0)
     assert cache.pool.num_free == 16
     cache.check_integrity([])
 
@@ -120,7 +120,10 @@ def test_unregistered_blocks_are_not_found() -> None:
     request = make_request(range(12))
     assert cache.admit(request, reserve=0)
     compute(cache, request)
-    cache.unregister(request, num_valid_tokens=6)
+    registered = cache.take_registered()
+    assert registered == request.block_ids
+    assert cache.take_registered() == []
+    cache.unregister(registered[1:])
     cache.free(request)
     reader = make_request(range(12))
     assert cache.admit(reader, reserve=0)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.scheduling.step import TokenLogprobs
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 64
@@ -42,6 +43,21 @@ def random_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> tor
     return 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
+class Sampled(NamedTuple):
+    """What a step's sampling gives the host."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sampled(sampler: Sampler, logits_RV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
+    """Sample, and take the tokens into the rows' histories, as the runner does once they have arrived."""
+    output = sampler.sample(logits_RV, rows, positions)
+    token_ids = output.token_ids_R.tolist()
+    sampler.record(rows, np.ones(len(rows), bool), token_ids)
+    return Sampled(token_ids, output.logprobs())
+
+
 def sample_once(
     logits_V: torch.Tensor,
     params: SamplingParams,
@@ -51,7 +67,7 @@ def sample_once(
 ) -> int:
     sampler = make_sampler(len(logits_V))
     sampler.add_row(3, params, seed, token_ids, num_prompt_tokens, {EOS})
-    return sampler.sample(logits_V[None], np.array([3]), np.array([len(token_ids)])).token_ids[0]
+    return sampled(sampler, logits_V[None], np.array([3]), np.array([len(token_ids)])).token_ids[0]
 
 
 # --- a reference of its own: Python integers, 64-bit floats, one token at a time ---
@@ -169,7 +185,7 @@ def test_every_feature_against_the_reference(data: st.DataObject) -> None:
         logits_RV = random_logits(num_rows, logits_seed + step)
         before = logits_RV.clone()
         positions = np.array([len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)])
-        token_ids = sampler.sample(logits_RV, rows, positions).token_ids
+        token_ids = sampled(sampler, logits_RV, rows, positions).token_ids
         assert torch.equal(logits_RV, before)
         for i, token_id in enumerate(token_ids):
             logits = reference_logits(logits_RV[i].tolist(), requests[i], prompts[i], outputs[i])
@@ -189,7 +205,7 @@ def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
 
     alone = make_sampler(max_num_rows=1)
     alone.add_row(0, params, 99, prompt, len(prompt), {EOS})
-    expected = [alone.sample(logits_TV[i : i + 1], np.array([0]), np.array([len(prompt) + i])) for i in range(12)]
+    expected = [sampled(alone, logits_TV[i : i + 1], np.array([0]), np.array([len(prompt) + i])) for i in range(12)]
 
     crowd = make_sampler()
     token_ids = list(prompt)
@@ -208,7 +224,7 @@ def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
         logits_RV = random_logits(len(rows), i)
         logits_RV[rows.index(row)] = logits_TV[i]
         positions = np.array([len(token_ids) if r == row else others[r] for r in rows])
-        output = crowd.sample(logits_RV, np.array(rows), positions)
+        output = sampled(crowd, logits_RV, np.array(rows), positions)
         at = rows.index(row)
         assert output.token_ids[at] == expected[i].token_ids[0]
         assert output.logprobs[at] is not None
@@ -228,7 +244,7 @@ def draw_many(logits_V: torch.Tensor, params: SamplingParams, count: int) -> np.
     logits_RV = logits_V.expand(num_rows, -1)
     counts = np.zeros(len(logits_V), dtype=np.int64)
     for position in range(1, 1 + count // num_rows):
-        output = sampler.sample(logits_RV, np.arange(num_rows), np.full(num_rows, position))
+        output = sampled(sampler, logits_RV, np.arange(num_rows), np.full(num_rows, position))
         counts += np.bincount(output.token_ids, minlength=len(logits_V))
     return counts
 
@@ -268,7 +284,7 @@ def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should() -> Non
     sampler = make_sampler(vocab_size)
     sampler.add_row(0, SamplingParams(), 1, [1], 1, set())
     drawn = [
-        sampler.sample(logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in range(400)
+        sampled(sampler, logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in range(400)
     ]
     assert abs(drawn.count(77) - 200) < 5 * math.sqrt(100)
     rest = [token_id for token_id in drawn if token_id != 77]
@@ -346,7 +362,7 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:
     sampler = make_sampler()
     for row in range(8):
         sampler.add_row(row, SamplingParams(temperature=0, top_k=3, top_p=0.1, min_p=1), row, [1], 1, set())
-    token_ids = sampler.sample(logits_RV, np.arange(8), np.full(8, 1)).token_ids
+    token_ids = sampled(sampler, logits_RV, np.arange(8), np.full(8, 1)).token_ids
     assert token_ids == logits_RV.argmax(dim=1).tolist()
     assert token_ids[3] == 7
 
@@ -370,7 +386,7 @@ def test_min_tokens_forbids_every_end_until_then() -> None:
         sampler = make_sampler()
         sampler.add_row(0, params, 0, [1], 1, {EOS, VOCAB_SIZE + 5})
         drawn = [
-            sampler.sample(logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in (1, 2, 3)
+            sampled(sampler, logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in (1, 2, 3)
         ]
         assert drawn == [4, 4, EOS]
 
@@ -384,10 +400,10 @@ def test_a_row_has_no_memory_of_the_request_before() -> None:
         min_tokens=9, stop_token_ids=[5], logprobs=3, top_k=2, top_p=0.5, min_p=0.5,
     )  # fmt: skip
     sampler.add_row(2, everything, 7, [5, 5], 1, {5})
-    sampler.sample(logits_V[None], np.array([2]), np.array([2]))
+    sampled(sampler, logits_V[None], np.array([2]), np.array([2]))
     sampler.remove_row(2)
     sampler.add_row(2, SamplingParams(temperature=0), 0, [1], 1, set())
-    output = sampler.sample(logits_V[None], np.array([2]), np.array([1]))
+    output = sampled(sampler, logits_V[None], np.array([2]), np.array([1]))
     assert (output.token_ids, output.logprobs) == ([5], [None])
 
 
@@ -415,7 +431,7 @@ def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
     for row, count in enumerate(counts):
         params = SamplingParams(temperature=1.5, logprobs=count, logit_bias={0: 9}, repetition_penalty=1.5)
         sampler.add_row(row, params, row, [3, 4, 5], 2, set())
-    output = sampler.sample(logits_RV, np.arange(len(counts)), np.full(len(counts), 3))
+    output = sampled(sampler, logits_RV, np.arange(len(counts)), np.full(len(counts), 3))
     expected_RV = logits_RV.float().log_softmax(dim=1)
     for row, count in enumerate(counts):
         entry = output.logprobs[row]
@@ -478,12 +494,12 @@ def test_shapes_must_agree(shape: tuple[int, int], positions: int) -> None:
 
 def test_an_empty_batch_and_a_slice_of_padded_logits() -> None:
     sampler = make_sampler()
-    empty = sampler.sample(torch.zeros(0, VOCAB_SIZE), np.arange(0), np.arange(0))
+    empty = sampled(sampler, torch.zeros(0, VOCAB_SIZE), np.arange(0), np.arange(0))
     assert (empty.token_ids, empty.logprobs) == ([], [])
     sampler.add_row(0, SamplingParams(logit_bias={1: 1.0}, seed=1), 1, [1], 1, set())
     padded_RV = torch.cat([random_logits(2, 2), torch.full((2, 8), 99.0)], dim=1)
-    sliced = sampler.sample(padded_RV[1:, :VOCAB_SIZE], np.array([0]), np.array([5])).token_ids
-    assert sliced == sampler.sample(random_logits(2, 2)[1:], np.array([0]), np.array([5])).token_ids
+    sliced = sampled(sampler, padded_RV[1:, :VOCAB_SIZE], np.array([0]), np.array([5])).token_ids
+    assert sliced == sampled(sampler, random_logits(2, 2)[1:], np.array([0]), np.array([5])).token_ids
 
 
 @pytest.mark.gpu
@@ -505,7 +521,7 @@ def test_gpu_gives_the_tokens_of_the_cpu(vocab_size: int) -> None:
     for step in range(6):
         logits_RV = random_logits(len(rows), step, vocab_size)
         outputs = {
-            device: sampler.sample(logits_RV.to(device), rows, np.full(len(rows), 3 + step))
+            device: sampled(sampler, logits_RV.to(device), rows, np.full(len(rows), 3 + step))
             for device, sampler in samplers.items()
         }
         assert outputs["cuda"].token_ids == outputs["cpu"].token_ids

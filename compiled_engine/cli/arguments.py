@@ -69,6 +69,12 @@ ENGINE_ARGUMENTS = (
         convert=operator.not_,
     ),
     Argument("scheduling_policy", str, "fcfs or priority."),
+    Argument(
+        "async_scheduling",
+        bool,
+        "Launch a step before the results of the one before it are known. Default: on CUDA.",
+        flag="--async-scheduling/--no-async-scheduling",
+    ),
     Argument("seed", int, "Seed of all that is random."),
     Argument("load_format", str, "auto, safetensors, or dummy: random weights."),
     Argument("attention_backend", str, "auto, torch, triton or flash_attn."),

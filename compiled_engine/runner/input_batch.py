@@ -1,4 +1,4 @@
-"""One step's inputs, gathered from the persistent rows into the fixed buffers."""
+"""One step's batch: which rows it has, what they compute, and the tensors that the model is handed."""
 
 from __future__ import annotations
 
@@ -10,139 +10,113 @@ import torch
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.graph_key import GraphKey, GraphKind
 from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.prepare_inputs import prepare_inputs
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.scheduling.step import ScheduledRequest
+from compiled_engine.scheduling.step import SchedulerOutput
 
 
 @dataclass(frozen=True)
 class InputBatch:
-    """What the model side is handed. Host arrays are per request, in batch order, real requests only.
+    """Host arrays are per request, in batch order, real requests only; rows are those of RequestStates.
 
-    `sampling_rows` are the rows (of RequestStates) that get a next token, `sampling_positions` its position;
-    `logits_rows` picks their hidden states, None when that is all of them in order.
+    `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
+    token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     """
 
     request_ids: list[str]
     rows: np.ndarray
     query_starts: np.ndarray
     num_computed: np.ndarray
-    sampling_ids: list[str]
-    sampling_rows: np.ndarray
-    sampling_positions: np.ndarray
-    input_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    attention_inputs: AttentionInputs
-    logits_rows_R: torch.Tensor | None
+    samples: np.ndarray
     num_tokens: int
-    num_requests: int
+    key: GraphKey | None
+    decodes_only: bool
+    num_rows: int
+    padded_tokens: int
+    host: tuple[int, int, int]
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.request_ids)
+
+    @property
+    def sampling_ids(self) -> list[str]:
+        return [self.request_ids[i] for i in np.flatnonzero(self.samples)]
 
 
-def gather_batch(
-    scheduled: tuple[ScheduledRequest, ...],
-    states: RequestStates,
-    buffers: InputBuffers,
-    backend: str,
-    key: GraphKey | None,
-) -> InputBatch:
-    """Fill the buffers with the scheduled requests, padded to `key` if it is to be replayed.
+def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
+    """The batch of a step, padded to `key`; what the device has to know of it is staged.
 
-    Padding tokens have no slot and belong to requests with an empty context: they write nothing and read nothing.
-    Where attention is not captured it gets the requests as they are, with the padding tokens behind theirs.
+    Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Where
+    attention is not captured it gets the requests as they are, with the padding tokens behind theirs.
     """
-    buffers.reclaim()
-    request_ids = [request.request_id for request in scheduled]
-    rows = np.fromiter((states.row(request_id) for request_id in request_ids), np.int64, len(scheduled))
-    lens = np.fromiter((request.num_tokens for request in scheduled), np.int64, len(scheduled))
-    computed = np.fromiter((request.num_computed_tokens for request in scheduled), np.int64, len(scheduled))
-    starts = np.cumsum(lens) - lens
-    num_tokens, num_requests = int(lens.sum()), len(scheduled)
-
-    if num_tokens == num_requests:  # decodes only: nothing to repeat
-        token_rows, positions = rows, computed
+    count, lens = len(step.request_ids), step.counts
+    rows_R = states.rows(step.request_ids)
+    num_tokens = sum(lens)
+    decodes_only = num_tokens == count and (key is None or key.is_decode)
+    padded_tokens = key.num_tokens if key else num_tokens
+    num_computed_R = np.array(step.starts, np.int32)
+    if decodes_only:
+        num_rows = padded_tokens
+        starts_R1 = np.arange(count + 1, dtype=np.int32)
+        buffers.stage_decodes(rows_R, num_rows)
+        host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
     else:
-        token_rows = np.repeat(rows, lens)
-        positions = np.arange(num_tokens) + np.repeat(computed - starts, lens)
-    buffers.input_ids_T.host[:num_tokens] = states.token_ids[token_rows, positions]
-    buffers.positions_T.host[:num_tokens] = positions
-    block, offset = np.divmod(positions, states.block_size)
-    buffers.slot_mapping_T.host[:num_tokens] = (
-        states.block_table[token_rows, block].astype(np.int64) * states.block_size + offset
-    )
-    buffers.query_start_loc_R1.host[:num_requests] = starts
-    buffers.query_start_loc_R1.host[num_requests] = num_tokens
-    seq_lens = computed + lens
-    buffers.seq_lens_R.host[:num_requests] = seq_lens
-    buffers.block_table_RB.host[:num_requests] = states.block_table[rows]
-
-    samples = np.fromiter((request.samples for request in scheduled), bool, num_requests)
-    num_sampling = int(samples.sum())
-    buffers.logits_rows_R.host[:num_sampling] = (starts + lens - 1)[samples]
-    all_sample = num_sampling == num_tokens
-
-    padded_tokens, padded_requests = num_tokens, num_requests
-    num_decodes, longest_query, longest_context = int((lens == 1).sum()), int(lens.max()), int(seq_lens.max())
-    if key is not None:
-        padded_tokens = key.num_tokens
-        _pad_tokens(buffers, num_tokens, padded_tokens)
-    if key is not None and key.kind is GraphKind.FULL:
-        padded_requests = key.num_requests
-        _pad_requests(buffers, num_tokens, num_requests, key)
-        num_decodes, longest_query, longest_context = key.num_decodes, key.max_query_len, key.max_seq_len
-    buffers.publish(padded_tokens, padded_requests)
+        lens_R = np.array(lens, np.int32)
+        starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
+        if key is not None and key.kind is GraphKind.FULL:  # attention finds the first padding row to have the padding
+            num_rows, host = key.num_requests, (key.num_decodes, key.max_query_len, key.max_seq_len)
+            padding = np.full(num_rows - count, -1, np.int32)
+            ends = np.full(num_rows - count, padded_tokens, np.int32)
+            buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)))
+        else:
+            num_rows = count
+            host = (lens.count(1), max(lens), int((num_computed_R + lens_R).max()))
+            buffers.stage_batch(rows_R, starts_R1)
     return InputBatch(
-        request_ids=request_ids,
-        rows=rows,
-        query_starts=starts,
-        num_computed=computed,
-        sampling_ids=[request.request_id for request in scheduled if request.samples],
-        sampling_rows=rows[samples],
-        sampling_positions=seq_lens[samples],
-        input_ids_T=buffers.input_ids_T.device[:padded_tokens],
-        positions_T=buffers.positions_T.device[:padded_tokens],
-        attention_inputs=attention_inputs(
-            buffers, padded_tokens, padded_requests, (num_decodes, longest_query, longest_context), backend
-        ),
-        logits_rows_R=None if all_sample else buffers.logits_rows_R.device[:num_sampling],
-        num_tokens=num_tokens,
-        num_requests=num_requests,
+        step.request_ids,
+        rows_R,
+        starts_R1,
+        num_computed_R,
+        np.array(step.samples, bool),
+        num_tokens,
+        key,
+        decodes_only,
+        num_rows,
+        padded_tokens,
+        host,
     )
 
 
-def _pad_tokens(buffers: InputBuffers, num_tokens: int, padded_tokens: int) -> None:
-    buffers.input_ids_T.host[num_tokens:padded_tokens] = 0
-    buffers.positions_T.host[num_tokens:padded_tokens] = 0
-    buffers.slot_mapping_T.host[num_tokens:padded_tokens] = -1
+def empty_batch(
+    buffers: InputBuffers, num_tokens: int, num_rows: int, host: tuple[int, int, int], key: GraphKey | None = None
+) -> InputBatch:
+    """A batch of padding alone, tokens shared out evenly: it leaves no trace when it runs."""
+    starts_R1 = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
+    nobody = np.full(num_rows, -1, np.int32)
+    decodes_only = num_tokens == num_rows
+    if decodes_only:
+        buffers.stage_decodes(nobody, num_rows)
+    else:
+        buffers.stage_batch(nobody, starts_R1)
+    return InputBatch(
+        [], nobody[:0], starts_R1[:1], nobody[:0], nobody[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
+    )
 
 
-def _pad_requests(buffers: InputBuffers, num_tokens: int, num_requests: int, key: GraphKey) -> None:
-    """The rows that attention in a graph finds: in a graph of decodes one token each, otherwise the first has all."""
-    ends = buffers.query_start_loc_R1.host[num_requests + 1 : key.num_requests + 1]
-    ends[:] = num_tokens + 1 + np.arange(len(ends)) if key.is_decode else key.num_tokens
-    buffers.seq_lens_R.host[num_requests : key.num_requests] = 0
-    buffers.block_table_RB.host[num_requests : key.num_requests] = 0
-
-
-def empty_batch(buffers: InputBuffers, num_tokens: int, num_requests: int) -> None:
-    """Fill the buffers with a batch that leaves no trace: no slots, empty contexts, tokens shared out evenly."""
-    buffers.reclaim()
-    for buffer in (buffers.input_ids_T, buffers.positions_T, buffers.seq_lens_R, buffers.block_table_RB):
-        buffer.host[:] = 0
-    buffers.slot_mapping_T.host[:] = -1
-    borders = np.linspace(0, num_tokens, num_requests + 1).astype(np.int32)
-    buffers.query_start_loc_R1.host[: num_requests + 1] = borders
-    buffers.logits_rows_R.host[:num_requests] = borders[1:] - 1
-    buffers.publish(num_tokens, num_requests)
-
-
-def attention_inputs(
-    buffers: InputBuffers, num_tokens: int, num_requests: int, host: tuple[int, int, int], backend: str
-) -> AttentionInputs:
-    """The attention's view of the buffers. `host`: leading decodes, longest query, bound of the contexts."""
+def attention_inputs(batch: InputBatch, buffers: InputBuffers, backend: str) -> AttentionInputs:
+    """The attention's view of the buffers."""
+    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
     return AttentionInputs(
-        query_start_loc_R1=buffers.query_start_loc_R1.device[: num_requests + 1],
-        seq_lens_R=buffers.seq_lens_R.device[:num_requests],
-        block_table_RB=buffers.block_table_RB.device[:num_requests],
-        slot_mapping_T=buffers.slot_mapping_T.device[:num_tokens],
-        host_3=torch.tensor(host, dtype=torch.int32, device="cpu"),
+        query_start_loc_R1=starts_R1[: batch.num_rows + 1],
+        seq_lens_R=buffers.seq_lens_R[: batch.num_rows],
+        block_table_RB=buffers.block_table_RB[: batch.num_rows],
+        slot_mapping_T=buffers.slot_mapping_T[: batch.padded_tokens],
+        host_3=torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
         backend=backend,
     )
+
+
+def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
+    """Make the batch's inputs on the device from what was staged and applied."""
+    prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only)

@@ -1,57 +1,73 @@
-"""The fixed buffers that a batch's inputs are written to: host arrays, and their copies on the device.
-
-On a CPU the two are the same memory. On a GPU the host side is pinned and copied without blocking; captured graphs
-read the device side, whose addresses never change.
-"""
+"""The fixed buffers on the device that a step's inputs are made in, and its tokens; captured graphs know them alone."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from compiled_engine.runner.staged_writes import StagedWrites
 
-class MirroredBuffer:
-    """A host array and the device tensor that it is copied to."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device):
-        on_gpu = device.type == "cuda"
-        self._host = torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=on_gpu)
-        self.device = torch.zeros(shape, dtype=dtype, device=device) if on_gpu else self._host
-        self.host: np.ndarray = self._host.numpy()
-
-    def publish(self, length: int) -> None:
-        """Copy the first `length` rows to the device."""
-        if self.device is not self._host:
-            self.device[:length].copy_(self._host[:length], non_blocking=True)
+# Steps of which tokens may wait to be read by the host.
+RING = 8
 
 
 class InputBuffers:
-    """Room for the largest step: max_num_tokens tokens, max_num_requests requests."""
+    """Room for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
 
-    def __init__(self, max_num_tokens: int, max_num_requests: int, max_blocks: int, device: torch.device):
-        self.input_ids_T = MirroredBuffer((max_num_tokens,), torch.int64, device)
-        self.positions_T = MirroredBuffer((max_num_tokens,), torch.int64, device)
-        self.slot_mapping_T = MirroredBuffer((max_num_tokens,), torch.int64, device)
-        self.logits_rows_R = MirroredBuffer((max_num_requests,), torch.int64, device)
-        self.query_start_loc_R1 = MirroredBuffer((max_num_requests + 1,), torch.int32, device)
-        self.seq_lens_R = MirroredBuffer((max_num_requests,), torch.int32, device)
-        self.block_table_RB = MirroredBuffer((max_num_requests, max_blocks), torch.int32, device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+    Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
+    and query_start_loc_R1. Made by kernels from these and the states: all else; logits_index_R is each request's last
+    token. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last steps by
+    request (-1 for none), after the number of the step.
+    """
 
-    def reclaim(self) -> None:
-        """Wait until the last batch was copied: only then may the host arrays be written again.
+    def __init__(
+        self,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_blocks: int,
+        writes: StagedWrites,
+        device: torch.device,
+    ):
+        self._rows = writes.field(max_num_rows)
+        self._query_start_loc = writes.field(max_num_rows + 1)
+        self.rows_R = self._rows.tensor
+        self.query_start_loc_R1 = self._query_start_loc.tensor
+        self.starts_of_decodes_R1 = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
 
-        A step that samples nothing ends without any wait, and its copies may still stand behind other work.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()
+        def made(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
 
-    def publish(self, num_tokens: int, num_requests: int) -> None:
-        """Copy a batch's inputs to the device."""
-        for per_token in (self.input_ids_T, self.positions_T, self.slot_mapping_T):
-            per_token.publish(num_tokens)
-        for per_request in (self.logits_rows_R, self.seq_lens_R, self.block_table_RB):
-            per_request.publish(num_requests)
-        self.query_start_loc_R1.publish(num_requests + 1)
-        if self._copied is not None:
-            self._copied.record()
+        self.input_ids_T = made(max_num_tokens, dtype=torch.int64)
+        self.positions_T = made(max_num_tokens, dtype=torch.int64)
+        self.slot_mapping_T = made(max_num_tokens, dtype=torch.int64)
+        self.seq_lens_R = made(max_num_rows, dtype=torch.int32)
+        self.logits_index_R = made(max_num_rows, dtype=torch.int64)
+        self.block_table_RB = made(max_num_rows, max_blocks, dtype=torch.int32)
+        self.inverse_temperature_R = made(max_num_rows, dtype=torch.float32)
+        self.seeds_R = made(max_num_rows, dtype=torch.int64)
+        self.sample_positions_R = made(max_num_rows, dtype=torch.int64)
+        self.no_threshold_R = torch.full((max_num_rows,), -torch.inf, device=device)
+        self.num_steps_1 = made(1, dtype=torch.int32)
+        self.tokens_KR1 = torch.zeros(
+            RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self._staged: tuple[bytes, int] | None = None
+
+    def stage_decodes(self, rows_R: np.ndarray, padded: int) -> None:
+        """A batch of decodes, padded; nothing is staged if it is the one that is there."""
+        batch = (rows_R.tobytes(), padded)
+        if batch != self._staged:
+            padded_rows_R = np.full(padded, -1, np.int32)
+            padded_rows_R[: len(rows_R)] = rows_R
+            self._rows.stage(0, padded_rows_R)
+            self._staged = batch
+
+    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray) -> None:
+        """Any batch, padding rows included."""
+        self._staged = None
+        self._rows.stage(0, rows_R)
+        self._query_start_loc.stage(0, starts_R1)
+
+    def forget_staged(self) -> None:
+        """What was staged did not reach the device."""
+        self._staged = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from compiled_engine.config import EngineConfig
@@ -20,18 +21,20 @@ from compiled_engine.models.registry import build_model
 from compiled_engine.parameter_layout import ParameterLayout
 from compiled_engine.progress import Progress
 from compiled_engine.runner import kv_cache
+from compiled_engine.runner.advance import advance
 from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, gather_batch
+from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.kernel_cache import kernel_cache
-from compiled_engine.runner.model_forward import ModelForward
-from compiled_engine.runner.padded_step import PaddedStep
+from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
+from compiled_engine.runner.pending_steps import PendingStep, PendingSteps
 from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
-from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.scheduling.step import NewRequest, RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from compiled_engine.sampling.sampler import SampledRows, Sampler
+from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput, TokenLogprobs
 from compiled_engine.timeline import Timeline
 
 PROMPT_LOGPROBS_CHUNK = 256
@@ -62,19 +65,28 @@ class Runner:
         self.forward = ModelForward(model, self.compiled, named, self._on_attention)
 
         scheduler = config.scheduler
-        self.states = RequestStates(scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size)
+        self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, scheduler.max_model_len, config.device)
+        self.states = RequestStates(
+            scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
+        )
         self.buffers = InputBuffers(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
-            self.states.block_table.shape[1],
+            self.states.block_table_SB.shape[1],
+            self.states.writes,
             config.device,
         )
-        self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, scheduler.max_model_len, config.device)
+        self.pending = PendingSteps(self.buffers, self.sampler, config.device)
         self.kv_caches = kv_cache.allocate(config, 1)
         self.dispatcher = Dispatcher(config.graph, scheduler)
         self.counters = GraphCounters(self.dispatcher)
         self.padded_step = PaddedStep(
-            self.forward, self.buffers, self.kv_caches, config.attention_backend, scheduler.max_model_len
+            self.forward,
+            self.states,
+            self.buffers,
+            self.kv_caches,
+            config.attention_backend,
+            scheduler.max_model_len,
         )
         keys = self.dispatcher.keys
         self.graphs = CudaGraphManager(keys, CudaCapture(config.device), self.padded_step) if keys else None
@@ -97,40 +109,88 @@ class Runner:
         if self.graphs and not self._captures_in_background:
             with self.timeline.span("capture"):
                 self.graphs.capture_all(progress)
+        self.pending.resynchronise()
 
     def _on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         assert self.graphs is not None
         self.graphs.on_attention(function, arguments)
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> RunnerOutput:
-        """Run one step: update the rows, gather the inputs, run the model, sample."""
-        self._update_rows(step)
-        if not step.scheduled:
-            return RunnerOutput({})
-        with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
-            output = self._run(step)
+    def submit(self, step: SchedulerOutput) -> PendingStep:
+        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device but
+        what is sampled by what the host knows of earlier tokens, and prompt log-probabilities."""
+        self.states.writes.discard()  # left over from a step that failed
+        if step.removed and self.sampler.keeps_history:
+            self.pending.settle()  # before a row is another request's
+        try:
+            self._update_rows(step)
+            with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
+                pending = self._launch(step)
+        except BaseException:
+            self.buffers.forget_staged()
+            raise
         if self._captures_in_background:
             assert self.graphs is not None
             self._captures_in_background = self.graphs.capture_in_background()
+            self.pending.resynchronise()
+        return pending
+
+    def execute(self, step: SchedulerOutput) -> RunnerOutput:
+        """Run one step, and wait for it."""
+        return self.submit(step).result()
+
+    def _launch(self, step: SchedulerOutput) -> PendingStep:
+        hidden_wanted = self._owes_prompt_logprobs(step)
+        key = self._graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
+        batch = make_batch(step, self.states, self.buffers, key)
+        self.states.writes.apply()
+        if key is not None and key.is_decode:
+            logits_RV = self._replay(batch).tensor
+            self.pending.launched()
+        else:
+            prepare(batch, self.states, self.buffers)
+            if key is None:
+                output = self.padded_step.forward(batch, hidden_wanted=hidden_wanted)
+            else:
+                output = self.padded_step.output(key, self._replay(batch).tensor)
+            prompt = {} if output.is_logits else self._prompt_logprobs(batch, output.tensor)
+            if not batch.samples.any():
+                nobody_R = self.buffers.sample_positions_R
+                advance(self.states, self.buffers, nobody_R, batch.num_rows, decodes_only=batch.decodes_only)
+                self.pending.launched()
+                return self.pending.step(batch, None, prompt)
+            wanted = output.tensor[self.buffers.logits_index_R[: batch.num_rows]]
+            logits_RV = wanted if output.is_logits else self.forward.logits(wanted)
+            sample_and_advance(logits_RV, self.states, self.buffers, batch)
+            self.pending.launched()
+            return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
+        return self.pending.step(batch, self._sample_generally(batch, logits_RV), {})
+
+    def _replay(self, batch: InputBatch) -> ForwardOutput:
+        assert self.graphs is not None
+        assert batch.key is not None
+        inputs = attention_inputs(batch, self.buffers, self.config.attention_backend)
+        output = self.padded_step.output(batch.key, self.graphs.replay(batch.key, inputs))
+        self.counters.replay(batch.key, batch.num_tokens)
         return output
 
-    def _run(self, step: SchedulerOutput) -> RunnerOutput:
-        # Logits will not do for prompt log-probabilities, which need every token's hidden state.
-        hidden_wanted = any(map(self._owes_prompt_logprobs, step.scheduled))
-        key = self._graph_for(step.num_tokens, len(step.scheduled), hidden_wanted)
-        batch = gather_batch(step.scheduled, self.states, self.buffers, self.config.attention_backend, key)
-        if key is None:
-            arguments = (batch.input_ids_T, batch.positions_T, batch.attention_inputs, self.kv_caches)
-            output = self.forward.run(batch.num_tokens, arguments, hidden_wanted=hidden_wanted)
-        else:
-            assert self.graphs is not None
-            output = self.padded_step.output(key, self.graphs.replay(key, batch.attention_inputs))
-            self.counters.replay(key, batch.num_tokens)
-        prompt = {} if output.is_logits else self._prompt_logprobs(batch, output.tensor)
-        rows = batch.logits_rows_R
-        wanted = output.tensor[: batch.num_tokens] if rows is None else output.tensor[rows]
-        return self._sample(batch, wanted if output.is_logits else self.forward.logits(wanted), prompt)
+    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> SampledRows | None:
+        """Where a row asks for more than temperature and seed: other tokens for those that sample, and what is told of
+        them."""
+        rows = batch.rows[batch.samples]
+        if not self.sampler.general_rows.intersection(rows.tolist()):
+            return None
+        if self.sampler.needs_history(rows):
+            self.pending.settle()
+        device = self.config.device
+        chosen_K = torch.from_numpy(np.flatnonzero(batch.samples)).to(device)
+        positions_K = (batch.num_computed + np.diff(batch.query_starts))[batch.samples]
+        sampled = self.sampler.sample(logits_RV[chosen_K], rows, positions_K)
+        token_ids_R = torch.zeros(batch.num_rows, dtype=torch.int64, device=device)
+        token_ids_R[chosen_K] = sampled.token_ids_R
+        advance(self.states, self.buffers, token_ids_R, batch.num_rows, decodes_only=batch.decodes_only, again=True)
+        self.pending.launched()
+        return sampled
 
     def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
         """The graph to replay for a batch; why there is none is counted."""
@@ -150,27 +210,29 @@ class Runner:
         self.counters.fallback(reason, key.name)
         return None
 
-    def _owes_prompt_logprobs(self, request: ScheduledRequest) -> bool:
-        row = self.states.row(request.request_id)
-        params = self.states.sampling_params[row]
-        assert params is not None
-        before_last_prompt_token = request.num_computed_tokens < self.states.num_prompt_tokens[row] - 1
-        return params.prompt_logprobs is not None and bool(before_last_prompt_token)
+    def _owes_prompt_logprobs(self, step: SchedulerOutput) -> bool:
+        """Whether a request of the step is in its prompt and wants the log-probabilities of the prompt's tokens."""
+        rows = self.states.rows_with_prompt_logprobs
+        return bool(rows) and any(
+            (row := self.states.row(request_id)) in rows and start < self.states.num_prompt_tokens[row] - 1
+            for request_id, start in zip(step.request_ids, step.starts, strict=True)
+        )
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:
             row = self.states.remove(request_id)
             if row is not None:
                 self.sampler.remove_row(row)
-        for request in step.new:
-            self._add_row(request)
-        for scheduled in step.scheduled:
-            if scheduled.new_block_ids:
-                self.states.append_blocks(self.states.row(scheduled.request_id), scheduled.new_block_ids)
+        if step.new:
+            starts = dict(zip(step.request_ids, step.starts, strict=True))
+            for request in step.new:
+                self._add_row(request, starts[request.request_id])
+        for request_id, block_ids in step.new_block_ids.items():
+            self.states.append_blocks(self.states.row(request_id), block_ids)
 
-    def _add_row(self, request: NewRequest) -> None:
+    def _add_row(self, request: NewRequest, num_computed: int) -> None:
         """A row in the states and in the sampler, or in neither."""
-        row = self.states.add(request)
+        row = self.states.add(request, num_computed)
         params = request.sampling_params
         assert params.seed is not None  # the engine core fills it in
         try:
@@ -181,35 +243,26 @@ class Runner:
             self.states.remove(request.request_id)
             raise
 
-    def _sample(
-        self, batch: InputBatch, logits_RV: torch.Tensor, prompt: dict[str, tuple[int, list[TokenLogprobs]]]
-    ) -> RunnerOutput:
-        if not batch.sampling_ids:
-            return RunnerOutput({}, prompt_logprobs=prompt)
-        sampled = self.sampler.sample(logits_RV, batch.sampling_rows, batch.sampling_positions)
-        for row, token_id in zip(batch.sampling_rows.tolist(), sampled.token_ids, strict=True):
-            self.states.append_token(row, token_id)
-        token_ids = dict(zip(batch.sampling_ids, sampled.token_ids, strict=True))
-        with_ids = zip(batch.sampling_ids, sampled.logprobs, strict=True)
-        logprobs = {request_id: entry for request_id, entry in with_ids if entry is not None}
-        return RunnerOutput(token_ids, logprobs, prompt)
-
     def _prompt_logprobs(
         self, batch: InputBatch, hidden_TD: torch.Tensor
     ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
         """For the requests that want them and are in their prompt: the tokens after those of this step."""
         found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        if not self.states.rows_with_prompt_logprobs:
+            return found
         for i, request_id in enumerate(batch.request_ids):
             row = int(batch.rows[i])
             params = self.states.sampling_params[row]
             assert params is not None
             first = int(batch.num_computed[i])
-            end = batch.query_starts[i + 1] if i + 1 < batch.num_requests else batch.num_tokens
-            count = min(int(end - batch.query_starts[i]), int(self.states.num_prompt_tokens[row]) - 1 - first)
+            count = min(
+                int(batch.query_starts[i + 1] - batch.query_starts[i]),
+                int(self.states.num_prompt_tokens[row]) - 1 - first,
+            )
             if params.prompt_logprobs is None or count <= 0:
                 continue
             start = int(batch.query_starts[i])
-            targets_T = torch.from_numpy(self.states.token_ids[row, first + 1 : first + 1 + count])
+            targets_T = torch.from_numpy(self.states.known_ids[row, first + 1 : first + 1 + count].astype(np.int64))
             entries: list[TokenLogprobs] = []
             for chunk in range(0, count, PROMPT_LOGPROBS_CHUNK):
                 chunk_end = min(count, chunk + PROMPT_LOGPROBS_CHUNK)

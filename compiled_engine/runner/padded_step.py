@@ -1,13 +1,16 @@
-"""The step that CUDA graphs capture: the forward, and for decodes the logits, of a padded batch in the buffers."""
+"""The step that CUDA graphs capture: of decodes all of it, of other batches the forward."""
 
 from __future__ import annotations
 
 import torch
 
 from compiled_engine.graphs.graph_key import GraphKey, GraphKind
-from compiled_engine.runner.input_batch import attention_inputs, empty_batch
+from compiled_engine.runner.advance import advance
+from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.plain import sample_plain
 
 
 class PaddedStep:
@@ -16,32 +19,47 @@ class PaddedStep:
     def __init__(
         self,
         forward: ModelForward,
+        states: RequestStates,
         buffers: InputBuffers,
         kv_caches: list[torch.Tensor],
         attention_backend: str,
         max_model_len: int,
     ):
-        self._forward, self._buffers, self._kv_caches = forward, buffers, kv_caches
+        self._forward, self._states, self._buffers, self._kv_caches = forward, states, buffers, kv_caches
         self._backend, self._max_model_len = attention_backend, max_model_len
 
     def fill(self, key: GraphKey) -> None:
-        empty_batch(self._buffers, key.num_tokens, key.num_requests or 1)
+        batch = self._empty(key)
+        self._states.writes.apply()
+        prepare(batch, self._states, self._buffers)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        host = (key.num_decodes, key.max_query_len, key.max_seq_len)
-        if key.kind is not GraphKind.FULL:  # attention is not captured, only warmed up
-            host = (0, key.num_tokens, self._max_model_len)
-        inputs = attention_inputs(self._buffers, key.num_tokens, key.num_requests or 1, host, self._backend)
+        """A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states.
+        Any other: the forward of inputs that are there."""
+        batch = self._empty(key)
+        self._states.writes.discard()  # `fill` made these writes
+        if key.is_decode:
+            prepare(batch, self._states, self._buffers)
+        output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL)
+        if not key.is_decode:
+            return output.tensor
+        logits_RV = output.tensor if output.is_logits else self._forward.logits(output.tensor)
+        sample_and_advance(logits_RV, self._states, self._buffers, batch)
+        return logits_RV
+
+    def forward(
+        self, batch: InputBatch, *, hidden_wanted: bool = False, around_attention: bool = False
+    ) -> ForwardOutput:
+        """The model on the batch in the buffers."""
         arguments = (
-            self._buffers.input_ids_T.device[: key.num_tokens],
-            self._buffers.positions_T.device[: key.num_tokens],
-            inputs,
+            self._buffers.input_ids_T[: batch.padded_tokens],
+            self._buffers.positions_T[: batch.padded_tokens],
+            attention_inputs(batch, self._buffers, self._backend),
             self._kv_caches,
         )
-        output = self._forward.run(key.num_tokens, arguments, around_attention=key.kind is not GraphKind.FULL)
-        if key.is_decode and not output.is_logits:
-            return self._forward.logits(output.tensor)
-        return output.tensor
+        return self._forward.run(
+            batch.padded_tokens, arguments, hidden_wanted=hidden_wanted, around_attention=around_attention
+        )
 
     def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
         """What `run` returned, or a replay left, for a key."""
@@ -50,5 +68,27 @@ class PaddedStep:
     def addresses(self) -> tuple[int, ...]:
         """Of one buffer for each use and of the first and the last cache: they are replaced together if at all."""
         buffers, caches = self._buffers, self._kv_caches
-        read = (buffers.input_ids_T.device, buffers.slot_mapping_T.device, buffers.block_table_RB.device)
+        read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self._states.last_token_S)
         return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
+
+    def _empty(self, key: GraphKey) -> InputBatch:
+        if key.kind is GraphKind.FULL:
+            host = (key.num_decodes, key.max_query_len, key.max_seq_len)
+            return empty_batch(self._buffers, key.num_tokens, key.num_requests, host, key)
+        # Attention is not captured, only warmed up.
+        return empty_batch(self._buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
+
+
+def sample_and_advance(
+    logits_RV: torch.Tensor, states: RequestStates, buffers: InputBuffers, batch: InputBatch
+) -> None:
+    """Tokens for all rows by temperature and seed alone, taken into the states and handed to the host."""
+    rows = slice(0, batch.num_rows)
+    token_ids_R = sample_plain(
+        logits_RV[rows],
+        buffers.inverse_temperature_R[rows],
+        buffers.seeds_R[rows],
+        buffers.sample_positions_R[rows],
+        buffers.no_threshold_R[rows],
+    )
+    advance(states, buffers, token_ids_R, batch.num_rows, decodes_only=batch.decodes_only)

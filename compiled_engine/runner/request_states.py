@@ -1,56 +1,93 @@
 """What the runner keeps of each request: one fixed row from its admission until it is removed.
 
 A preempted request is removed like a finished one and comes back as a new one, so rows never move and nothing is
-kept twice.
+kept twice. What steps read and advance lives on the device; the host writes it only when a request comes or gets
+blocks.
 """
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
+from compiled_engine.runner.staged_writes import StagedWrites
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.step import NewRequest
 
 
 class RequestStates:
-    """token_ids[row] are the known tokens, num_tokens[row] of them; block_table[row] its KV blocks in order."""
+    """Suffix S: rows. On the device, all int32 but for what they are viewed as:
 
-    def __init__(self, max_num_rows: int, max_model_len: int, block_size: int):
+    num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
+    num_known_S: tokens that the host knew when the request came; from there on each step samples.
+    last_token_S: the newest sampled token. inverse_temperature_S: float32, 0 for greedy. seeds_S: int64.
+    block_table_SB: KV blocks in order.
+
+    On the host: known_ids_SL, int32 [rows, max_model_len + 1], the tokens that were known when the request came.
+    Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well.
+    """
+
+    def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device):
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
-        self.token_ids = np.zeros((max_num_rows, max_model_len + 1), np.int64)
-        self.num_tokens = np.zeros(max_num_rows, np.int64)
+        # Rows of a batch: one more than requests, for padding tokens.
+        max_batch = max_num_rows + 1
+        self.writes = StagedWrites(max_num_rows * (max_blocks + 32) + 4 * max_batch + 4096, device)
+        self._num_computed = self.writes.field(max_num_rows)
+        self._num_known = self.writes.field(max_num_rows)
+        self._last_token = self.writes.field(max_num_rows)
+        self._inverse_temperature = self.writes.field(max_num_rows)
+        self._seeds = self.writes.field(max_num_rows, 2)
+        self._block_table = self.writes.field(max_num_rows, max_blocks)
+        self.num_computed_S = self._num_computed.tensor
+        self.num_known_S = self._num_known.tensor
+        self.last_token_S = self._last_token.tensor
+        self.inverse_temperature_S = self._inverse_temperature.tensor.view(torch.float32)
+        self.seeds_S = self._seeds.tensor.view(torch.int64)[:, 0]
+        self.block_table_SB = self._block_table.tensor
+        self.known_ids_SL = torch.zeros(
+            max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self.known_ids = self.known_ids_SL.numpy()
+
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
-        self.block_table = np.zeros((max_num_rows, max_blocks), np.int32)
-        self.num_blocks = np.zeros(max_num_rows, np.int64)
         self.sampling_params: list[SamplingParams | None] = [None] * max_num_rows
+        self.rows_with_prompt_logprobs: set[int] = set()
+        self._num_blocks = np.zeros(max_num_rows, np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
     def row(self, request_id: str) -> int:
         return self._row_of[request_id]
 
-    def add(self, request: NewRequest) -> int:
-        """Take a row for a request and fill it; returns the row."""
+    def rows(self, request_ids: list[str]) -> np.ndarray:
+        """int32 [R]"""
+        return np.fromiter(map(self._row_of.__getitem__, request_ids), np.int32, len(request_ids))
+
+    def add(self, request: NewRequest, num_computed: int) -> int:
+        """Take a row for a request of which num_computed tokens are in the cache, and fill it; returns the row."""
         row = self._free_rows.pop()
         self._row_of[request.request_id] = row
-        self.num_tokens[row] = len(request.token_ids)
-        self.token_ids[row, : len(request.token_ids)] = request.token_ids
+        params = request.sampling_params
+        assert params.seed is not None  # the engine core fills it in
+        self.known_ids[row, : len(request.token_ids)] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.sampling_params[row] = request.sampling_params
-        self.num_blocks[row] = 0
-        self.block_table[row] = 0
+        self.sampling_params[row] = params
+        if params.prompt_logprobs is not None:
+            self.rows_with_prompt_logprobs.add(row)
+        self._num_computed.stage_one(row, num_computed)
+        self._num_known.stage_one(row, len(request.token_ids))
+        inverse_temperature = np.array([0 if params.greedy else 1 / params.temperature], np.float32)
+        self._inverse_temperature.stage(row, inverse_temperature.view(np.int32))
+        self._seeds.stage(row, np.array([int(params.seed) % 2**64], np.uint64).view(np.int32))
+        self._num_blocks[row] = 0
         self.append_blocks(row, request.block_ids)
         return row
 
     def append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
-        start = int(self.num_blocks[row])
-        self.block_table[row, start : start + len(block_ids)] = block_ids
-        self.num_blocks[row] = start + len(block_ids)
-
-    def append_token(self, row: int, token_id: int) -> None:
-        self.token_ids[row, self.num_tokens[row]] = token_id
-        self.num_tokens[row] += 1
+        start = int(self._num_blocks[row])
+        self._block_table.stage(row, np.array(block_ids, np.int32), offset=start)
+        self._num_blocks[row] = start + len(block_ids)
 
     def remove(self, request_id: str) -> int | None:
         """Free the request's row; returns it, or None for a request without one: its step failed before it got it."""
@@ -58,5 +95,6 @@ class RequestStates:
         if row is None:
             return None
         self.sampling_params[row] = None
+        self.rows_with_prompt_logprobs.discard(row)
         self._free_rows.append(row)
         return row

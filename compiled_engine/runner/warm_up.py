@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from compiled_engine.progress import Progress
-from compiled_engine.runner.input_batch import attention_inputs, empty_batch
+from compiled_engine.runner.advance import advance
+from compiled_engine.runner.input_batch import empty_batch, prepare
+from compiled_engine.runner.padded_step import sample_and_advance
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,10 +28,10 @@ def warm_up(runner: Runner, progress: Progress) -> int:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
-    with progress.stage("warm up", total=len(shapes)) as advance:
+    with progress.stage("warm up", total=len(shapes)) as progressed:
         for num_tokens, num_requests in shapes:
             _run_empty(runner, num_tokens, num_requests)
-            advance(1)
+            progressed(1)
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
@@ -50,25 +52,22 @@ def _shapes(max_tokens: int, max_requests: int, on_gpu: bool) -> list[tuple[int,
 
 
 def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
-    buffers = runner.buffers
-    empty_batch(buffers, num_tokens, num_requests)
-    lens = buffers.query_start_loc_R1.host[1 : num_requests + 1] - buffers.query_start_loc_R1.host[:num_requests]
+    states, buffers = runner.states, runner.buffers
     num_decodes = num_requests if num_tokens == num_requests else 0
-    host = (num_decodes, int(lens.max()), runner.config.scheduler.max_model_len)
-    inputs = attention_inputs(buffers, num_tokens, num_requests, host, runner.config.attention_backend)
-    arguments = (
-        buffers.input_ids_T.device[:num_tokens],
-        buffers.positions_T.device[:num_tokens],
-        inputs,
-        runner.kv_caches,
-    )
-    rows_R = buffers.logits_rows_R.device[:num_requests]
-    logits_RV = runner.forward.logits(runner.forward.run(num_tokens, arguments, hidden_wanted=True).tensor[rows_R])
+    host = (num_decodes, -(-num_tokens // num_requests), runner.config.scheduler.max_model_len)
+    batch = empty_batch(buffers, num_tokens, num_requests, host)
+    states.writes.apply()
+    prepare(batch, states, buffers)
+    hidden_TD = runner.padded_step.forward(batch, hidden_wanted=True).tensor
+    logits_RV = runner.forward.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
+    del hidden_TD
     if runner.forward.ends_at_logits(num_tokens):
-        logits_RV = runner.forward.run(num_tokens, arguments).tensor[rows_R]
+        logits_RV = runner.padded_step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
+    sample_and_advance(logits_RV, states, buffers, batch)
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
-        runner.sampler.sample(logits_RV, np.arange(num_requests), np.ones(num_requests, np.int64))
+        sampled = runner.sampler.sample(logits_RV, np.arange(num_requests), np.ones(num_requests, np.int64))
+        advance(states, buffers, sampled.token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)
         for row in range(num_requests):
             runner.sampler.remove_row(row)

@@ -17,7 +17,7 @@ from compiled_engine.sampling.bad_words import BadWords
 from compiled_engine.sampling.filters import Filters, thresholds
 from compiled_engine.sampling.logit_additions import LogitAdder, add_
 from compiled_engine.sampling.logit_bias import LogitBias
-from compiled_engine.sampling.logprobs import token_logprobs
+from compiled_engine.sampling.logprobs import PendingLogprobs
 from compiled_engine.sampling.min_tokens import MinTokens
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import RowPenalties, penalise_, row_penalties
@@ -29,11 +29,20 @@ NO_LOGPROBS = -2
 
 
 @dataclass(frozen=True)
-class SamplerOutput:
-    """A token for each row of the batch, and its log-probabilities where the request asked for them."""
+class SampledRows:
+    """A token for each row, int64 [R] on the device, and the log-probabilities that were asked for, to be fetched."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
+    token_ids_R: torch.Tensor
+    _wanted: tuple[int, ...]
+    _pending: PendingLogprobs | None
+
+    def logprobs(self) -> list[TokenLogprobs | None]:
+        """By row, None where the request did not ask. Waits for the device."""
+        found: list[TokenLogprobs | None] = [None] * len(self.token_ids_R)
+        if self._pending is not None:
+            for row, entry in zip(self._wanted, self._pending.entries(), strict=True):
+                found[row] = entry
+        return found
 
 
 class Sampler:
@@ -55,6 +64,8 @@ class Sampler:
         self._adders: dict[int, list[LogitAdder]] = {}
         self._output_ids: dict[int, list[int]] = {}
         self._penalties: dict[int, RowPenalties] = {}
+        # Rows that ask for more than temperature and seed: sample_plain does not do for them.
+        self.general_rows: set[int] = set()
 
     def add_row(
         self,
@@ -85,18 +96,31 @@ class Sampler:
         if adders:
             self._adders[row] = adders
             self._output_ids[row] = list(output_ids)
+        filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+        if penalties or adders or filtered or params.logprobs is not None:
+            self.general_rows.add(row)
 
     def remove_row(self, row: int) -> None:
         """Free a row. Raises ValueError if it is free."""
         if not 0 <= row < len(self._present_R) or not self._present_R[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_R[row] = False
+        self.general_rows.discard(row)
         self._penalties.pop(row, None)
         self._adders.pop(row, None)
         self._output_ids.pop(row, None)
 
-    def sample(self, logits_RV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> SamplerOutput:
-        """Choose the next token of each of these rows, and take it into their history.
+    @property
+    def keeps_history(self) -> bool:
+        """Whether any row does."""
+        return bool(self._penalties or self._output_ids)
+
+    def needs_history(self, rows: np.ndarray) -> bool:
+        """Whether what these rows may sample depends on the tokens that they sampled before."""
+        return any(row in self._penalties or row in self._output_ids for row in rows.tolist())
+
+    def sample(self, logits_RV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> SampledRows:
+        """Choose the next token of each of these rows; `record` takes it into their history.
 
         logits_RV: [R, V], of any floating dtype, left as they are. rows: int [R], all different; logits_RV[i]
         belongs to rows[i]. positions: int [R], the position that each token will have in its request.
@@ -109,16 +133,22 @@ class Sampler:
             )
         logits_RV = logits_RV.float().contiguous()
         token_ids_R = self._choose(self._edited(logits_RV, rows), rows, positions)
-        token_ids = token_ids_R.tolist()
-        if self._penalties or self._output_ids:
-            self._record(rows, token_ids)
-        return SamplerOutput(token_ids, self._logprobs(logits_RV, token_ids_R, rows))
+        wanted = np.flatnonzero(self._num_logprobs_R[rows] != NO_LOGPROBS)
+        pending = None
+        if len(wanted) > 0:
+            index = self._on_device(wanted)
+            counts = self._num_logprobs_R[rows][wanted].tolist()
+            pending = PendingLogprobs(logits_RV[index], token_ids_R[index], counts)
+        return SampledRows(token_ids_R, tuple(wanted.tolist()), pending)
 
-    def _record(self, rows: np.ndarray, token_ids: list[int]) -> None:
-        for row, token_id in zip(rows.tolist(), token_ids, strict=True):
-            if row in self._penalties:
+    def record(self, rows: np.ndarray, samples: np.ndarray, token_ids: list[int]) -> None:
+        """Take in the tokens of a step's rows, of those with `samples`; a row that was removed since is skipped."""
+        if not self.keeps_history:
+            return
+        for row, sampled, token_id in zip(rows.tolist(), samples.tolist(), token_ids, strict=True):
+            if sampled and row in self._penalties:
                 self._penalties[row].tokens.add(token_id)
-            if row in self._output_ids:
+            if sampled and row in self._output_ids:
                 self._output_ids[row].append(token_id)
 
     def _edited(self, logits_RV: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
@@ -152,19 +182,6 @@ class Sampler:
             self._on_device(positions.astype(np.int64)),
             thresholds(logits_RV, filters),
         )
-
-    def _logprobs(
-        self, logits_RV: torch.Tensor, token_ids_R: torch.Tensor, rows: np.ndarray
-    ) -> list[TokenLogprobs | None]:
-        logprobs: list[TokenLogprobs | None] = [None] * len(rows)
-        num_logprobs_R = self._num_logprobs_R[rows]
-        wanted = np.flatnonzero(num_logprobs_R != NO_LOGPROBS)
-        if len(wanted) > 0:
-            index = self._on_device(wanted)
-            entries = token_logprobs(logits_RV[index], token_ids_R[index], num_logprobs_R[wanted].tolist())
-            for position, entry in zip(wanted.tolist(), entries, strict=True):
-                logprobs[position] = entry
-        return logprobs
 
     def _adders_for(self, params: SamplingParams, eos_token_ids: Iterable[int]) -> list[LogitAdder]:
         adders: list[LogitAdder] = []

@@ -1,12 +1,20 @@
 """Which blocks of the KV cache each request holds, and how requests share the blocks of a common prefix.
 
 Only full blocks are shared. A block can be found by others from the moment that the step which fills it is
-scheduled: in every layer a step writes the K and V of all its tokens before any of its queries attends, so
-requests that are admitted to that same step may read them already (copies of one prompt, for example).
+scheduled and its tokens are known: in every layer a step writes the K and V of all its tokens before any of its
+queries attends, so requests that are admitted to that same step may read them already (copies of one prompt, for
+example).
+
+Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
+scheduled, so whoever gets such a block writes to it later, and reads only what it wrote. Nor can a write in flight
+spoil a registered block, held or not: all its tokens are known, so what is written is the very token that its hash
+covers. A token that is still unknown lies beyond all registered blocks of its request; if the request ends before it
+is known, its block is never registered.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from compiled_engine.scheduling.block_pool import BlockPool, chain_hashes
@@ -28,6 +36,7 @@ class KVCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self._registered: list[int] = []
 
     @property
     def num_slots(self) -> int:
@@ -47,7 +56,8 @@ class KVCacheManager:
         for block in cached:
             self.pool.acquire(block)
         request.block_ids = cached + self.pool.allocate(fresh)
-        request.num_registered_blocks = len(cached)
+        request.num_slots = len(request.block_ids) * self.block_size
+        self._set_registered(request, len(cached))
         request.num_computed_tokens = len(cached) * self.block_size
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
@@ -61,7 +71,7 @@ class KVCacheManager:
 
         All or nothing: None, and no change, if the pool has too few free blocks.
         """
-        missing_slots = request.num_computed_tokens + num_tokens - len(request.block_ids) * self.block_size
+        missing_slots = request.num_computed_tokens + num_tokens - request.num_slots
         if missing_slots <= 0:
             return ()
         missing = self._blocks_for(missing_slots)
@@ -69,22 +79,30 @@ class KVCacheManager:
             return None
         blocks = self.pool.allocate(missing)
         request.block_ids += blocks
+        request.num_slots += missing * self.block_size
         return tuple(blocks)
 
     def register(self, request: Request) -> None:
-        """Make the blocks that `num_computed_tokens` fill findable."""
-        num_full = request.num_computed_tokens // self.block_size
-        if num_full == request.num_registered_blocks or not self.enable_prefix_caching:
+        """Make the blocks findable that are full of known tokens, computed or scheduled to be."""
+        num_full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
+        first = request.num_registered_blocks
+        if num_full <= first or not self.enable_prefix_caching:
             return
         self._hash_blocks(request, num_full)
-        for index in range(request.num_registered_blocks, num_full):
-            self.pool.register(request.block_ids[index], request.block_hashes[index])
-        request.num_registered_blocks = num_full
+        blocks = request.block_ids[first:num_full]
+        for block, block_hash in zip(blocks, request.block_hashes[first:num_full], strict=True):
+            self.pool.register(block, block_hash)
+        self._registered += blocks
+        self._set_registered(request, num_full)
 
-    def unregister(self, request: Request, num_valid_tokens: int) -> None:
-        """Take back what `register` did for blocks with tokens past the first `num_valid_tokens`."""
-        first = num_valid_tokens // self.block_size
-        for block in request.block_ids[first : request.num_registered_blocks]:
+    def take_registered(self) -> list[int]:
+        """The blocks that `register` was given since this was last called: steps in flight may be to fill them."""
+        registered, self._registered = self._registered, []
+        return registered
+
+    def unregister(self, blocks: Iterable[int]) -> None:
+        """Make blocks unfindable, because what they were to hold was not written."""
+        for block in blocks:
             self.pool.unregister(block)
 
     def free(self, request: Request) -> None:
@@ -92,6 +110,7 @@ class KVCacheManager:
         for block in reversed(request.block_ids):
             self.pool.release(block)
         request.block_ids = []
+        request.num_slots = 0
         request.num_computed_tokens = 0
 
     def check_integrity(self, holders: Iterable[Request]) -> None:
@@ -108,6 +127,10 @@ class KVCacheManager:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def _set_registered(self, request: Request, count: int) -> None:
+        request.num_registered_blocks = count
+        request.next_block_end = (count + 1) * self.block_size if self.enable_prefix_caching else sys.maxsize
 
     def _may_read_prefix(self, request: Request) -> bool:
         return self.enable_prefix_caching and not request.owes_prompt_logprobs

@@ -12,9 +12,15 @@ from compiled_engine.scheduling.stop import StopRule
 
 
 class RequestStatus(Enum):
+    """WAITING and PREEMPTED requests are in the waiting queue, and hold no blocks; nor do ENDING ones.
+
+    ENDING: the length ends it with a token that is in flight, so there is nothing left to schedule.
+    """
+
     WAITING = auto()
     RUNNING = auto()
     PREEMPTED = auto()
+    ENDING = auto()
     FINISHED = auto()
 
 
@@ -23,10 +29,15 @@ class Request:
     """One request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
 
     order: (priority, arrival number); the smaller one is served first.
-    token_ids: the prompt, then what was generated.
-    num_computed_tokens: leading tokens whose K and V are in the cache, counting the step in flight.
-    block_ids: the block table. The KVCacheManager alone changes this and the two fields below.
+    token_ids: the prompt, then what was generated, as far as it is known.
+    max_num_tokens: the length, prompt included, at which it ends.
+    ending_ids: the tokens that may end it sooner.
+    num_tokens: how many tokens there are, counting those that steps in flight sample.
+    num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
+    block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
+    num_slots: tokens that those blocks hold.
     num_registered_blocks: leading blocks of the table that were offered to the prefix cache.
+    next_block_end: tokens that have to be known for the next block to be offered.
     block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
@@ -39,10 +50,15 @@ class Request:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
     stop_rule: StopRule
+    max_num_tokens: int
+    ending_ids: frozenset[int]
+    num_tokens: int
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
+    num_slots: int = 0
     num_registered_blocks: int = 0
+    next_block_end: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     next_prompt_logprob: int = 1
@@ -52,6 +68,7 @@ class Request:
         """`max_total_tokens`: most tokens of prompt and output together."""
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
+        rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
         return cls(
             request_id=request.request_id,
             order=order,
@@ -59,8 +76,16 @@ class Request:
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=request.sampling_params,
             eos_token_ids=request.eos_token_ids,
-            stop_rule=StopRule.of(request.sampling_params, request.eos_token_ids, room),
+            stop_rule=rule,
+            max_num_tokens=num_prompt_tokens + rule.max_tokens,
+            ending_ids=rule.eos_token_ids | rule.stop_token_ids,
+            num_tokens=num_prompt_tokens,
         )
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a step in flight samples one of its tokens."""
+        return self.num_tokens > len(self.token_ids)
 
     @property
     def owes_prompt_logprobs(self) -> bool:

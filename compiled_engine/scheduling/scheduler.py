@@ -4,55 +4,66 @@ Prefill and decode are the same to it: every request has tokens that are known b
 shares a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310).
 Running requests come first, then waiting ones are admitted strictly in order. When the blocks run out, the
 request that is last in order is preempted, to be computed again later.
+
+With two steps in flight a step is scheduled before the tokens of the one before it are known. How many there are is
+known, and that is all that scheduling needs: the limit on length is foreseen. A request that a token ends is found out
+one step late, and what that step samples for it is dropped.
 """
 
 from __future__ import annotations
 
 import bisect
 import operator
+from collections import deque
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request, RequestStatus
-from compiled_engine.scheduling.step import NewRequest, RunnerOutput, ScheduledRequest, SchedulerOutput
+from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput, TokenLogprobs
+from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
 from compiled_engine.scheduling.stop import check_stop
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 POLICIES = ("fcfs", "priority")
 
+_new_tuple = tuple.__new__  # what a NamedTuple's constructor calls, at half the cost
 _order = operator.attrgetter("order")
 
 
 class Scheduler:
     """Call `schedule`, have the runner execute its output, call `update` with both; repeat while unfinished.
 
-    Requests may be added and aborted at any time, between `schedule` and `update` as well. If a step fails,
-    abort its requests and call `update` with an empty RunnerOutput: that frees what they held.
+    Up to `steps_in_flight` steps (1 or 2) may be scheduled whose `update` is still to come, in the same order; the
+    runner executes one after the other. Requests may be added and aborted at any time. If a step fails, call
+    `fail_step`.
 
-    `num_computed_tokens` advances in `schedule`. A request that is aborted in flight keeps its blocks until
-    `update`, so that none is given out while a step may still write to it.
+    `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
     """
 
-    def __init__(self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int) -> None:
+    def __init__(
+        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, steps_in_flight: int = 1
+    ) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             if getattr(scheduler, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(scheduler, name)}")
         if scheduler.policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {scheduler.policy!r}")
+        if steps_in_flight not in (1, 2):
+            raise ValueError(f"steps_in_flight must be 1 or 2, got {steps_in_flight}")
         self._config = scheduler
+        self._steps_in_flight = steps_in_flight
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
         # The last token of a sequence is never computed, so it needs no slot.
         self._max_total_tokens = min(scheduler.max_model_len, self._kv_cache.num_slots + 1)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # sorted by order
-        self._in_flight: dict[str, Request] = {}
+        self._in_flight: deque[StepInFlight] = deque()
+        self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
         self._least_free = num_blocks
         self._num_arrived = 0
-        self._step = 0
-        self._last = SchedulerOutput(0, (), (), ())
         self._num_steps = 0
         self._num_preemptions = 0
         self._num_finished = 0
@@ -85,17 +96,12 @@ class Scheduler:
 
         `stopped`: it counts as finished, since the caller found its output complete.
         """
-        request = self._requests.pop(request_id, None)
+        request = self._requests.get(request_id)
         if request is None:
             return None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self._removed.append(request_id)
-            if request_id not in self._in_flight:
-                self._kv_cache.free(request)
-        else:
-            self._waiting.remove(request)
-        request.status = RequestStatus.FINISHED
+        self._end(request)
         self._num_finished += stopped
         self._num_aborted += not stopped
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
@@ -103,137 +109,192 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._requests)
 
-    def schedule(self) -> SchedulerOutput:
-        """The next step; it computes something if any request is unfinished.
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
 
-        Raises RuntimeError while another step is in flight.
+        Raises RuntimeError if as many steps are in flight as may be.
         """
-        if self._in_flight:
-            raise RuntimeError(f"step {self._step} is in flight: its result must be passed to update() first")
-        self._step += 1
-        scheduled: list[ScheduledRequest] = []
-        budget = self._schedule_running(scheduled)
-        new = self._admit_waiting(scheduled, budget)
+        if len(self._in_flight) == self._steps_in_flight:
+            oldest = self._in_flight[0].output.step
+            raise RuntimeError(f"step {oldest} is in flight: its result must be passed to update() first")
+        self._retire()
+        draft = StepDraft()
+        budget = self._schedule_running(draft)
+        if self._waiting and budget > 0:
+            self._admit_waiting(draft, budget)
+        if not draft.single.requests and not draft.several.requests:
+            return None
         self._least_free = min(self._least_free, self._kv_cache.pool.num_free)
-        self._num_steps += bool(scheduled)
-        removed, self._removed = tuple(self._removed), []
-        single = [request for request in scheduled if request.num_tokens == 1]
-        several = [request for request in scheduled if request.num_tokens != 1]
-        self._last = SchedulerOutput(self._step, removed, tuple(new), tuple(single + several))
-        return self._last
+        self._num_steps += 1
+        removed, self._removed = self._removed, []
+        step = StepInFlight.of(self._num_steps, draft, removed, self._kv_cache.take_registered())
+        self._in_flight.append(step)
+        return step.output
 
-    def _schedule_running(self, scheduled: list[ScheduledRequest]) -> int:
+    def _retire(self) -> None:
+        """Let those go whose last token is in flight: no later step computes anything for them."""
+        retired = [request for request in self._last_share if request.status is RequestStatus.RUNNING]
+        self._last_share = []
+        for request in retired:
+            self._release(request)
+            request.status = RequestStatus.ENDING
+        if retired:
+            self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
+
+    def _schedule_running(self, draft: StepDraft) -> int:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
         running, budget = self._running, self._config.max_num_batched_tokens
         num_preemptions = self._num_preemptions
-        index = 0
-        while index < len(running):
-            request = running[index]
-            index += 1
+        # A decode in the blocks that it has is nearly every share of nearly every step.
+        add_request, add_start = draft.single.requests.append, draft.single.starts.append
+        add_count, add_samples = draft.single.counts.append, draft.single.samples.append
+        for index, request in enumerate(running, 1):
+            start = request.num_computed_tokens
+            end = start + 1
+            if end == request.num_tokens and start < request.num_slots:
+                add_request(request)
+                add_start(start)
+                add_count(1)
+                add_samples(True)
+                request.num_computed_tokens = end
+                request.num_tokens = end + 1
+                budget -= 1
+                if end + 1 == request.max_num_tokens:
+                    self._last_share.append(request)
+                continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
-            num_tokens = len(request.token_ids) - request.num_computed_tokens
+            num_tokens = request.num_tokens - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget - (len(running) - index))
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 if self._preempt_last() is request:
                     return 0
+            if new_block_ids:
+                draft.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
-            scheduled.append(self._schedule_tokens(request, num_tokens, new_block_ids))
+            self._schedule_tokens(draft, request, num_tokens)
         return budget if self._num_preemptions == num_preemptions else 0
 
-    def _admit_waiting(self, scheduled: list[ScheduledRequest], budget: int) -> list[NewRequest]:
-        new: list[NewRequest] = []
+    def _admit_waiting(self, draft: StepDraft, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
             request = self._waiting.peek()
             # Each running request keeps room to grow by a block, lest this one be preempted right away.
-            if not self._kv_cache.admit(request, reserve=len(self._running)):
+            if request.awaits_token or not self._kv_cache.admit(request, reserve=len(self._running)):
                 break
             self._waiting.pop()
             request.status = RequestStatus.RUNNING
             bisect.insort(self._running, request, key=_order)
-            num_tokens = min(len(request.token_ids) - request.num_computed_tokens, budget)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             budget -= num_tokens
-            new.append(request.as_new())
-            scheduled.append(self._schedule_tokens(request, num_tokens, ()))
-        return new
+            draft.new.append(request.as_new())
+            self._schedule_tokens(draft, request, num_tokens)
 
-    def _schedule_tokens(self, request: Request, num_tokens: int, new_block_ids: tuple[int, ...]) -> ScheduledRequest:
+    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int) -> None:
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
+        samples = end == request.num_tokens
+        draft.add(request, start, num_tokens, samples)
         self._kv_cache.register(request)
-        self._in_flight[request.request_id] = request
-        return ScheduledRequest(request.request_id, start, num_tokens, new_block_ids, end == len(request.token_ids))
+        if samples:
+            request.num_tokens += 1
+            if request.num_tokens == request.max_num_tokens:
+                self._last_share.append(request)
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the last running request; it waits in its old place to be computed again."""
         request = self._running.pop()
-        self._kv_cache.free(request)
+        self._release(request)
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
-        self._removed.append(request.request_id)
         self._num_preemptions += 1
         return request
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineOutput]:
         """Take in what a step produced; an output for each request that it gave something or ended.
 
-        Raises RuntimeError if `step` is not the one in flight.
+        Raises RuntimeError if `step` is not the oldest one in flight.
         """
-        if step.step != self._step or len(step.scheduled) != len(self._in_flight):
-            raise RuntimeError(f"step {step.step} is not in flight; the last one scheduled is {self._step}")
-        in_flight, self._in_flight = self._in_flight, {}
+        if not self._in_flight or self._in_flight[0].output is not step:
+            raise RuntimeError(f"step {step.step} is not the oldest one in flight")
+        in_flight = self._in_flight[0]
         num_finished = self._num_finished
-        outputs = []
-        for scheduled in step.scheduled:
-            request = in_flight[scheduled.request_id]
-            if request.status is RequestStatus.FINISHED:
-                # Aborted in flight, perhaps because the step failed and what it was to write is not there.
-                self._kv_cache.unregister(request, scheduled.num_computed_tokens)
-                self._kv_cache.free(request)
+        outputs = self._prompt_outputs(in_flight, result) if result.prompt_logprobs else []
+        # Everything else is for requests that sample, and nearly always no more than the next token.
+        finished, add = RequestStatus.FINISHED, outputs.append
+        plain = not (result.logprobs or result.prompt_logprobs)
+        for request, token_id in zip(in_flight.sampling, result.token_ids, strict=True):
+            if request.status is finished:
                 continue
-            output = self._advance(request, scheduled.samples, result)
-            if output is not None:
-                outputs.append(output)
+            token_ids = request.token_ids
+            token_ids.append(token_id)
+            if len(token_ids) >= request.next_block_end:
+                self._kv_cache.register(request)
+            if plain and len(token_ids) < request.max_num_tokens and token_id not in request.ending_ids:
+                cached = request.num_cached_tokens
+                add(_new_tuple(EngineOutput, (request.request_id, (token_id,), None, None, None, None, cached)))
+            else:
+                add(self._advance(request, token_id, result))
+        self._in_flight.popleft()
         if self._num_finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return outputs
 
     def fail_step(self) -> None:
-        """Take back the last step, whose result will not come: its requests end, and its removals are sent again."""
-        for scheduled in self._last.scheduled:
-            self.abort(scheduled.request_id)
-        if self._in_flight:
-            self.update(self._last, RunnerOutput({}))
-        self._removed = [*self._last.removed, *self._removed]
+        """Take back the steps in flight, whose results will not come: their requests end, removals are sent again."""
+        self._kv_cache.unregister(self._kv_cache.take_registered())
+        removed: list[str] = []
+        for step in self._in_flight:
+            self._kv_cache.unregister(step.registered_blocks)
+            removed += step.output.removed
+        # A step that failed to be scheduled is not in flight yet, but whoever has a share of it runs.
+        affected = [*self._running, *(request for step in self._in_flight for request in step.requests)]
+        self._in_flight.clear()
+        self._running = []
+        for request in affected:
+            if request.status is not RequestStatus.FINISHED:
+                self._end(request)
+                self._num_aborted += 1
+        self._removed = list(dict.fromkeys(removed + self._removed))
 
-    def _advance(self, request: Request, samples: bool, result: RunnerOutput) -> EngineOutput | None:
-        """Add what a step produced for one request; None if that is nothing to tell."""
+    def _prompt_outputs(self, step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
+        """Prompt log-probabilities of requests that have not come to the end of their prompt."""
+        outputs = []
+        for request, samples in zip(step.requests, step.output.samples, strict=True):
+            if not samples and request.status is not RequestStatus.FINISHED:
+                entries = _prompt_logprobs(request, result)
+                if entries is not None:
+                    cached = request.num_cached_tokens or 0
+                    outputs.append(
+                        EngineOutput(request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached)
+                    )
+        return outputs
+
+    def _advance(self, request: Request, token_id: int, result: RunnerOutput) -> EngineOutput:
+        """The output for a request that got its newest token; ends it if that is the last one."""
         request_id = request.request_id
-        prompt_logprobs = None
-        if request_id in result.prompt_logprobs:
-            prompt_logprobs = request.take_prompt_logprobs(*result.prompt_logprobs[request_id])
-        cached = request.num_cached_tokens or 0
-        if not samples:
-            if prompt_logprobs is None:
-                return None
-            return EngineOutput(request_id, (), prompt_logprobs=prompt_logprobs, num_cached_tokens=cached)
-        token_id = result.token_ids[request_id]
+        prompt_logprobs = _prompt_logprobs(request, result)
         logprobs = (result.logprobs[request_id],) if request_id in result.logprobs else None
-        request.token_ids.append(token_id)
         finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
-        if finish is None:
-            return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, None, None, cached)
-        self._finish(request)
-        reason, stop_reason = finish
+        reason, stop_reason = finish or (None, None)
+        if finish is not None:
+            self._end(request)
+            self._num_finished += 1
+        cached = request.num_cached_tokens or 0
         return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached)
 
-    def _finish(self, request: Request) -> None:
-        """Free what a request holds; `update` takes it off the list of those that run."""
+    def _end(self, request: Request) -> None:
+        """Forget a request and free what it holds; the caller takes it off the list of those that run."""
+        if request.status is RequestStatus.RUNNING:
+            self._release(request)
+        elif request.status is not RequestStatus.ENDING:
+            self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        self._kv_cache.free(request)
         del self._requests[request.request_id]
+
+    def _release(self, request: Request) -> None:
+        """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
+        self._kv_cache.free(request)
         self._removed.append(request.request_id)
-        self._num_finished += 1
 
     def metrics(self) -> dict[str, int | float]:
         """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
@@ -243,7 +304,7 @@ class Scheduler:
         """
         pool = self._kv_cache.pool
         return {
-            "running": len(self._running),
+            "running": len(self._requests) - len(self._waiting),
             "waiting": len(self._waiting),
             "kv_usage": 1 - pool.num_free / pool.num_blocks,
             "kv_usage_peak": 1 - self._least_free / pool.num_blocks,
@@ -267,9 +328,16 @@ class Scheduler:
         """Raise RuntimeError, saying what is wrong, unless each block and request is accounted for once."""
         if [r.order for r in self._running] != sorted({r.order for r in self._running}):
             raise RuntimeError(f"running requests are not in order: {[r.request_id for r in self._running]}")
-        if len(self._running) + len(self._waiting) != len(self._requests):
+        ending = sum(request.status is RequestStatus.ENDING for request in self._requests.values())
+        if len(self._running) + len(self._waiting) + ending != len(self._requests):
             raise RuntimeError(
-                f"{len(self._requests)} requests are known, but {len(self._running)} run and {len(self._waiting)} wait"
+                f"{len(self._requests)} requests are known, but {len(self._running)} run, {len(self._waiting)} wait "
+                f"and {ending} await their last token"
             )
-        aborted = [r for r in self._in_flight.values() if r.status is RequestStatus.FINISHED]
-        self._kv_cache.check_integrity(self._running + aborted)
+        self._kv_cache.check_integrity(self._running)
+
+
+def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
+    """What of the request's prompt log-probabilities is new, if anything."""
+    found = result.prompt_logprobs.get(request.request_id)
+    return None if found is None else request.take_prompt_logprobs(*found)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from compiled_engine.sampling.params import SamplingParams
@@ -36,11 +38,7 @@ class NewRequest:
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step: compute `num_tokens` tokens from position `num_computed_tokens` on.
-
-    `new_block_ids` are blocks that it got since the runner last heard of it (for a NewRequest: none).
-    `samples` is true when the step reaches the last known token, so that a next one is sampled.
-    """
+    """One request's share of a step: see SchedulerOutput, whose lists have the same in columns."""
 
     request_id: str
     num_computed_tokens: int
@@ -51,29 +49,46 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """One step. `scheduled` lists requests with a single token first (decodes), then the others.
+    """One step of R requests in lists of R entries: those with a single token first (decodes), then the others.
 
-    `removed` are requests whose rows the runner frees before anything else: finished, aborted or preempted.
+    removed: requests whose rows the runner frees before anything else: finished, aborted or preempted.
+    starts, counts: request i computes `counts[i]` tokens from position `starts[i]` on. The last one may be the
+        token that the step before samples, whose id the scheduler does not know yet.
+    samples: whether the step reaches a request's last token, so that a next one is sampled.
+    new_block_ids: of requests that got blocks since the runner last heard of them (never a NewRequest).
     """
 
     step: int
     removed: tuple[str, ...]
     new: tuple[NewRequest, ...]
-    scheduled: tuple[ScheduledRequest, ...]
+    request_ids: list[str]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    new_block_ids: dict[str, tuple[int, ...]]
 
     @property
     def num_tokens(self) -> int:
-        return sum(request.num_tokens for request in self.scheduled)
+        return sum(self.counts)
+
+    @cached_property
+    def scheduled(self) -> tuple[ScheduledRequest, ...]:
+        """The lists turned by request."""
+        blocks = [self.new_block_ids.get(request_id, ()) for request_id in self.request_ids]
+        columns = zip(self.request_ids, self.starts, self.counts, blocks, self.samples, strict=True)
+        return tuple(ScheduledRequest(*share) for share in columns)
 
 
 @dataclass(frozen=True)
 class RunnerOutput:
-    """What a step produced, by request id; a request whose step did not sample is absent from the first two.
+    """What a step produced.
 
-    `prompt_logprobs` holds (position of the first entry, entries): the entry for position p is the
-    log-probability of prompt token p given those before it, so positions start at 1.
+    token_ids: one for each request that samples, in the order of the step.
+    logprobs: by request id, of requests that sample and want them.
+    prompt_logprobs: by request id, (position of the first entry, entries): the entry for position p is the
+        log-probability of prompt token p given those before it, so positions start at 1.
     """
 
-    token_ids: dict[str, int]
+    token_ids: Sequence[int] = ()
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)

@@ -1,0 +1,140 @@
+"""Triton kernel: gather a step's inputs from the request states."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.passes.dependent_launch import may_launch_early
+from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.request_states import RequestStates
+
+TILE = 1024
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def prepare_kernel(
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    num_known_ptr: tl.tensor,
+    last_token_ptr: tl.tensor,
+    known_ids_ptr: tl.tensor,
+    state_table_ptr: tl.tensor,
+    state_temperature_ptr: tl.tensor,
+    state_seeds_ptr: tl.tensor,
+    input_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    logits_index_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    temperature_ptr: tl.tensor,
+    seeds_ptr: tl.tensor,
+    sample_positions_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
+    known_ids_stride: tl.tensor,
+    MAX_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DECODES_ONLY: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(0)
+    lane = tl.arange(0, TILE)
+    if DECODES_ONLY:
+        start = request
+        end = request + 1
+        row = tl.load(rows_ptr + request)
+    else:
+        start = tl.load(query_start_loc_ptr + request)
+        end = num_tokens
+        row = -1
+        if request < num_rows:
+            end = tl.load(query_start_loc_ptr + request + 1)
+            row = tl.load(rows_ptr + request)
+    if request < num_rows:
+        tl.store(logits_index_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
+    if row < 0:
+        if request < num_rows:
+            tl.store(seq_lens_ptr + request, 0)
+            tl.store(temperature_ptr + request, 0.0)
+            tl.store(seeds_ptr + request, 0)
+            tl.store(sample_positions_ptr + request, 0)
+        for begin in range(start, end, TILE):
+            mask = begin + lane < end
+            zeros = tl.zeros([TILE], tl.int64)
+            tl.store(input_ids_ptr + begin + lane, zeros, mask=mask)
+            tl.store(positions_ptr + begin + lane, zeros, mask=mask)
+            tl.store(slot_mapping_ptr + begin + lane, zeros - 1, mask=mask)
+        return
+
+    state = row.to(tl.int64)
+    computed = tl.load(num_computed_ptr + state)
+    known = tl.load(num_known_ptr + state)
+    last_token = tl.load(last_token_ptr + state)
+    seq_len = computed + end - start
+    state_row_ptr = state_table_ptr + state * MAX_BLOCKS
+    for begin in range(start, end, TILE):
+        token = begin + lane
+        mask = token < end
+        position = computed + token - start
+        listed = mask & (position < known)
+        ids = tl.load(known_ids_ptr + state * known_ids_stride + position, mask=listed, other=0)
+        ids = tl.where(listed, ids, last_token)
+        block = tl.load(state_row_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+        tl.store(input_ids_ptr + token, ids.to(tl.int64), mask=mask)
+        tl.store(positions_ptr + token, position.to(tl.int64), mask=mask)
+        tl.store(slot_mapping_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+    # Blocks past the context stay what they were: nothing reads them.
+    num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+    table_row_ptr = table_ptr + request.to(tl.int64) * MAX_BLOCKS
+    for begin in range(0, num_blocks, TILE):
+        block = begin + lane
+        mask = block < num_blocks
+        tl.store(table_row_ptr + block, tl.load(state_row_ptr + block, mask=mask), mask=mask)
+    tl.store(seq_lens_ptr + request, seq_len)
+    tl.store(temperature_ptr + request, tl.load(state_temperature_ptr + state))
+    tl.store(seeds_ptr + request, tl.load(state_seeds_ptr + state))
+    tl.store(sample_positions_ptr + request, seq_len.to(tl.int64))
+
+
+def launch(states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool) -> None:
+    """See prepare_inputs."""
+    early = may_launch_early(buffers.rows_R.device)
+    prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
+        buffers.rows_R,
+        buffers.query_start_loc_R1,
+        states.num_computed_S,
+        states.num_known_S,
+        states.last_token_S,
+        states.known_ids_SL,
+        states.block_table_SB,
+        states.inverse_temperature_S,
+        states.seeds_S,
+        buffers.input_ids_T,
+        buffers.positions_T,
+        buffers.slot_mapping_T,
+        buffers.seq_lens_R,
+        buffers.logits_index_R,
+        buffers.block_table_RB,
+        buffers.inverse_temperature_R,
+        buffers.seeds_R,
+        buffers.sample_positions_R,
+        num_rows,
+        num_tokens,
+        states.known_ids_SL.stride(0),
+        MAX_BLOCKS=states.block_table_SB.shape[1],
+        BLOCK_SIZE=states.block_size,
+        DECODES_ONLY=decodes_only,
+        TILE=32 if decodes_only else TILE,
+        DEPENDENT_LAUNCH=early,
+        num_warps=1 if decodes_only else 4,
+        **({"launch_pdl": True} if early else {}),
+    )

@@ -1,0 +1,115 @@
+"""Random batches for the runner's kernels: each kernel against its reference on the CPU.
+
+As a script it runs them under Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.runner_cases`.
+"""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import torch
+
+from compiled_engine.runner.advance import advance_reference
+from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.prepare_inputs import prepare_reference
+from compiled_engine.runner.request_states import RequestStates
+
+MADE = (
+    "input_ids_T",
+    "positions_T",
+    "slot_mapping_T",
+    "seq_lens_R",
+    "logits_index_R",
+    "inverse_temperature_R",
+    "seeds_R",
+    "sample_positions_R",
+    "num_steps_1",
+    "tokens_KR1",
+)
+STATES = ("num_computed_S", "num_known_S", "last_token_S", "block_table_SB")
+
+
+class Case:
+    """States and buffers with random content; equal for equal seeds, whatever the device."""
+
+    def __init__(self, seed: int, device: torch.device):
+        random_ = random.Random(seed)
+        generator = np.random.default_rng(seed)
+        self.num_state_rows, max_model_len = random_.choice([3, 17, 256]), random_.choice([40, 300, 2000])
+        block_size = random_.choice([4, 16, 256])
+        self.states = RequestStates(self.num_state_rows, max_model_len, block_size, device)
+        blocks = self.states.block_table_SB.shape[1]
+        self.decodes_only = random_.random() < 0.4
+        count = random_.randrange(1, self.num_state_rows + 1)
+        self.num_rows = count + random_.randrange(0, 2 if not self.decodes_only else self.num_state_rows - count + 2)
+        lens = np.ones(self.num_rows, np.int32)
+        if not self.decodes_only:
+            lens[:count] = generator.integers(1, random_.choice([2, 9, 39]), count)
+            lens[count:] = 3
+        self.num_tokens = int(lens.sum()) + (0 if self.decodes_only else random_.choice([0, 0, 5, 70]))
+        self.buffers = InputBuffers(
+            self.num_tokens + 8, self.num_state_rows + 1, blocks, self.states.writes, torch.device(device)
+        )
+
+        def fill(tensor: torch.Tensor, values: np.ndarray) -> None:
+            tensor.copy_(torch.from_numpy(values.astype(np.int64)).to(tensor.dtype).view(tensor.shape))
+
+        known = generator.integers(1, max_model_len + 1, self.num_state_rows)
+        computed = np.minimum(known - 1 + generator.integers(-60, 60, self.num_state_rows), max_model_len - 40)
+        fill(self.states.num_known_S, known)
+        fill(self.states.num_computed_S, np.maximum(computed, 0))
+        fill(self.states.last_token_S, generator.integers(0, 150_000, self.num_state_rows))
+        fill(self.states.block_table_SB, generator.integers(0, 9999, (self.num_state_rows, blocks)))
+        fill(self.states.seeds_S, generator.integers(-(2**62), 2**62, self.num_state_rows))
+        self.states.inverse_temperature_S.copy_(torch.from_numpy(generator.random(self.num_state_rows, np.float32)))
+        self.states.known_ids[:] = generator.integers(0, 150_000, self.states.known_ids.shape)
+        rows = np.full(self.num_rows, -1)
+        rows[:count] = generator.permutation(self.num_state_rows)[:count]
+        fill(self.buffers.rows_R[: self.num_rows], rows)
+        fill(self.buffers.query_start_loc_R1[: self.num_rows + 1], np.concatenate(([0], np.cumsum(lens))))
+        for name in MADE[:8]:
+            getattr(self.buffers, name).fill_(77)  # whatever is not written stays that
+        self.token_ids_R = torch.from_numpy(generator.integers(0, 150_000, self.num_rows)).to(device)
+        self.again = random_.random() < 0.3
+
+    def same_as(self, other: Case) -> None:
+        for owner, names in (("buffers", MADE), ("states", STATES)):
+            for name in names:
+                mine, theirs = getattr(getattr(self, owner), name), getattr(getattr(other, owner), name)
+                torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=0, atol=0, msg=name)
+        # The table's blocks past a context stay what they were.
+        for row in range(self.num_rows):
+            used = -(-int(self.buffers.seq_lens_R[row]) // self.states.block_size)
+            mine, theirs = self.buffers.block_table_RB[row, :used], other.buffers.block_table_RB[row, :used]
+            torch.testing.assert_close(mine.cpu(), theirs.cpu(), rtol=0, atol=0, msg="block_table_RB")
+
+
+def check(seed: int, device: torch.device) -> None:
+    """Prepare, then advance: the kernels on `device`, the references on the CPU."""
+    from compiled_engine.runner import advance_kernel, prepare_inputs_kernel
+
+    case, reference = Case(seed, device), Case(seed, torch.device("cpu"))
+    prepare_inputs_kernel.launch(case.states, case.buffers, case.num_rows, case.num_tokens, case.decodes_only)
+    prepare_reference(
+        reference.states, reference.buffers, reference.num_rows, reference.num_tokens, reference.decodes_only
+    )
+    case.same_as(reference)
+    advance_kernel.launch(case.states, case.buffers, case.token_ids_R, case.num_rows, case.decodes_only, case.again)
+    advance_reference(
+        reference.states,
+        reference.buffers,
+        reference.token_ids_R,
+        reference.num_rows,
+        decodes_only=reference.decodes_only,
+        again=reference.again,
+    )
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    case.same_as(reference)
+
+
+if __name__ == "__main__":
+    for seed in range(40):
+        check(seed, torch.device("cpu"))
+    print("equal")
