@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.bench.bounds import Chunk, ModelSizes, Rates, model_sizes, step_seconds
+from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.bench.step_inputs import StepInputs, make_step_inputs
 from compiled_engine.bench.step_timing import StepTime, time_step
 from compiled_engine.config import EngineConfig
@@ -82,11 +84,13 @@ def measure(config: EngineConfig, token_counts: Sequence[int], repeats: int, pro
                 for variant in chosen
             }
             rows += _measure_steps(steps, num_tokens, repeats, config.device, progress)
+    sizes, rates = model_sizes(config.model), device_rates(config.device, config.model.dtype)
+    small = max((high for _, high in config.compile.small_ranges), default=0)
     return {
         "context": CONTEXT,
         "layers": config.model.num_layers,
         "passes": list(config.compile.passes),
-        "bound_us": {str(n): bound_us(model, config, n) for n in token_counts},
+        "bound_us": {str(n): bound_us(sizes, rates, n, decodes=n <= small) for n in token_counts},
         "rows": rows,
     }
 
@@ -163,20 +167,10 @@ def _measure_steps(
     ]
 
 
-def bound_us(
-    model: nn.Module, config: EngineConfig, num_tokens: int, tb_per_s: float = 4.3, tflops: float = 790
-) -> float:
-    """The larger of reading every weight and the context once, and of the multiplications, at an H200's rates."""
-    weights = {id(p): p for name, p in model.named_parameters() if "embed_tokens" not in name}
-    head = model.lm_head.weight  # type: ignore[union-attr]
-    weights[id(head)] = head  # type: ignore[assignment, index]
-    read = sum(p.nbytes for p in weights.values())
-    shape = config.model
-    decodes = any(low <= num_tokens <= high for low, high in config.compile.small_ranges)
-    if decodes:
-        read += num_tokens * CONTEXT * 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * shape.dtype.itemsize
-    flops = 2 * num_tokens * sum(p.numel() for p in weights.values() if p.dim() == 2)
-    return max(read / tb_per_s, flops / tflops) / 1e6
+def bound_us(sizes: ModelSizes, rates: Rates, num_tokens: int, decodes: bool) -> float:
+    """Microseconds that a step takes at least."""
+    step = [Chunk(CONTEXT - 1, 1)] * num_tokens if decodes else [Chunk(0, num_tokens)]
+    return step_seconds(sizes, rates, step) * 1e6
 
 
 def gains(result: dict[str, Any]) -> dict[str, list[dict[str, float]]]:

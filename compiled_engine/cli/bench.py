@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.bench_ablation import ablation, plot
+from compiled_engine.cli.bench_engine import AsJson, Repeats, ShapeName, engine_options
+from compiled_engine.cli.bench_speed import latency, prefill, startup, throughput
 from compiled_engine.cli.errors import bad_input_is_reported
-
-if TYPE_CHECKING:
-    from compiled_engine.llm import LLM
 
 bench = typer.Typer(
     help="Measure speed on this machine. Each figure is a median of interleaved repeats after a warm-up.",
@@ -25,9 +23,9 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ShapeName = Annotated[str | None, typer.Option(help="Random weights of this shape: qwen3-0.6b, qwen3-8b.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds, after one of warm-up.")]
+for command in (ablation, plot, latency, throughput, prefill, startup):
+    bench.command()(command)
+
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]
 
 
@@ -103,69 +101,6 @@ def load(
     Console().print(table)
 
 
-@bench.command("latency")
-@takes_engine_options
-def latency(
-    *,
-    engine: dict[str, Any],
-    shape: ShapeName = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Batch size; may be repeated.")] = None,
-    prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
-    repeats: Repeats = 3,
-    as_json: AsJson = False,
-) -> None:
-    """Time per output token at fixed batch sizes, through the public generate call.
-
-    Examples:
-
-      compiled-engine bench latency --batch 1 --batch 8
-
-      compiled-engine bench latency --shape qwen3-0.6b --mode graphed --json
-    """
-    from compiled_engine.bench.workloads import latency as measure
-
-    with bad_input_is_reported(), _engine(engine, shape) as llm:
-        result = measure(llm, batch or [1, 8, 64], prompt_len, repeats)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-        return
-    table = Table("batch", "ms per token", "from", "to")
-    for row in result:
-        spread = [f"{value:.3f}" for value in row["spread_ms"]]
-        table.add_row(str(row["batch_size"]), f"{row['tpot_ms']:.3f}", *spread)
-    Console().print(table)
-
-
-@bench.command("throughput")
-@takes_engine_options
-def throughput(
-    *,
-    engine: dict[str, Any],
-    shape: ShapeName = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests, all there at the start.")] = 256,
-    shortest: Annotated[int, typer.Option(min=1, help="Least tokens of a prompt and of an output.")] = 100,
-    longest: Annotated[int, typer.Option(min=1, help="Most tokens of a prompt and of an output.")] = 1024,
-    repeats: Repeats = 1,
-    as_json: AsJson = False,
-) -> None:
-    """Output tokens per second of many requests of random lengths at temperature 0.6.
-
-    Examples:
-
-      compiled-engine bench throughput --requests 32 --shortest 16 --longest 64
-
-      compiled-engine bench throughput --shape qwen3-0.6b --max-model-len 4096 --json
-    """
-    from compiled_engine.bench.workloads import throughput as measure
-
-    with bad_input_is_reported(), _engine(engine, shape) as llm:
-        result = measure(llm, requests, shortest, longest, repeats)
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-    else:
-        typer.echo(f"{result['output_tokens_per_s']:.0f} output tokens per second")
-
-
 @bench.command("passes")
 @takes_engine_options
 def passes(
@@ -191,7 +126,7 @@ def passes(
     from compiled_engine.progress import RichProgress
     from compiled_engine.resolve import resolve
 
-    with bad_input_is_reported(), _options(engine, shape) as options:
+    with bad_input_is_reported(), engine_options(engine, shape) as options:
         config = resolve(make_options(options.pop("model", None), {"mode": "compiled"} | options))
         if not config.compile.enabled:
             raise ValueError("mode is 'eager'; allowed: compiled, graphed: passes are part of compiling")
@@ -206,28 +141,6 @@ def passes(
                 spread = [f"{value:.1f}" for value in row["spread_us"]]
                 table.add_row(row["variant"], f"{row['us']:.1f}", *spread, str(row["kernels"] or ""))
         Console().print(table)
-
-
-@contextmanager
-def _engine(options: dict[str, Any], shape: str | None) -> Iterator[LLM]:
-    """The engine to measure: a model folder, or random weights of a known shape."""
-    from compiled_engine.llm import LLM
-
-    with _options(options, shape) as chosen, LLM(**chosen) as llm:
-        yield llm
-
-
-@contextmanager
-def _options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
-    """The engine's options, with a folder that holds a known shape as its model if one is asked for."""
-    from compiled_engine.bench.shapes import write_shape
-
-    with tempfile.TemporaryDirectory() as folder:
-        if shape is not None:
-            if "model" in options:
-                raise ValueError(f"model is {options['model']} and shape is {shape}; allowed: one of the two")
-            options = {"load_format": "dummy"} | options | {"model": write_shape(Path(folder), shape)}
-        yield options
 
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""Lower bounds: what a step must at least read and multiply, at the device's rates.
+
+A step reads every weight once and the keys and values of all earlier tokens once, and multiplies each token with every
+weight and each query with its keys. The bound is the longer of the two; nothing else (launches, activations, writes)
+is counted, so no engine with these weights in this precision can be faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.models.registry import build_model
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device reaches in large copies (bytes/s, read and written) and products (FLOP/s); `source`: how known."""
+
+    bytes_per_s: float
+    flops_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a step costs at least.
+
+    weight_bytes: read in every step: all but the embedding, of which a step reads a few rows.
+    linear_params: multiplied with every token; head_params: with the tokens that sample.
+    kv_bytes_per_token: keys and values of a token, attention_flops: of one query with one key; both in one layer.
+    windows: by layer, the keys that a query sees at most, None for all.
+    """
+
+    weight_bytes: int
+    linear_params: int
+    head_params: int
+    kv_bytes_per_token: int
+    attention_flops: int
+    windows: tuple[int | None, ...]
+
+
+class Chunk(NamedTuple):
+    """A request in a step: tokens computed before, tokens of this step, and whether it samples."""
+
+    context: float
+    new: int
+    samples: bool = True
+
+
+def model_sizes(config: ModelConfig) -> ModelSizes:
+    """The sizes of a model as its config states it, without any memory for weights."""
+    model = build_model(config)
+    body = {id(p): p for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name}
+    head = model.lm_head.weight  # type: ignore[union-attr]
+    return ModelSizes(
+        weight_bytes=sum(p.nbytes for p in body.values()) + head.nbytes,  # type: ignore[operator, misc]
+        linear_params=sum(p.numel() for p in body.values() if p.dim() == 2),
+        head_params=head.numel(),  # type: ignore[operator]
+        kv_bytes_per_token=2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
+        attention_flops=4 * config.num_heads * config.head_dim,
+        windows=config.sliding_windows,
+    )
+
+
+def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
+    """Bytes that a step reads: weights, and the context of each request once."""
+    contexts = [chunk.context for chunk in step]
+    kv_tokens = sum(min(context, window or context) for window in sizes.windows for context in contexts)
+    return sizes.weight_bytes + kv_tokens * sizes.kv_bytes_per_token
+
+
+def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
+    """Multiplications and additions of a step: linears, logits of the rows that sample, attention."""
+    flops = 0.0
+    for chunk in step:
+        flops += 2.0 * (chunk.new * sizes.linear_params + chunk.samples * sizes.head_params)
+        pairs = sum(_pairs(chunk, window) for window in sizes.windows)
+        flops += pairs * sizes.attention_flops
+    return flops
+
+
+def _pairs(chunk: Chunk, window: int | None) -> float:
+    """Queries times the keys that they see."""
+    context, new = chunk.context, chunk.new
+    if window is None:
+        return new * context + new * (new + 1) / 2
+    growing = int(min(new, max(0.0, window - context)))  # queries that still see everything
+    return growing * context + growing * (growing + 1) / 2 + (new - growing) * window
+
+
+def step_seconds(sizes: ModelSizes, rates: Rates, step: Sequence[Chunk]) -> float:
+    """The least seconds that a step can take."""
+    return max(step_bytes(sizes, step) / rates.bytes_per_s, step_flops(sizes, step) / rates.flops_per_s)
+
+
+def tpot_seconds(sizes: ModelSizes, rates: Rates, batch_size: int, prompt_len: int, output_len: int) -> float:
+    """The least time of a decode of `batch_size` requests, with the mean context of tokens 2 to output_len."""
+    mean_context = prompt_len + output_len / 2 - 1
+    return step_seconds(sizes, rates, [Chunk(mean_context, 1)] * batch_size)
+
+
+def prefill_seconds(sizes: ModelSizes, rates: Rates, prompt_lens: Sequence[int]) -> float:
+    """The least time from prompts to the first token of each."""
+    return step_seconds(sizes, rates, [Chunk(0, length) for length in prompt_lens])
+
+
+def workload_seconds(
+    sizes: ModelSizes, rates: Rates, input_lens: Sequence[int], output_lens: Sequence[int], max_num_seqs: int
+) -> float:
+    """The least time of many requests: the prompts, then the decodes, `max_num_seqs` at once.
+
+    Each decode reads its context, and all weights are read as often as there must be steps. Steps that hold prompts and
+    decodes could hide the one's products behind the other's reading, which is not taken into account.
+    """
+    decodes = max(max(output_lens) - 1, -(-sum(length - 1 for length in output_lens) // max_num_seqs))
+    read = float(decodes * sizes.weight_bytes)
+    flops = 0.0
+    for prompt, output in zip(input_lens, output_lens, strict=True):
+        mean = Chunk(prompt + output / 2 - 1, 1)
+        read += (output - 1) * (step_bytes(sizes, [mean]) - sizes.weight_bytes)
+        flops += (output - 1) * step_flops(sizes, [mean])
+    return prefill_seconds(sizes, rates, input_lens) + max(read / rates.bytes_per_s, flops / rates.flops_per_s)

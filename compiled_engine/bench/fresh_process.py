@@ -1,0 +1,74 @@
+"""Runs the worker in a fresh process and gives its result, or an error with the end of what it said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+WORKER = "compiled_engine.bench.worker"
+LIMIT_S = 1200.0
+LAST_LINES = 8
+
+
+class WorkerError(RuntimeError):
+    """A worker ended without a result; the message ends with the last lines of its stderr."""
+
+
+def run_worker(
+    options: Mapping[str, Any], workload: Mapping[str, Any] | None, limit_s: float = LIMIT_S
+) -> dict[str, Any]:
+    """The worker's result, and `wall_s`: seconds from starting the process to its first token, seen from here.
+
+    options: of the engine, as JSON. workload: None to start only. Raises WorkerError if the worker fails or takes
+    longer than limit_s seconds.
+    """
+    with tempfile.TemporaryFile("w+") as said:
+        start = time.perf_counter()
+        worker = subprocess.Popen(
+            [sys.executable, "-P", "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+        timer = threading.Timer(limit_s, worker.kill)
+        timer.start()
+        try:
+            result = _talk(worker, {"options": dict(options), "workload": workload}, start)
+            code = worker.wait()
+        finally:
+            late = not timer.is_alive()
+            timer.cancel()
+            worker.kill()
+            worker.wait()
+        if code == 0 and "start_up" in result:
+            return result
+        said.seek(0)
+        lines = [line.rstrip() for line in said.read().splitlines() if line.strip()][-LAST_LINES:]
+        reason = f"took longer than {limit_s:.0f} s" if late else f"ended with exit code {code}"
+        raise WorkerError("\n".join([reason, *lines]))
+
+
+def _talk(worker: subprocess.Popen[str], task: dict[str, Any], start: float) -> dict[str, Any]:
+    """Send the task, read the lines: all of them together, with the time of the first."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    result: dict[str, Any] = {}
+    try:
+        with worker.stdin:
+            json.dump(task, worker.stdin)
+    except BrokenPipeError:  # it ended before it read its task; the exit code says the rest
+        return result
+    with worker.stdout:
+        for line in worker.stdout:
+            record = json.loads(line)
+            if "first_token" in record:
+                record = {"wall_s": time.perf_counter() - start}
+            result |= record
+    return result

@@ -1,0 +1,96 @@
+"""On what a measurement was made: device, processor, versions, model. Plain JSON."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from compiled_engine.bench.bounds import Rates
+from compiled_engine.config import EngineConfig
+
+PACKAGES = ("compiled-engine", "torch", "triton", "transformers", "flash-attn")
+
+
+def machine_record(device: torch.device) -> dict[str, Any]:
+    """The device's name and memory in bytes, the processor, its usable cores and threads, the host's memory."""
+    record: dict[str, Any] = {"device": str(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        record |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return record | {
+        "processor": _processor(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.system(),
+    }
+
+
+def versions_record() -> dict[str, str]:
+    """Versions of Python, CUDA and the packages that matter, of those that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
+    """The model's name (the shape's, or the folder's), architecture, data type and limits."""
+    model = config.model
+    return {
+        "name": shape or model.path.name,
+        "architecture": model.architecture,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": model.num_layers,
+        "max_model_len": model.max_model_len,
+        "load_format": model.load_format,
+        "attention_backend": config.attention_backend,
+    }
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine options as JSON has them: paths become text, tuples lists."""
+    plain: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Path):
+            plain[name] = str(value)
+        else:
+            plain[name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None, rates: Rates) -> dict[str, Any]:
+    """What every result of a benchmark states: machine, model, options (those that were given), versions, and rates:
+    what the bounds beside the figures assume."""
+    given = {name: value for name, value in plain_options(options).items() if shape is None or name != "model"}
+    return {
+        "machine": machine_record(config.device),
+        "model": model_record(config, shape),
+        "options": given | ({"shape": shape} if shape else {}),
+        "versions": versions_record(),
+        "rates": asdict(rates),
+    }
+
+
+def _processor() -> str:
+    """The processor's name where the system tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()

@@ -1,0 +1,81 @@
+"""The variants of an ablation: which parts of the engine are on, and the engine's options for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_engine.resolve import COMPILE_OPTIONS
+
+# What the variants themselves decide.
+RESERVED = ("mode", "graph_mode")
+GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes", "capture_histogram", "capture_budget", "background_capture")
+GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`options`: of the engine, on top of those that all variants share."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    @property
+    def compiles(self) -> bool:
+        return self.options["mode"] != "eager"
+
+    @property
+    def captures(self) -> bool:
+        return self.options["mode"] == "graphed" or "graph_mode" in self.options
+
+    def engine_options(self, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """The shared options that this variant can take, with its own.
+
+        An option of the compiler means nothing where nothing is compiled, and one of graphs where none is captured.
+        """
+        left_out = [*(() if self.compiles else COMPILE_OPTIONS), *(() if self.captures else GRAPH_OPTIONS)]
+        kept = {name: value for name, value in shared.items() if name not in left_out}
+        if "disable_passes" in self.options:
+            passes = [*kept.get("disable_passes", ()), *self.options["disable_passes"]]
+            return kept | dict(self.options) | {"disable_passes": passes}
+        return kept | dict(self.options)
+
+
+def variants(device_type: str, passes: Sequence[str]) -> list[Variant]:
+    """All variants on a device; `passes` are the enabled ones, each of which is left out once."""
+    if device_type != "cuda":
+        return [
+            Variant("eager", {"mode": "eager"}),
+            Variant("compiled", {"mode": "compiled"}),
+            *(_without("compiled", "compiled", name) for name in passes),
+        ]
+    return [
+        Variant("eager", {"mode": "eager"}),
+        Variant("eager + full decode graphs", {"mode": "eager", "graph_mode": "full_decode_only"}),
+        Variant("eager + breakable", {"mode": "eager", "graph_mode": "breakable"}),
+        Variant("compiled", {"mode": "compiled"}),
+        Variant("compiled + piecewise", {"mode": "compiled", "graph_mode": "piecewise"}),
+        Variant("compiled + full", {"mode": "graphed"}),
+        *(_without("compiled + full", "graphed", name) for name in passes),
+    ]
+
+
+def _without(whole: str, mode: str, name: str) -> Variant:
+    return Variant(f"{whole} without {name}", {"mode": mode, "disable_passes": [name]})
+
+
+def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
+    """Those with these names, in the order of `found`; all if there are no names. ValueError for an unknown one."""
+    known = [variant.name for variant in found]
+    for name in names:
+        if name not in known:
+            raise ValueError(f"variant is {name!r}; allowed: {', '.join(known)}")
+    return [variant for variant in found if not names or variant.name in names]
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for an engine option that the variants decide themselves."""
+    for name in RESERVED:
+        if name in options:
+            raise ValueError(f"{name} is {options[name]!r}; allowed: none, since each variant has its own")

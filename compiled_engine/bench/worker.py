@@ -1,0 +1,70 @@
+"""One engine in a process of its own: a JSON task on stdin, JSON lines on stdout, all else on stderr.
+
+Task: {"options": engine options, "workload": what `AblationWorkload.as_record` gives, or null to start only}.
+Lines: {"first_token": true} as soon as it is there, then the result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """The result: start_up (spans, see Timeline), cache (hit, miss, off), and, with a workload, what that measured,
+    memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
+    from compiled_engine.llm import LLM
+    from compiled_engine.sampling.params import SamplingParams
+
+    with LLM(**task["options"], progress=False) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+        llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
+        say({"first_token": True})
+        started = llm.metrics()
+        result = {"start_up": started["start_up"], "cache": started["cache"]}
+        if task["workload"] is not None:
+            from compiled_engine.bench.ablation_workload import workload_from
+
+            result |= workload_from(task["workload"]).measure(llm)
+            metrics = llm.metrics()
+            result["memory_bytes"] = memory_bytes(llm.config, metrics)
+            result["compiles_after_start"] = metrics["compiles"] - started["compiles"]
+            for name in ("captures", "graph_fallbacks", "preemptions"):
+                result[name] = metrics[name]
+        return result
+
+
+def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
+    """Device memory: the KV cache; the rest of the peak that PyTorch reserved (weights, activations, graphs); what
+    graphs were predicted to take, and took. None without CUDA."""
+    import torch
+
+    from compiled_engine.runner.kv_cache import block_bytes
+
+    if config.device.type != "cuda":
+        return None
+    kv_cache = metrics["blocks_total"] * block_bytes(config)
+    return {
+        "kv_cache": kv_cache,
+        "without_kv_cache": torch.cuda.max_memory_reserved(config.device) - kv_cache,
+        "graphs_predicted": metrics["graph_bytes_predicted"],
+        "graphs_used": metrics["graph_bytes_used"],
+    }
+
+
+def main() -> None:
+    """Whatever a library prints goes to stderr: stdout is for results alone."""
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def say(record: dict[str, Any]) -> None:
+        print(json.dumps(record), file=results, flush=True)
+
+    say(run(json.load(sys.stdin), say))
+
+
+if __name__ == "__main__":
+    main()

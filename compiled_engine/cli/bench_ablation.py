@@ -1,0 +1,136 @@
+"""`compiled-engine bench ablation` and `bench plot`: what each part of the engine is worth, as tables and as a page."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.bench_engine import (
+    AsJson,
+    Batch,
+    Quick,
+    ShapeName,
+    command_line,
+    engine_options,
+    print_json,
+)
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "-o", help="Folder for ablation.json, the plots and a page, ablation.html."),
+]
+RESULTS = "ablation.json"
+
+
+@takes_engine_options
+def ablation(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    batch: Batch = None,
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Measure this variant, instead of all; may be repeated.")
+    ] = None,
+    prompt_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a decode's prompt: 128.")] = None,
+    output_len: Annotated[int | None, typer.Option(min=2, help="Tokens to generate for TPOT: 65.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Measured rounds: 3, in a quick run 1.")] = None,
+    quick: Quick = False,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each part is worth: eager, with CUDA graphs, compiled, and without each pass.
+
+    Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
+    output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory.
+
+    A variant that fails is marked in the result, the others are kept, and the exit code is 1.
+
+    JSON: benchmark, variants (name, options, and the figures, each with median and spread, or error), bound, workload,
+    repeats, notes, machine, model, options, versions, rates, command.
+
+    Examples:
+
+      compiled-engine bench ablation --quick
+
+      compiled-engine bench ablation --shape qwen3-0.6b --output results
+
+      compiled-engine bench ablation --shape qwen3-0.6b --batch 1 --variant compiled --variant "compiled + full" --json
+    """
+    with bad_input_is_reported(), engine_options(engine, shape) as options:
+        from compiled_engine.bench.ablation_report import Asked, make_plan, run
+        from compiled_engine.progress import RichProgress
+
+        _check_output(output)
+        asked = Asked(tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), quick)
+        plan = make_plan(options, shape, asked)
+        result = run(plan, repeats or (1 if quick else 3), RichProgress()) | {"command": command_line()}
+        if output is not None:
+            (output / RESULTS).write_text(json.dumps(result, indent=2) + "\n")
+            _write_plots(result, output)
+    if as_json:
+        print_json(result)
+    else:
+        from compiled_engine.cli.bench_text import print_ablation
+
+        print_ablation(result)
+    failed = [record for record in result["variants"] if "error" in record]
+    for record in failed:
+        typer.echo(f"compiled-engine: error: variant {record['name']!r} {record['error']}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def plot(
+    results: Annotated[Path, typer.Argument(help="What `bench ablation --json` printed, or ablation.json.")],
+    *,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the plots and ablation.html.")],
+) -> None:
+    """Make an ablation's plots and page again from its JSON.
+
+    Example:
+
+      compiled-engine bench plot results/ablation.json --output results
+    """
+    with bad_input_is_reported():
+        if not results.is_file():
+            raise ValueError(f"results is {str(results)!r}; allowed: a JSON file of bench ablation")
+        try:
+            result = json.loads(results.read_text())
+        except ValueError as error:
+            raise ValueError(f"results is {str(results)!r}, which is no JSON: {error}") from error
+        if not isinstance(result, dict) or result.get("benchmark") != "ablation":
+            raise ValueError(f"results is {str(results)!r}; allowed: a JSON file of bench ablation")
+        _check_output(output)
+        try:
+            paths = _write_plots(result, output)
+        except KeyError as error:
+            raise ValueError(f"results is {str(results)!r}, which lacks {error}: another version made it") from error
+    for path in paths:
+        typer.echo(str(path))
+
+
+def _check_output(output: Path | None) -> None:
+    """The folder is made now: an hour later is too late to hear that it cannot be."""
+    if output is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BadInputError(
+            f"output is {str(output)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"
+        )
+    if output.exists() and not output.is_dir():
+        raise BadInputError(f"output is {str(output)!r}, a file; allowed: a folder")
+    output.mkdir(parents=True, exist_ok=True)
+
+
+def _write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    from compiled_engine.bench.ablation_page import write_page
+    from compiled_engine.bench.ablation_plots import write_plots
+
+    return [*write_plots(result, folder), write_page(result, folder)]

@@ -1,0 +1,81 @@
+"""What the benchmark commands share: their options, and the engine or the options to measure."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from compiled_engine.bench.workloads import Rounds
+    from compiled_engine.llm import LLM
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ShapeName = Annotated[str | None, typer.Option(help="Random weights of this shape: qwen3-0.6b, qwen3-8b.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
+WarmUp = Annotated[int, typer.Option("--warm-up", min=0, help="Rounds before the first that is measured.")]
+Batch = Annotated[list[int] | None, typer.Option(min=1, help="Batch size; may be repeated.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A small run: seconds to a minute with the bundled model.")]
+
+
+@contextmanager
+def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[str, Any]]:
+    """The engine's options, with a folder that holds a known shape as its model if one is asked for."""
+    from compiled_engine.bench.shapes import write_shape
+
+    with tempfile.TemporaryDirectory() as folder:
+        if shape is not None:
+            if "model" in options:
+                raise ValueError(f"model is {options['model']} and shape is {shape}; allowed: one of the two")
+            options = {"load_format": "dummy"} | options | {"model": write_shape(Path(folder), shape)}
+        yield options
+
+
+@contextmanager
+def engine(options: Mapping[str, Any]) -> Iterator[LLM]:
+    """The engine to measure, in this process."""
+    from compiled_engine.llm import LLM
+
+    with LLM(**options) as llm:
+        yield llm
+
+
+def resolved(options: Mapping[str, Any]) -> Any:
+    """The configuration that these options give; nothing is loaded. ValueError or TypeError for a wrong one."""
+    from compiled_engine.llm import make_options
+    from compiled_engine.resolve import resolve
+
+    rest = {name: value for name, value in options.items() if name != "model"}
+    return resolve(make_options(options.get("model"), rest))
+
+
+def rounds(warm_up: int, repeats: int, seed: int) -> Rounds:
+    from compiled_engine.bench.workloads import Rounds
+
+    return Rounds(warm_up, repeats, seed)
+
+
+def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
+    """Raise ValueError unless so many requests may run at once and the longest, in tokens, may be that long."""
+    if config.scheduler.max_num_seqs < requests_at_once:
+        raise ValueError(f"max_num_seqs is {config.scheduler.max_num_seqs}; allowed: at least {requests_at_once}")
+    if config.model.max_model_len < longest:
+        raise ValueError(
+            f"max_model_len is {config.model.max_model_len}; allowed: at least {longest}, prompt and output together"
+        )
+
+
+def command_line() -> str:
+    """How this process was started, to be repeated."""
+    return shlex.join(["compiled-engine", *sys.argv[1:]])
+
+
+def print_json(result: Any) -> None:
+    typer.echo(json.dumps(result, indent=2))

@@ -1,0 +1,262 @@
+"""The benchmark commands: an ablation in real processes, wrong input, what a result holds. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from compiled_engine.bench.ablation import COUNTS, Preparation, measure
+from compiled_engine.bench.ablation_report import Asked, make_plan
+from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
+from compiled_engine.bench.fresh_process import WorkerError, run_worker
+from compiled_engine.bench.variants import chosen, variants
+from compiled_engine.bench.workloads import throughput_lengths
+from compiled_engine.cli.app import app
+from compiled_engine.progress import SilentProgress
+
+SMALL = ["--mode", "eager", "--max-model-len", "128", "--max-num-seqs", "8", "--num-blocks", "64"]
+CONDITIONS = {"benchmark", "repeats", "command", "machine", "model", "options", "versions", "rates"}
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def result_of(*arguments: str) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def assert_figure(figure: dict[str, Any]) -> None:
+    low, high = figure["spread"]
+    assert 0 < low <= figure["median"] <= high
+
+
+def test_a_quick_ablation_measures_every_part_and_draws_it(tmp_path: Path) -> None:
+    arguments = ("ablation", "--quick", "--variant", "eager", "--variant", "compiled", "--output", str(tmp_path))
+    result = result_of(*arguments)
+    assert [record["name"] for record in result["variants"]] == ["eager", "compiled"]
+    for record in result["variants"]:
+        assert record["tpot_ms"].keys() == result["bound"]["tpot_ms"].keys() == {"1", "8"}
+        for figure in (*record["tpot_ms"].values(), record["mixed_step_ms"], record["prefill_tokens_per_s"]):
+            assert_figure(figure)
+        assert_figure(record["start_up_s"])
+        assert "warm up" in record["start_up_stages_s"]
+        assert (record["kernels"], record["memory_bytes"]) == (None, None)
+        assert record["repeats"] == 1
+        assert [record[name] for name in COUNTS if name != "graph_fallbacks"] == [0, 0, 0]
+    assert result.keys() == CONDITIONS | {"variants", "bound", "workload", "notes"}
+    assert "CUDA" in result["notes"][0]
+    assert json.loads((tmp_path / "ablation.json").read_text()) == result
+    plots = {"step_batch_1.png", "step_batch_8.png", "step_by_batch.png"}
+    assert {path.name for path in tmp_path.iterdir()} == plots | {"ablation.json", "ablation.html"}
+
+
+def test_variants_on_a_gpu_are_all_combinations_and_each_pass_left_out() -> None:
+    found = variants("cuda", ["merge_linears", "silu_mul"])
+    assert [variant.name for variant in found] == [
+        "eager",
+        "eager + full decode graphs",
+        "eager + breakable",
+        "compiled",
+        "compiled + piecewise",
+        "compiled + full",
+        "compiled + full without merge_linears",
+        "compiled + full without silu_mul",
+    ]
+    shared = {"seed": 1, "disable_passes": ["rms_norm"], "capture_sizes": [1], "compile_workers": 0}
+    options = {variant.name: variant.engine_options(shared) for variant in found}
+    assert options["eager"] == {"seed": 1, "mode": "eager"}
+    breakable = {"seed": 1, "capture_sizes": [1], "mode": "eager", "graph_mode": "breakable"}
+    assert options["eager + breakable"] == breakable
+    no_graphs = {name: value for name, value in shared.items() if name != "capture_sizes"}
+    assert options["compiled"] == {**no_graphs, "mode": "compiled"}
+    assert options["compiled + piecewise"] == {**shared, "mode": "compiled", "graph_mode": "piecewise"}
+    assert options["compiled + full"] == {**shared, "mode": "graphed"}
+    without = options["compiled + full without silu_mul"]
+    assert without == {**shared, "mode": "graphed", "disable_passes": ["rms_norm", "silu_mul"]}
+
+
+def test_on_a_cpu_there_are_no_variants_with_graphs() -> None:
+    found = variants("cpu", ["silu_mul"])
+    assert [variant.name for variant in found] == ["eager", "compiled", "compiled without silu_mul"]
+    assert [variant.name for variant in chosen(found, ["compiled", "eager"])] == ["eager", "compiled"]
+
+
+def a_result(start: float) -> dict[str, Any]:
+    return {
+        "wall_s": start,
+        "start_up": [
+            {"name": "compile", "start_s": 0.0, "seconds": start, "parent": None},
+            {"name": "trace", "start_s": 0.0, "seconds": start / 2, "parent": "compile"},
+        ],
+        "tpot_ms": {"1": start},
+        "step_ms": {"1": [start, start + 1]},
+        "mixed_step_ms": start,
+        "prefill_tokens_per_s": 10.0,
+        "kernels": None,
+        "memory_bytes": {"kv_cache": 5},
+        **dict.fromkeys(COUNTS, 0),
+    }
+
+
+def test_repeats_are_interleaved_after_a_preparation_of_what_compiles() -> None:
+    calls: list[tuple[str, bool]] = []
+
+    def fake(options: Any, workload: Any) -> dict[str, Any]:
+        calls.append((options["mode"], workload is None))
+        assert (options["num_blocks"] == 2) == (workload is None)
+        return a_result(float(len(calls)))
+
+    found = variants("cpu", [])
+    records = measure(
+        found, {"num_blocks": 9}, AblationWorkload(), 3, Preparation(1, 2, eager=False), SilentProgress(), fake
+    )
+    rounds = [("eager", False), ("compiled", False)] * 3
+    assert calls == [("compiled", True), *rounds]
+    assert records[0]["tpot_ms"] == {"1": {"median": 4.0, "spread": [2.0, 6.0]}}
+    assert records[0]["step_ms"] == {"1": {"median": 4.5, "spread": [2.0, 7.0]}}
+    assert records[1]["start_up_stages_s"] == {"compile": 5.0}
+    assert records[1]["memory_bytes"] == {"kv_cache": {"median": 5, "spread": [5, 5]}}
+    assert records[1]["kernels"] is None
+
+
+def test_a_variant_that_fails_is_marked_and_the_others_are_kept() -> None:
+    def fake(options: Any, workload: Any) -> dict[str, Any]:
+        if "disable_passes" in options:
+            raise WorkerError("ended with exit code 1\nboom")
+        return a_result(1.0)
+
+    found = variants("cpu", ["silu_mul"])
+    records = measure(found, {}, AblationWorkload(), 1, Preparation(2, 2, eager=True), SilentProgress(), fake)
+    assert [record.get("error") for record in records] == [None, None, "ended with exit code 1\nboom"]
+    assert "tpot_ms" not in records[2]
+
+
+def test_the_command_names_a_variant_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(options: Any, workload: Any, limit_s: float = 0) -> dict[str, Any]:
+        raise WorkerError("ended with exit code 1\nboom")
+
+    monkeypatch.setattr("compiled_engine.bench.ablation.measure.__defaults__", (fail,))
+    result = run("ablation", "--quick", "--variant", "eager", "--json")
+    assert result.exit_code == 1
+    assert "'eager'" in result.stderr
+    assert "boom" in result.stderr
+    assert json.loads(result.stdout)["variants"][0]["error"].endswith("boom")
+
+
+def test_a_worker_that_fails_says_why() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)exit code 1.*max_num_seqs is 0"):
+        run_worker({"mode": "eager", "max_num_seqs": 0}, None)
+
+
+def test_a_worker_that_takes_too_long_is_ended() -> None:
+    with pytest.raises(WorkerError, match="took longer than"):
+        run_worker({"mode": "eager"}, None, limit_s=0.1)
+
+
+def test_the_workload_travels_as_json() -> None:
+    workload = AblationWorkload(batch_sizes=(1, 3), prefill_len=7)
+    assert workload_from(json.loads(json.dumps(workload.as_record()))) == workload
+
+
+def test_a_plan_bounds_the_kv_cache_and_fits_the_model() -> None:
+    plan = make_plan({"max_model_len": 512}, None, Asked(batch_sizes=(2,)))
+    assert plan.workload.prefill_len == 511
+    assert plan.shared["max_num_seqs"] == 36
+    assert plan.shared["num_blocks"] == plan.workload.num_blocks(plan.config.cache.block_size)
+    assert [variant.name for variant in plan.variants][:2] == ["eager", "compiled"]
+    assert len(plan.variants) == 2 + len(plan.config.compile.passes)
+    quick = make_plan({}, None, Asked(quick=True))
+    assert [variant.name for variant in quick.variants] == ["eager", "compiled", "compiled without merge_linears"]
+
+
+def test_workload_t_is_what_other_engines_were_measured_with() -> None:
+    prompts, output_lens = throughput_lengths(256, 100, 1024, seed=0)
+    assert (sum(map(len, prompts)), sum(output_lens)) == (142_827, 133_966)
+
+
+def test_latency_throughput_and_prefill_state_bounds_and_conditions() -> None:
+    small = ("--warm-up", "0", "--repeats", "2", "--seed", "3", *SMALL)
+    latency = result_of("latency", "--batch", "1", "--batch", "2", "--prompt-len", "4", "--output-len", "3", *small)
+    assert [row["batch_size"] for row in latency["results"]] == [1, 2]
+    assert all(row["bound_ms"] > 0 and row["tpot_ms"].keys() == {"median", "spread"} for row in latency["results"])
+    throughput = result_of("throughput", "--requests", "3", "--shortest", "2", "--longest", "5", *small)
+    assert throughput["results"]["requests"] == 3
+    assert throughput["workload"]["seed"] == 3
+    prefill = result_of("prefill", "--prompts", "2", "--prompt-len", "20", *small)
+    for result, name in ((throughput, "output_tokens_per_s"), (prefill, "tokens_per_s")):
+        assert_figure(result["results"][name])
+        assert result["results"]["bound_tokens_per_s"] > 0
+    for result in (latency, throughput, prefill):
+        assert result.keys() == CONDITIONS | {"results", "workload"}
+        assert result["repeats"] == 2
+        assert result["options"]["mode"] == "eager"
+
+
+def test_startup_shows_its_stages() -> None:
+    result = result_of("startup", "--repeats", "1", *SMALL)
+    assert result.keys() == CONDITIONS | {"results", "bound_s"}
+    for kind in ("cold", "warm"):
+        record = result["results"][kind]
+        assert_figure(record["seconds"])
+        assert record["cache"] == "off"
+        assert "load weights" in [span["name"] for span in record["start_up"]]
+
+
+def test_tables_have_the_bound_beside_each_figure() -> None:
+    shown = run("prefill", "--prompts", "1", "--prompt-len", "20", "--warm-up", "0", "--repeats", "1", *SMALL).stdout
+    assert "share of bound" in shown
+    assert "a copy of 256 MiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["latency", "--batch", "65"], "max_num_seqs is 64; allowed: at least 65"),
+        (["latency", "--prompt-len", "2000"], "max_model_len is 2048; allowed: at least 2257"),
+        (["throughput", "--workload", "X"], "workload is 'X'; allowed: T"),
+        (["throughput", "--workload", "T", "--requests", "3"], "requests is 3 and workload is 'T'"),
+        (["throughput", "--shortest", "9", "--longest", "8"], "shortest is 9; allowed: at most longest (8)"),
+        (["throughput", "--longest", "1025"], "max_model_len is 2048; allowed: at least 2050"),
+        (["prefill", "--prompt-len", "4000"], "max_model_len is 2048; allowed: at least 4001"),
+        (["startup", "--no-cache"], "compile_cache is 'False'; allowed: none"),
+        (["ablation", "--mode", "eager"], "mode is 'eager'; allowed: none"),
+        (["ablation", "--no-cache"], "compile_cache is False; allowed: True"),
+        (["ablation", "--variant", "nope"], "variant is 'nope'; allowed: eager, compiled"),
+        (["ablation", "--batch", "8", "--batch", "8"], "batch is [8, 8]; allowed: each size once"),
+        (["ablation", "--batch", "0"], "--batch"),
+        (["ablation", "--num-blocks", "3"], "num_blocks is 3; allowed: at least 1025"),
+        (["ablation", "--max-num-seqs", "2"], "max_num_seqs is 2; allowed: at least 36"),
+        (["ablation", "--max-model-len", "99"], "max_model_len is 99; allowed: at least 257"),
+        (["ablation", "--max-num-batched-tokens", "64"], "max_num_batched_tokens is 64; allowed: at least 288"),
+        (["ablation", "--shape", "tiny"], "shape is 'tiny'; allowed: qwen3-0.6b"),
+        (["ablation", "--shape", "qwen3-0.6b", "--model", "x"], "allowed: one of the two"),
+        (["ablation", "--output", __file__], "a file; allowed: a folder"),
+        (["plot", "missing.json", "--output", "x"], "results is 'missing.json'; allowed: a JSON file"),
+        (["plot", __file__, "--output", "x"], "which is no JSON"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_wrong_input_is_named_before_work_starts(
+    arguments: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("subprocess.Popen", None)
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_plots_without_matplotlib_are_refused_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = run("ablation", "--quick", "--output", str(tmp_path / "new"))
+    assert result.exit_code == 2
+    assert "matplotlib" in result.stderr
+    assert not (tmp_path / "new").exists()

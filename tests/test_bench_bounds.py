@@ -1,0 +1,97 @@
+"""The arithmetic of lower bounds, on sizes that can be computed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from compiled_engine.bench.bounds import (
+    Chunk,
+    ModelSizes,
+    Rates,
+    model_sizes,
+    prefill_seconds,
+    step_bytes,
+    step_flops,
+    step_seconds,
+    tpot_seconds,
+    workload_seconds,
+)
+from compiled_engine.bench.device_rates import measured_rates
+from compiled_engine.bench.engine_steps import mixed_chunks
+from compiled_engine.bench.shapes import write_shape
+from compiled_engine.models.registry import read_model_config
+
+SIZES = ModelSizes(
+    weight_bytes=1000, linear_params=100, head_params=10, kv_bytes_per_token=4, attention_flops=8, windows=(None, None)
+)
+RATES = Rates(bytes_per_s=1e3, flops_per_s=1e6, source="by hand")
+
+
+def test_a_step_reads_weights_once_and_each_context_in_every_layer() -> None:
+    assert step_bytes(SIZES, [Chunk(0, 5)]) == 1000
+    assert step_bytes(SIZES, [Chunk(3, 1), Chunk(7, 1)]) == 1000 + 2 * (3 + 7) * 4
+
+
+def test_a_step_multiplies_each_token_and_each_query_with_its_keys() -> None:
+    # The third token of a request sees three keys.
+    assert step_flops(SIZES, [Chunk(2, 1)]) == 2 * (100 + 10) + 2 * 3 * 8
+    assert step_flops(SIZES, [Chunk(0, 4, samples=False)]) == 2 * 400 + 2 * (1 + 2 + 3 + 4) * 8
+
+
+def test_a_window_limits_what_is_read_and_multiplied() -> None:
+    sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, 3))
+    assert step_bytes(sizes, [Chunk(10, 1)]) == 1000 + (10 + 3) * 4
+    assert step_flops(sizes, [Chunk(0, 5)]) == 2 * (500 + 10) + (15 + 1 + 2 + 3 + 3 + 3) * 8
+    assert step_flops(sizes, [Chunk(10, 2)]) == 2 * (200 + 10) + (11 + 12 + 3 + 3) * 8
+
+
+def test_the_slower_of_reading_and_multiplying_decides() -> None:
+    assert step_seconds(SIZES, RATES, [Chunk(0, 1)]) == 1.0
+    many = [Chunk(0, 10_000)]
+    assert step_seconds(SIZES, RATES, many) == step_flops(SIZES, many) / 1e6
+
+
+def test_tpot_takes_the_mean_context_of_all_decodes() -> None:
+    # Tokens 2, 3 and 4 of the output see 10, 11 and 12 earlier ones.
+    mean = sum(step_seconds(SIZES, RATES, [Chunk(context, 1)] * 2) for context in (10, 11, 12)) / 3
+    assert tpot_seconds(SIZES, RATES, batch_size=2, prompt_len=10, output_len=4) == pytest.approx(mean)
+
+
+def test_a_workload_is_its_prompts_and_then_its_decodes() -> None:
+    prompts, outputs = [5, 9], [3, 2]
+    decodes = step_bytes(SIZES, [Chunk(5, 1), Chunk(9, 1)]) + step_bytes(SIZES, [Chunk(6, 1)])
+    expected = prefill_seconds(SIZES, RATES, prompts) + decodes / 1e3
+    assert workload_seconds(SIZES, RATES, prompts, outputs, max_num_seqs=8) == pytest.approx(expected)
+    one_by_one = workload_seconds(SIZES, RATES, prompts, outputs, max_num_seqs=1)
+    assert one_by_one == pytest.approx(expected + 1.0)
+
+
+def test_a_mixed_step_has_its_decodes_and_one_prompt() -> None:
+    chunks = mixed_chunks(num_decodes=3, decode_context=20, prompt_len=50, num_steps=8)
+    assert [chunk.new for chunk in chunks] == [1, 1, 1, 50]
+    assert chunks[-1].context == 0
+
+
+def test_the_bounds_of_a_known_shape(tmp_path: Path) -> None:
+    folder = write_shape(tmp_path, "qwen3-0.6b")
+    config, _ = read_model_config(
+        folder, dtype="bfloat16", max_model_len=4096, load_format="dummy", seed=0, device_type="cuda"
+    )
+    sizes = model_sizes(config)
+    # 28 layers of 2048 + 2 * 1024 + 2048 rows or columns of attention and 3 * 3072 of the MLP, by 1024.
+    assert sizes.linear_params == 28 * 1024 * (2048 + 2 * 1024 + 2048 + 3 * 3072)
+    assert sizes.head_params == 151936 * 1024
+    assert sizes.kv_bytes_per_token == 2 * 8 * 128 * 2
+    rates = Rates(4.3e12, 790e12, "")
+    found = [round(tpot_seconds(sizes, rates, batch, 128, 257) * 1e3, 2) for batch in (1, 8, 64)]
+    assert found == [0.28, 0.33, 0.71]
+
+
+def test_rates_are_measured_where_they_are_not_known() -> None:
+    rates = measured_rates(torch.device("cpu"), torch.float32)
+    assert rates.bytes_per_s > 0
+    assert rates.flops_per_s > 0
+    assert rates.source == "measured: a copy of 256 MiB, a product of 1024 x 1024 in float32"
