@@ -71,7 +71,8 @@ warm compile cache; below a figure its spread.</p>
 {% endfor %}<tr class="bound"><td>bound</td>{% for cell in bounds %}<td>{{ cell }}</td>{% endfor %}</tr>
 </tbody>
 </table></div>
-{% with workload = result.workload, rates = result.rates %}<p class="muted">TPOT: (time for {{ workload.output_len }}
+{% with workload = result.workload, rates = result.rates %}<p class="muted">Step: the wall time of a
+steady step of decodes. TPOT: (time for {{ workload.output_len }}
 tokens - time for 1) / {{ workload.output_len - 1 }}, through generate, prompts of {{ workload.prompt_len }} tokens.
 Mixed step: {{ workload.mixed_decodes }} decodes and a prompt of {{ workload.mixed_prompt_len }} tokens, in a steady
 state. Prefill: {{ workload.prefill_prompts }} prompts of {{ workload.prefill_len }} tokens, until each has its first
