@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import graph_bytes_estimate, warm_up
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.transfer import upload
 from compiled_engine.scheduling.step import NewRequest, RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 from compiled_engine.timeline import Timeline
 
@@ -164,11 +166,15 @@ class Runner:
     ) -> RunnerOutput:
         if not batch.sampling_ids:
             return RunnerOutput({}, prompt_logprobs=prompt)
-        sampled = self.sampler.sample(logits_RV, batch.sampling_rows, batch.sampling_positions)
-        for row, token_id in zip(batch.sampling_rows.tolist(), sampled.token_ids, strict=True):
+        row_index_R = upload(batch.sampling_rows.astype(np.int32), self.config.device)
+        positions_R = upload(batch.sampling_positions, self.config.device)
+        sampled = self.sampler.sample(logits_RV, batch.sampling_rows, row_index_R, positions_R)
+        entries = sampled.logprobs.read() if sampled.logprobs else [None] * len(batch.sampling_ids)
+        sampled_ids = sampled.token_ids_S.tolist()
+        for row, token_id in zip(batch.sampling_rows.tolist(), sampled_ids, strict=True):
             self.states.append_token(row, token_id)
-        token_ids = dict(zip(batch.sampling_ids, sampled.token_ids, strict=True))
-        with_ids = zip(batch.sampling_ids, sampled.logprobs, strict=True)
+        token_ids = dict(zip(batch.sampling_ids, sampled_ids, strict=True))
+        with_ids = zip(batch.sampling_ids, entries, strict=True)
         logprobs = {request_id: entry for request_id, entry in with_ids if entry is not None}
         return RunnerOutput(token_ids, logprobs, prompt)
 
@@ -193,7 +199,8 @@ class Runner:
                 chunk_end = min(count, chunk + PROMPT_LOGPROBS_CHUNK)
                 logits_TV = self.logits(hidden_TD[start + chunk : start + chunk_end])
                 targets = targets_T[chunk:chunk_end].to(self.config.device)
-                entries += prompt_logprobs(logits_TV, targets, params.prompt_logprobs)
+                read = prompt_logprobs(logits_TV, targets, params.prompt_logprobs).read()
+                entries += [entry for entry in read if entry is not None]
             found[request_id] = (first + 1, entries)
         return found
 

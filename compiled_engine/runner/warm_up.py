@@ -75,7 +75,8 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
-        runner.sampler.sample(logits_RV, np.arange(num_requests), np.ones(num_requests, np.int64))
+        row_index_R = torch.arange(num_requests, dtype=torch.int32, device=runner.config.device)
+        runner.sampler.sample(logits_RV, np.arange(num_requests), row_index_R, torch.ones_like(row_index_R).long())
         for row in range(num_requests):
             runner.sampler.remove_row(row)
 

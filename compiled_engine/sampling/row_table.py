@@ -45,7 +45,8 @@ class RowTable:
             self.device[name] = self._device[part].view(TORCH_TYPES[dtype])
         self._changed = False
 
-    def set_row(self, row: int, **values: float) -> None:
+    def set_row(self, row: int | slice, **values: float) -> None:
+        """Set these fields of a row, or of several, to be published."""
         for name, value in values.items():
             self.host[name][row] = value
         self._changed = True
