@@ -156,7 +156,7 @@ def threshold_kernel(
     row = tl.load(row_index_ptr + sample)
     threshold = -float("inf")
     inverse_temperature = 0.0
-    top_k = 0
+    top_k = tl.zeros((), dtype=tl.int32)
     top_p = 1.0
     min_p = 0.0
     if row >= 0:
