@@ -278,6 +278,31 @@ def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) 
         assert tokens([rows[i]], [i]) == [together[i]]
 
 
+def degenerate_logits_give_some_token(device: str, vocab_size: int) -> None:
+    """Minus infinity for all but one: that one. For all, or NaN, or the largest floats: any of the vocabulary."""
+    filters: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
+    requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 3e38) for each in filters]
+    sampler = Sampler(len(requests), vocab_size, 64, device, triton=True)
+    for row, params in enumerate(requests):
+        sampler.add_row(row, params, row, [1], 1, set())
+    rows = np.arange(len(requests))
+    index, positions = torch.from_numpy(rows).int().to(device), torch.ones(len(rows), dtype=torch.int64, device=device)
+    single_V = torch.full((vocab_size,), -torch.inf)
+    single_V[11] = -1e30
+    sampled = sampler.sample(single_V.expand(len(rows), -1).to(device), rows, index, positions)
+    assert sampled.token_ids_S.tolist() == [11] * len(rows)
+    mixed_V = torch.tensor([-torch.inf, -3e38, -1.0, -0.0, 0.0, 1.0, 3e38, torch.inf]).repeat(vocab_size)[:vocab_size]
+    uniform = [torch.full((vocab_size,), value) for value in (-torch.inf, torch.inf, torch.nan, 1e30, 3.4e38)]
+    for logits_V in (
+        *uniform,
+        mixed_V,
+        mixed_V[torch.arange(vocab_size) % 7],
+        torch.where(mixed_V > 0, torch.nan, 1.0),
+    ):
+        sampled = sampler.sample(logits_V.expand(len(rows), -1).to(device), rows, index, positions)
+        assert all(0 <= token_id < vocab_size for token_id in sampled.token_ids_S.tolist())
+
+
 def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.ndarray, np.ndarray]:
     """Counts of 25 tokens and their exact probabilities."""
     logits_V = torch.randn(25, generator=torch.Generator().manual_seed(4))

@@ -57,6 +57,9 @@ cases.samplers_match("cpu", 40, 12, 12)
 cases.samplers_match("cpu", 4099, 10, 4)
 cases.composition_does_not_matter("cpu", 300, 40)
 """,
+    "degenerate": """
+cases.degenerate_logits_give_some_token("cpu", 77)
+""",
     "frequencies": """
 check_chi_square(*cases.frequencies("cpu", CHI_SQUARE_PARAMS[0], 960))
 """,
@@ -109,7 +112,7 @@ for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
         compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **large)
         compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, threshold_ptr=None, **large)
         large = {"VOCAB_SIZE": vocab, "BLOCK_V": filters_triton.BLOCK_V, "CANDIDATES": filters_triton.CANDIDATES}
-        compile_for_hopper(filters_triton.threshold_kernel, 8, logits, **large)
+        compile_for_hopper(filters_triton.threshold_kernel, filters_triton.NUM_WARPS, logits, **large)
         compile_for_hopper(
             logprobs_triton.normaliser_kernel, 8, logits, VOCAB_SIZE=vocab, BLOCK_V=logprobs_triton.BLOCK_V
         )
@@ -247,6 +250,12 @@ def test_the_whole_sampler_on_a_gpu(vocab_size: int, num_rows: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [77, 32_001])
+def test_degenerate_logits_on_a_gpu(vocab_size: int) -> None:
+    cases.degenerate_logits_give_some_token("cuda", vocab_size)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("params", CHI_SQUARE_PARAMS)
 def test_frequencies_on_a_gpu(params: dict[str, Any]) -> None:
     check_chi_square(*cases.frequencies("cuda", params, 40_000))
@@ -311,3 +320,31 @@ def test_plain_sampling_in_a_cuda_graph() -> None:
         expected = sampler.sample(logits_SV, rows, row_index_S, positions_S).token_ids_S
         assert token_ids_S.tolist() == expected.tolist()
         assert token_ids_S[10 + step :].tolist() == [0] * (6 - step)
+
+
+@pytest.mark.gpu
+def test_a_step_in_flight_keeps_its_parameters() -> None:
+    """Rows are given to other requests while the GPU is still busy with what came before."""
+    vocab_size = 4099
+    logits_SV = cases.strided_logits(4, vocab_size, torch.float32, 0).cuda()
+    rows, row_index_S = np.arange(4), torch.arange(4, dtype=torch.int32, device="cuda")
+    positions_S = torch.full((4,), 5, device="cuda")
+    first = SamplingParams(temperature=0.7, top_k=40, logit_bias={7: 4.0}, presence_penalty=1)
+    second = SamplingParams(temperature=0, logit_bias={8: 100.0, 9: 99.0})
+    expected = []
+    for busy in (False, True):
+        sampler = Sampler(4, vocab_size, 64, "cuda")
+        for row in range(4):
+            sampler.add_row(row, first, row, [1, 2], 1, set())
+        sampler.sample(logits_SV, rows, row_index_S, positions_S)
+        torch.cuda.synchronize()
+        if busy:
+            torch.cuda._sleep(200_000_000)
+        sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S)
+        for row in range(4):
+            sampler.remove_row(row)
+            sampler.add_row(row, second, row, [1, 2], 1, set())
+        later = sampler.sample(logits_SV, rows, row_index_S, positions_S)
+        expected.append((sampled.token_ids_S.tolist(), later.token_ids_S.tolist()))
+    assert expected[0] == expected[1]
+    assert expected[0][1] == [8] * 4

@@ -19,6 +19,12 @@ from compiled_engine.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
 
+# One of each kind of sampling, but for penalties and bad words, whose state is allocated when they are first used.
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1),
+)
 # A captured kernel launch takes about this much device memory (measured on an H200, driver 580, CUDA 13).
 BYTES_PER_CAPTURED_LAYER = 160 << 10
 
@@ -72,7 +78,7 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
     small = runner.forwards.for_logits(num_tokens)
     if small is not None:
         logits_RV = small(*arguments)[rows_R]
-    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
+    for params in SAMPLING:
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
         row_index_R = torch.arange(num_requests, dtype=torch.int32, device=runner.config.device)

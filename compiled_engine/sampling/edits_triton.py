@@ -20,7 +20,7 @@ BLOCK_V = 2048
 BLOCK_A = 128
 
 
-@triton.jit(do_not_specialize=["logits_stride", "tail_length"], do_not_specialize_on_alignment=["row_index_ptr"])
+@triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr"])
 def add_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,
@@ -62,7 +62,7 @@ def add_kernel(
             tl.atomic_add(logits_ptr + sample * logits_stride + token_ids, values, mask=holds)
 
 
-@triton.jit(do_not_specialize=["logits_stride"], do_not_specialize_on_alignment=["row_index_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
 def penalise_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,

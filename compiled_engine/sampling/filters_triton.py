@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK_V = 4096
+BLOCK_V = 8192
 CANDIDATES = 2048
+# One program reads a whole row, usually alone on its multiprocessor: many warps hide the memory's latency.
+NUM_WARPS = 16
 
 
 @triton.jit
@@ -136,7 +138,7 @@ def _largest_holding(
     return low, sum_high
 
 
-@triton.jit(do_not_specialize=["logits_stride"], do_not_specialize_on_alignment=["row_index_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
 def threshold_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,
@@ -242,6 +244,6 @@ def thresholds(
         VOCAB_SIZE=vocab_size,
         BLOCK_V=BLOCK_V,
         CANDIDATES=CANDIDATES,
-        num_warps=8,
+        num_warps=NUM_WARPS,
     )
     return threshold_S

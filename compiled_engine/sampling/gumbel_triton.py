@@ -1,5 +1,7 @@
 """Gumbel-max sampling as two Triton kernels: the best token of each block of the vocabulary, then of the row.
 
+Greedy rows go the same way without noise: one launch serves a batch of both.
+
 The tokens are those of gumbel.py: the hash is the same to the bit, the noise but for the last bits of the
 logarithm.
 """
@@ -45,10 +47,7 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
     return -tl.log((u - (1.0 - rest)) - tl.log(rest))
 
 
-@triton.jit(
-    do_not_specialize=["logits_stride"],
-    do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr"],
-)
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr"])
 def block_best_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,

@@ -9,7 +9,7 @@ import triton.language as tl
 BLOCK_V = 4096
 
 
-@triton.jit(do_not_specialize=["logits_stride"], do_not_specialize_on_alignment=["token_ids_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
 def normaliser_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,
