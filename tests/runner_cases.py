@@ -21,8 +21,6 @@ MADE = (
     "slot_mapping_T",
     "seq_lens_R",
     "logits_index_R",
-    "inverse_temperature_R",
-    "seeds_R",
     "sample_positions_R",
     "num_steps_1",
     "tokens_KR1",
@@ -61,14 +59,12 @@ class Case:
         fill(self.states.num_computed_S, np.maximum(computed, 0))
         fill(self.states.last_token_S, generator.integers(0, 150_000, self.num_state_rows))
         fill(self.states.block_table_SB, generator.integers(0, 9999, (self.num_state_rows, blocks)))
-        fill(self.states.seeds_S, generator.integers(-(2**62), 2**62, self.num_state_rows))
-        self.states.inverse_temperature_S.copy_(torch.from_numpy(generator.random(self.num_state_rows, np.float32)))
         self.states.known_ids[:] = generator.integers(0, 150_000, self.states.known_ids.shape)
         rows = np.full(self.num_rows, -1)
         rows[:count] = generator.permutation(self.num_state_rows)[:count]
         fill(self.buffers.rows_R[: self.num_rows], rows)
         fill(self.buffers.query_start_loc_R1[: self.num_rows + 1], np.concatenate(([0], np.cumsum(lens))))
-        for name in MADE[:8]:
+        for name in MADE[:6]:
             getattr(self.buffers, name).fill_(77)  # whatever is not written stays that
         self.token_ids_R = torch.from_numpy(generator.integers(0, 150_000, self.num_rows)).to(device)
         self.again = random_.random() < 0.3

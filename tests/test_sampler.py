@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from compiled_engine.sampling.filters import Filters, thresholds
+from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.row_chunks import row_chunks
@@ -35,27 +35,28 @@ EOS = 2
 MASK_64 = 2**64 - 1
 
 
+@dataclass
+class Output:
+    """What a batch came to, on the host."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None]
+
+
+def sample(sampler: Sampler, logits_SV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Output:
+    device = logits_SV.device
+    row_index_S, positions_S = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions.astype(np.int64))
+    sampled = sampler.sample(logits_SV, rows, row_index_S.to(device), positions_S.to(device))
+    logprobs = sampled.logprobs.read() if sampled.logprobs else [None] * len(rows)
+    return Output(sampled.token_ids_S.tolist(), logprobs)
+
+
 def make_sampler(vocab_size: int = VOCAB_SIZE, max_num_rows: int = 16, device: str = "cpu") -> Sampler:
     return Sampler(max_num_rows, vocab_size, MAX_MODEL_LEN, device)
 
 
 def random_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
     return 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed))
-
-
-class Sampled(NamedTuple):
-    """What a step's sampling gives the host."""
-
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs | None]
-
-
-def sampled(sampler: Sampler, logits_RV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Sampled:
-    """Sample, and take the tokens into the rows' histories, as the runner does once they have arrived."""
-    output = sampler.sample(logits_RV, rows, positions)
-    token_ids = output.token_ids_R.tolist()
-    sampler.record(rows, np.ones(len(rows), bool), token_ids)
-    return Sampled(token_ids, output.logprobs())
 
 
 def sample_once(
@@ -67,7 +68,7 @@ def sample_once(
 ) -> int:
     sampler = make_sampler(len(logits_V))
     sampler.add_row(3, params, seed, token_ids, num_prompt_tokens, {EOS})
-    return sampled(sampler, logits_V[None], np.array([3]), np.array([len(token_ids)])).token_ids[0]
+    return sample(sampler, logits_V[None], np.array([3]), np.array([len(token_ids)])).token_ids[0]
 
 
 # --- a reference of its own: Python integers, 64-bit floats, one token at a time ---
@@ -185,7 +186,7 @@ def test_every_feature_against_the_reference(data: st.DataObject) -> None:
         logits_RV = random_logits(num_rows, logits_seed + step)
         before = logits_RV.clone()
         positions = np.array([len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)])
-        token_ids = sampled(sampler, logits_RV, rows, positions).token_ids
+        token_ids = sample(sampler, logits_RV, rows, positions).token_ids
         assert torch.equal(logits_RV, before)
         for i, token_id in enumerate(token_ids):
             logits = reference_logits(logits_RV[i].tolist(), requests[i], prompts[i], outputs[i])
@@ -205,7 +206,7 @@ def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
 
     alone = make_sampler(max_num_rows=1)
     alone.add_row(0, params, 99, prompt, len(prompt), {EOS})
-    expected = [sampled(alone, logits_TV[i : i + 1], np.array([0]), np.array([len(prompt) + i])) for i in range(12)]
+    expected = [sample(alone, logits_TV[i : i + 1], np.array([0]), np.array([len(prompt) + i])) for i in range(12)]
 
     crowd = make_sampler()
     token_ids = list(prompt)
@@ -224,7 +225,7 @@ def test_a_row_depends_on_nothing_but_itself(data: st.DataObject) -> None:
         logits_RV = random_logits(len(rows), i)
         logits_RV[rows.index(row)] = logits_TV[i]
         positions = np.array([len(token_ids) if r == row else others[r] for r in rows])
-        output = sampled(crowd, logits_RV, np.array(rows), positions)
+        output = sample(crowd, logits_RV, np.array(rows), positions)
         at = rows.index(row)
         assert output.token_ids[at] == expected[i].token_ids[0]
         assert output.logprobs[at] is not None
@@ -244,7 +245,7 @@ def draw_many(logits_V: torch.Tensor, params: SamplingParams, count: int) -> np.
     logits_RV = logits_V.expand(num_rows, -1)
     counts = np.zeros(len(logits_V), dtype=np.int64)
     for position in range(1, 1 + count // num_rows):
-        output = sampled(sampler, logits_RV, np.arange(num_rows), np.full(num_rows, position))
+        output = sample(sampler, logits_RV, np.arange(num_rows), np.full(num_rows, position))
         counts += np.bincount(output.token_ids, minlength=len(logits_V))
     return counts
 
@@ -284,7 +285,7 @@ def test_rare_tokens_of_a_large_vocabulary_come_as_often_as_they_should() -> Non
     sampler = make_sampler(vocab_size)
     sampler.add_row(0, SamplingParams(), 1, [1], 1, set())
     drawn = [
-        sampled(sampler, logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in range(400)
+        sample(sampler, logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in range(400)
     ]
     assert abs(drawn.count(77) - 200) < 5 * math.sqrt(100)
     rest = [token_id for token_id in drawn if token_id != 77]
@@ -325,9 +326,8 @@ def warped(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 )
 def test_kept_tokens_are_those_of_transformers(seed: int, requests: list[SamplingParams]) -> None:
     logits_RV = random_logits(len(requests), seed, 300)
-    filters = Filters.for_rows(len(requests))
-    for row, params in enumerate(requests):
-        filters.set_row(row, params)
+    fields = {name: np.array([filter_fields(params)[name] for params in requests], np.float32) for name in FIELDS}
+    filters = Filters.from_table(fields, np.arange(len(requests)))
     kept_RV = logits_RV >= thresholds(logits_RV, filters)[:, None]
     for row, params in enumerate(requests):
         expected_V = torch.isfinite(warped(logits_RV[row : row + 1], params)[0])
@@ -362,7 +362,7 @@ def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:
     sampler = make_sampler()
     for row in range(8):
         sampler.add_row(row, SamplingParams(temperature=0, top_k=3, top_p=0.1, min_p=1), row, [1], 1, set())
-    token_ids = sampled(sampler, logits_RV, np.arange(8), np.full(8, 1)).token_ids
+    token_ids = sample(sampler, logits_RV, np.arange(8), np.full(8, 1)).token_ids
     assert token_ids == logits_RV.argmax(dim=1).tolist()
     assert token_ids[3] == 7
 
@@ -386,7 +386,7 @@ def test_min_tokens_forbids_every_end_until_then() -> None:
         sampler = make_sampler()
         sampler.add_row(0, params, 0, [1], 1, {EOS, VOCAB_SIZE + 5})
         drawn = [
-            sampled(sampler, logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in (1, 2, 3)
+            sample(sampler, logits_V[None], np.array([0]), np.array([position])).token_ids[0] for position in (1, 2, 3)
         ]
         assert drawn == [4, 4, EOS]
 
@@ -400,10 +400,10 @@ def test_a_row_has_no_memory_of_the_request_before() -> None:
         min_tokens=9, stop_token_ids=[5], logprobs=3, top_k=2, top_p=0.5, min_p=0.5,
     )  # fmt: skip
     sampler.add_row(2, everything, 7, [5, 5], 1, {5})
-    sampled(sampler, logits_V[None], np.array([2]), np.array([2]))
+    sample(sampler, logits_V[None], np.array([2]), np.array([2]))
     sampler.remove_row(2)
     sampler.add_row(2, SamplingParams(temperature=0), 0, [1], 1, set())
-    output = sampled(sampler, logits_V[None], np.array([2]), np.array([1]))
+    output = sample(sampler, logits_V[None], np.array([2]), np.array([1]))
     assert (output.token_ids, output.logprobs) == ([5], [None])
 
 
@@ -431,7 +431,7 @@ def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
     for row, count in enumerate(counts):
         params = SamplingParams(temperature=1.5, logprobs=count, logit_bias={0: 9}, repetition_penalty=1.5)
         sampler.add_row(row, params, row, [3, 4, 5], 2, set())
-    output = sampled(sampler, logits_RV, np.arange(len(counts)), np.full(len(counts), 3))
+    output = sample(sampler, logits_RV, np.arange(len(counts)), np.full(len(counts), 3))
     expected_RV = logits_RV.float().log_softmax(dim=1)
     for row, count in enumerate(counts):
         entry = output.logprobs[row]
@@ -454,13 +454,18 @@ def test_prompt_logprobs_are_the_log_softmax() -> None:
     targets_T = torch.arange(9) * 4
     expected_TV = logits_TV.float().log_softmax(dim=1)
     for k in (0, 3):
-        entries = prompt_logprobs(logits_TV, targets_T, k)
+        entries = prompt_logprobs(logits_TV, targets_T, k).read()
         for entry, target, expected_V in zip(entries, targets_T.tolist(), expected_TV, strict=True):
+            assert entry is not None
             assert entry.token_ids[0] == target
             assert len(entry.token_ids) == 1 + k
             assert entry.rank == 1 + int((expected_V > expected_V[target]).sum())
             np.testing.assert_allclose(entry.logprobs, expected_V[list(entry.token_ids)], atol=1e-5)
-        in_parts = prompt_logprobs(logits_TV[:4], targets_T[:4], k) + prompt_logprobs(logits_TV[4:], targets_T[4:], k)
+        in_parts = [
+            entry
+            for part in (slice(4), slice(4, None))
+            for entry in prompt_logprobs(logits_TV[part], targets_T[part], k).read()
+        ]
         assert in_parts == entries
 
 
@@ -488,18 +493,18 @@ def test_rows_are_added_and_removed_once() -> None:
 
 @pytest.mark.parametrize(("shape", "positions"), [((3, 40), 2), ((2, 41), 2), ((2, 40), 3)])
 def test_shapes_must_agree(shape: tuple[int, int], positions: int) -> None:
-    with pytest.raises(ValueError, match=r"logits_RV must be \[2, 40\]"):
-        make_sampler().sample(torch.zeros(shape), np.arange(2), np.arange(positions))
+    with pytest.raises(ValueError, match=r"logits_SV must be \[2, 40\]"):
+        sample(make_sampler(), torch.zeros(shape), np.arange(2), np.arange(positions))
 
 
 def test_an_empty_batch_and_a_slice_of_padded_logits() -> None:
     sampler = make_sampler()
-    empty = sampled(sampler, torch.zeros(0, VOCAB_SIZE), np.arange(0), np.arange(0))
+    empty = sample(sampler, torch.zeros(0, VOCAB_SIZE), np.arange(0), np.arange(0))
     assert (empty.token_ids, empty.logprobs) == ([], [])
     sampler.add_row(0, SamplingParams(logit_bias={1: 1.0}, seed=1), 1, [1], 1, set())
     padded_RV = torch.cat([random_logits(2, 2), torch.full((2, 8), 99.0)], dim=1)
-    sliced = sampled(sampler, padded_RV[1:, :VOCAB_SIZE], np.array([0]), np.array([5])).token_ids
-    assert sliced == sampled(sampler, random_logits(2, 2)[1:], np.array([0]), np.array([5])).token_ids
+    sliced = sample(sampler, padded_RV[1:, :VOCAB_SIZE], np.array([0]), np.array([5])).token_ids
+    assert sliced == sample(sampler, random_logits(2, 2)[1:], np.array([0]), np.array([5])).token_ids
 
 
 @pytest.mark.gpu
@@ -521,7 +526,7 @@ def test_gpu_gives_the_tokens_of_the_cpu(vocab_size: int) -> None:
     for step in range(6):
         logits_RV = random_logits(len(rows), step, vocab_size)
         outputs = {
-            device: sampled(sampler, logits_RV.to(device), rows, np.full(len(rows), 3 + step))
+            device: sample(sampler, logits_RV.to(device), rows, np.full(len(rows), 3 + step))
             for device, sampler in samplers.items()
         }
         assert outputs["cuda"].token_ids == outputs["cpu"].token_ids

@@ -35,7 +35,7 @@ from compiled_engine.models.registry import build_model
 from compiled_engine.parameter_layout import ParameterLayout
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.progress import Progress
-from compiled_engine.sampling import gumbel
+from compiled_engine.sampling.steps import sampling_steps
 from compiled_engine.timeline import Timeline
 
 CONTEXT = 200
@@ -130,12 +130,18 @@ def _step(
 
 def greedy(logits_RV: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
     """The engine's sampler at temperature 0: token ids [R]."""
-    sampling = (inputs.zeros_R, inputs.seeds_R, inputs.seeds_R, inputs.no_threshold_R)
-    if logits_RV.device.type == "cuda":
-        from compiled_engine.sampling import gumbel_triton
-
-        return gumbel_triton.sample_tokens(logits_RV, *sampling)
-    return gumbel.sample_tokens(logits_RV.float(), *sampling)
+    on_gpu = logits_RV.device.type == "cuda"
+    token_ids_R = torch.empty_like(inputs.seeds_R)
+    sampling_steps(on_gpu).choose(
+        logits_RV if on_gpu else logits_RV.float(),
+        inputs.row_index_R,
+        inputs.seeds_R,
+        inputs.zeros_R,
+        inputs.seeds_R,
+        None,
+        token_ids_R,
+    )
+    return token_ids_R
 
 
 def _measure_steps(

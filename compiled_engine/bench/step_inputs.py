@@ -20,7 +20,7 @@ class StepInputs:
     logits_rows_R: torch.Tensor
     zeros_R: torch.Tensor
     seeds_R: torch.Tensor
-    no_threshold_R: torch.Tensor
+    row_index_R: torch.Tensor
 
 
 def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decodes: bool) -> StepInputs:
@@ -56,5 +56,5 @@ def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decode
         logits_rows_R=(starts_R1[1:] - 1).to(device),
         zeros_R=torch.zeros(num_requests, device=device),
         seeds_R=torch.zeros(num_requests, dtype=torch.int64, device=device),
-        no_threshold_R=torch.full((num_requests,), -torch.inf, device=device),
+        row_index_R=torch.arange(num_requests, dtype=torch.int32, device=device),
     )

@@ -43,10 +43,7 @@ class InputBuffers:
         self.seq_lens_R = made(max_num_rows, dtype=torch.int32)
         self.logits_index_R = made(max_num_rows, dtype=torch.int64)
         self.block_table_RB = made(max_num_rows, max_blocks, dtype=torch.int32)
-        self.inverse_temperature_R = made(max_num_rows, dtype=torch.float32)
-        self.seeds_R = made(max_num_rows, dtype=torch.int64)
         self.sample_positions_R = made(max_num_rows, dtype=torch.int64)
-        self.no_threshold_R = torch.full((max_num_rows,), -torch.inf, device=device)
         self.num_steps_1 = made(1, dtype=torch.int32)
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"

@@ -28,13 +28,15 @@ from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.kernel_cache import kernel_cache
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
-from compiled_engine.runner.pending_steps import PendingStep, PendingSteps
+from compiled_engine.runner.pending_steps import Fetched, PendingStep, PendingSteps, PromptLogprobs
 from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import warm_up
+from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
-from compiled_engine.sampling.sampler import SampledRows, Sampler
-from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput, TokenLogprobs
+from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.transfer import upload
+from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.timeline import Timeline
 
 PROMPT_LOGPROBS_CHUNK = 256
@@ -76,12 +78,13 @@ class Runner:
             self.states.writes,
             config.device,
         )
-        self.pending = PendingSteps(self.buffers, self.sampler, config.device)
+        self.pending = PendingSteps(self.buffers, config.device)
         self.kv_caches = kv_cache.allocate(config, 1)
         self.dispatcher = Dispatcher(config.graph, scheduler)
         self.counters = GraphCounters(self.dispatcher)
         self.padded_step = PaddedStep(
             self.forward,
+            self.sampler,
             self.states,
             self.buffers,
             self.kv_caches,
@@ -103,7 +106,9 @@ class Runner:
             activation_bytes = warm_up(self, progress)
         with self.timeline.span("predict graph memory"):
             self.predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
-        self.num_blocks = kv_cache.count_blocks(self.config, activation_bytes, self.predicted_graph_bytes)
+        # What the first request with penalties allocates is set aside for it.
+        set_aside = penalty_bytes(self.config.scheduler.max_num_seqs, self.config.model.vocab_size)
+        self.num_blocks = kv_cache.count_blocks(self.config, activation_bytes + set_aside, self.predicted_graph_bytes)
         self.kv_caches[:] = kv_cache.allocate(self.config, self.num_blocks)
         self._captures_in_background = self.graphs is not None and self.config.graph.background
         if self.graphs and not self._captures_in_background:
@@ -117,11 +122,8 @@ class Runner:
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> PendingStep:
-        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device but
-        what is sampled by what the host knows of earlier tokens, and prompt log-probabilities."""
+        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device."""
         self.states.writes.discard()  # left over from a step that failed
-        if step.removed and self.sampler.keeps_history:
-            self.pending.settle()  # before a row is another request's
         try:
             self._update_rows(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
@@ -144,6 +146,7 @@ class Runner:
         key = self._graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
         self.states.writes.apply()
+        self.sampler.publish()
         if key is not None and key.is_decode:
             logits_RV = self._replay(batch).tensor
             self.pending.launched()
@@ -161,7 +164,7 @@ class Runner:
                 return self.pending.step(batch, None, prompt)
             wanted = output.tensor[self.buffers.logits_index_R[: batch.num_rows]]
             logits_RV = wanted if output.is_logits else self.forward.logits(wanted)
-            sample_and_advance(logits_RV, self.states, self.buffers, batch)
+            sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
             self.pending.launched()
             return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
         return self.pending.step(batch, self._sample_generally(batch, logits_RV), {})
@@ -174,23 +177,26 @@ class Runner:
         self.counters.replay(batch.key, batch.num_tokens)
         return output
 
-    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> SampledRows | None:
-        """Where a row asks for more than temperature and seed: other tokens for those that sample, and what is told of
-        them."""
-        rows = batch.rows[batch.samples]
-        if not self.sampler.general_rows.intersection(rows.tolist()):
+    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> Fetched | None:
+        """Where a row asks for more than temperature and seed: other tokens for those that sample, and the
+        log-probabilities that were asked for."""
+        rows_R = np.where(batch.samples, batch.rows, -1)
+        if self.sampler.sampler_class(rows_R) is SamplerClass.PLAIN:
             return None
-        if self.sampler.needs_history(rows):
-            self.pending.settle()
-        device = self.config.device
-        chosen_K = torch.from_numpy(np.flatnonzero(batch.samples)).to(device)
-        positions_K = (batch.num_computed + np.diff(batch.query_starts))[batch.samples]
-        sampled = self.sampler.sample(logits_RV[chosen_K], rows, positions_K)
-        token_ids_R = torch.zeros(batch.num_rows, dtype=torch.int64, device=device)
-        token_ids_R[chosen_K] = sampled.token_ids_R
-        advance(self.states, self.buffers, token_ids_R, batch.num_rows, decodes_only=batch.decodes_only, again=True)
+        count = batch.num_requests
+        row_index_R = upload(rows_R.astype(np.int32), self.config.device)
+        positions_R = self.buffers.sample_positions_R[:count]
+        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R)
+        advance(
+            self.states,
+            self.buffers,
+            sampled.token_ids_S,
+            batch.num_rows,
+            decodes_only=batch.decodes_only,
+            again=True,
+        )
         self.pending.launched()
-        return sampled
+        return Fetched(sampled.logprobs) if sampled.logprobs else None
 
     def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
         """The graph to replay for a batch; why there is none is counted."""
@@ -243,33 +249,29 @@ class Runner:
             self.states.remove(request.request_id)
             raise
 
-    def _prompt_logprobs(
-        self, batch: InputBatch, hidden_TD: torch.Tensor
-    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+    def _prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
         """For the requests that want them and are in their prompt: the tokens after those of this step."""
-        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        found: dict[str, PromptLogprobs] = {}
         if not self.states.rows_with_prompt_logprobs:
             return found
         for i, request_id in enumerate(batch.request_ids):
             row = int(batch.rows[i])
             params = self.states.sampling_params[row]
             assert params is not None
-            first = int(batch.num_computed[i])
-            count = min(
-                int(batch.query_starts[i + 1] - batch.query_starts[i]),
-                int(self.states.num_prompt_tokens[row]) - 1 - first,
-            )
+            first, start = int(batch.num_computed[i]), int(batch.query_starts[i])
+            in_step, in_prompt = int(batch.query_starts[i + 1]) - start, int(self.states.num_prompt_tokens[row])
+            count = min(in_step, in_prompt - 1 - first)
             if params.prompt_logprobs is None or count <= 0:
                 continue
-            start = int(batch.query_starts[i])
-            targets_T = torch.from_numpy(self.states.known_ids[row, first + 1 : first + 1 + count].astype(np.int64))
-            entries: list[TokenLogprobs] = []
-            for chunk in range(0, count, PROMPT_LOGPROBS_CHUNK):
-                chunk_end = min(count, chunk + PROMPT_LOGPROBS_CHUNK)
-                logits_TV = self.forward.logits(hidden_TD[start + chunk : start + chunk_end])
-                targets = targets_T[chunk:chunk_end].to(self.config.device)
-                entries += prompt_logprobs(logits_TV, targets, params.prompt_logprobs)
-            found[request_id] = (first + 1, entries)
+            targets_T = upload(
+                self.states.known_ids[row, first + 1 : first + 1 + count].astype(np.int64), self.config.device
+            )
+            chunks = []
+            for begin in range(0, count, PROMPT_LOGPROBS_CHUNK):
+                end = min(count, begin + PROMPT_LOGPROBS_CHUNK)
+                logits_TV = self.forward.logits(hidden_TD[start + begin : start + end])
+                chunks.append(Fetched(prompt_logprobs(logits_TV, targets_T[begin:end], params.prompt_logprobs)))
+            found[request_id] = PromptLogprobs(first + 1, chunks)
         return found
 
     def metrics(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from compiled_engine.runner.input_batch import InputBatch, attention_inputs, emp
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.plain import sample_plain
+from compiled_engine.sampling.sampler import Sampler
 
 
 class PaddedStep:
@@ -19,13 +19,15 @@ class PaddedStep:
     def __init__(
         self,
         forward: ModelForward,
+        sampler: Sampler,
         states: RequestStates,
         buffers: InputBuffers,
         kv_caches: list[torch.Tensor],
         attention_backend: str,
         max_model_len: int,
     ):
-        self._forward, self._states, self._buffers, self._kv_caches = forward, states, buffers, kv_caches
+        self._forward, self._sampler, self._states = forward, sampler, states
+        self._buffers, self._kv_caches = buffers, kv_caches
         self._backend, self._max_model_len = attention_backend, max_model_len
 
     def fill(self, key: GraphKey) -> None:
@@ -44,7 +46,7 @@ class PaddedStep:
         if not key.is_decode:
             return output.tensor
         logits_RV = output.tensor if output.is_logits else self._forward.logits(output.tensor)
-        sample_and_advance(logits_RV, self._states, self._buffers, batch)
+        sample_and_advance(logits_RV, self._sampler, self._states, self._buffers, batch)
         return logits_RV
 
     def forward(
@@ -80,15 +82,12 @@ class PaddedStep:
 
 
 def sample_and_advance(
-    logits_RV: torch.Tensor, states: RequestStates, buffers: InputBuffers, batch: InputBatch
+    logits_RV: torch.Tensor, sampler: Sampler, states: RequestStates, buffers: InputBuffers, batch: InputBatch
 ) -> None:
     """Tokens for all rows by temperature and seed alone, taken into the states and handed to the host."""
     rows = slice(0, batch.num_rows)
-    token_ids_R = sample_plain(
-        logits_RV[rows],
-        buffers.inverse_temperature_R[rows],
-        buffers.seeds_R[rows],
-        buffers.sample_positions_R[rows],
-        buffers.no_threshold_R[rows],
-    )
+    token_ids_R = torch.empty(batch.num_rows, dtype=torch.int64, device=logits_RV.device)
+    if logits_RV.device.type == "cpu":
+        logits_RV = logits_RV.float()
+    sampler.sample_plain(logits_RV[rows], buffers.rows_R[rows], buffers.sample_positions_R[rows], token_ids_R)
     advance(states, buffers, token_ids_R, batch.num_rows, decodes_only=batch.decodes_only)

@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass
 from itertools import compress
 
 import torch
 
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
-from compiled_engine.sampling.sampler import SampledRows, Sampler
+from compiled_engine.sampling.logprobs import DeviceLogprobs, HostLogprobs
 from compiled_engine.scheduling.step import RunnerOutput, TokenLogprobs
 
-PromptLogprobs = dict[str, tuple[int, list[TokenLogprobs]]]
-# Fewer than the ring holds, as a step may write to it twice.
-MOST_PENDING = 2
+
+class Fetched:
+    """Log-probabilities on their way to the host: to be read once the stream has come this far."""
+
+    def __init__(self, logprobs: DeviceLogprobs):
+        self._source = logprobs  # has to live as long as it is copied from
+        self._host: HostLogprobs = logprobs.to_host()
+
+    def entries(self) -> list[TokenLogprobs | None]:
+        """By row, None where nobody asked."""
+        return self._host.entries()
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Of one request: the position of the first entry, and the chunks that they come in."""
+
+    first: int
+    chunks: list[Fetched]
+
+    def entries(self) -> list[TokenLogprobs]:
+        return [entry for chunk in self.chunks for entry in chunk.entries() if entry is not None]
 
 
 class PendingSteps:
-    """Counts what was launched, as the device does: a step's tokens lie in the ring under its number."""
+    """Counts what was launched, as the device does: a step's tokens lie in the ring under its number.
 
-    def __init__(self, buffers: InputBuffers, sampler: Sampler, device: torch.device):
-        self._buffers, self._sampler, self._device = buffers, sampler, device
+    Fewer steps may be pending than the ring holds, as a step may write to it twice.
+    """
+
+    def __init__(self, buffers: InputBuffers, device: torch.device):
+        self._buffers, self._device = buffers, device
         self._number = 0
-        self._unsettled: deque[PendingStep] = deque()
 
     def launched(self) -> None:
         """Tokens are on their way into the ring."""
@@ -33,22 +54,13 @@ class PendingSteps:
         """Take the number from the device, after steps of which nobody was told."""
         self._number = int(self._buffers.num_steps_1)
 
-    def step(self, batch: InputBatch, sampled: SampledRows | None, prompt: PromptLogprobs) -> PendingStep:
+    def step(self, batch: InputBatch, logprobs: Fetched | None, prompt: dict[str, PromptLogprobs]) -> PendingStep:
         """The step whose tokens were launched last."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        step = PendingStep(self._buffers, self._sampler, self._number, event, batch, sampled, prompt)
-        while len(self._unsettled) >= MOST_PENDING:
-            self._unsettled.popleft().settle()
-        self._unsettled.append(step)
-        return step
-
-    def settle(self) -> None:
-        """Wait for the tokens of all steps: the sampler knows them then."""
-        while self._unsettled:
-            self._unsettled.popleft().settle()
+        return PendingStep(self._buffers, self._number, event, batch, logprobs, prompt)
 
 
 class PendingStep:
@@ -57,38 +69,29 @@ class PendingStep:
     def __init__(
         self,
         buffers: InputBuffers,
-        sampler: Sampler,
         number: int,
         event: torch.cuda.Event | None,
         batch: InputBatch,
-        sampled: SampledRows | None,
-        prompt: PromptLogprobs,
+        logprobs: Fetched | None,
+        prompt: dict[str, PromptLogprobs],
     ):
-        self._buffers, self._sampler, self._number, self._event = buffers, sampler, number, event
-        self._batch, self._sampled, self._prompt = batch, sampled, prompt
-        self._tokens: list[int] | None = None
+        self._buffers, self._number, self._event = buffers, number, event
+        self._batch, self._logprobs, self._prompt = batch, logprobs, prompt
 
-    def settle(self) -> None:
-        """Wait for the tokens, once, and let the sampler take them into its rows' histories."""
-        if self._tokens is not None:
-            return
+    def result(self) -> RunnerOutput:
+        """What the step produced. Raises RuntimeError if its tokens are gone: it was asked for too late."""
         if self._event is not None:
             self._event.synchronize()
         ring_row = self._buffers.tokens_KR1[self._number % RING].numpy()
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
-        self._tokens = ring_row[1 : self._batch.num_requests + 1].tolist()
-        self._sampler.record(self._batch.rows, self._batch.samples, self._tokens)
-
-    def result(self) -> RunnerOutput:
-        """What the step produced."""
-        self.settle()
-        assert self._tokens is not None
-        samples, token_ids = self._batch.samples, self._tokens
-        if not samples.all():
-            token_ids = list(compress(token_ids, samples.tolist()))
+        batch = self._batch
+        token_ids = ring_row[1 : batch.num_requests + 1].tolist()
+        if not batch.samples.all():
+            token_ids = list(compress(token_ids, batch.samples.tolist()))
         logprobs = {}
-        if self._sampled is not None:
-            entries = zip(self._batch.sampling_ids, self._sampled.logprobs(), strict=True)
+        if self._logprobs is not None:
+            entries = zip(batch.request_ids, self._logprobs.entries(), strict=True)
             logprobs = {request_id: entry for request_id, entry in entries if entry is not None}
-        return RunnerOutput(token_ids, logprobs, self._prompt)
+        prompt = {request_id: (found.first, found.entries()) for request_id, found in self._prompt.items()}
+        return RunnerOutput(token_ids, logprobs, prompt)

@@ -59,7 +59,4 @@ def prepare_reference(
     buffers.seq_lens_R.numpy()[:num_rows] = seq_lens_R
     buffers.logits_index_R.numpy()[:num_rows] = np.maximum(starts_R1[1:] - 1, 0)
     buffers.block_table_RB.numpy()[:num_rows] = np.where(real_R[:, None], table_SB[rows_R], 0)
-    temperature_S = states.inverse_temperature_S.numpy()
-    buffers.inverse_temperature_R.numpy()[:num_rows] = np.where(real_R, temperature_S[rows_R], 0)
-    buffers.seeds_R.numpy()[:num_rows] = np.where(real_R, states.seeds_S.numpy()[rows_R], 0)
     buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R

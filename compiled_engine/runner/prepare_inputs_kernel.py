@@ -22,16 +22,12 @@ def prepare_kernel(
     last_token_ptr: tl.tensor,
     known_ids_ptr: tl.tensor,
     state_table_ptr: tl.tensor,
-    state_temperature_ptr: tl.tensor,
-    state_seeds_ptr: tl.tensor,
     input_ids_ptr: tl.tensor,
     positions_ptr: tl.tensor,
     slot_mapping_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     logits_index_ptr: tl.tensor,
     table_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    seeds_ptr: tl.tensor,
     sample_positions_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_tokens: tl.tensor,
@@ -64,8 +60,6 @@ def prepare_kernel(
     if row < 0:
         if request < num_rows:
             tl.store(seq_lens_ptr + request, 0)
-            tl.store(temperature_ptr + request, 0.0)
-            tl.store(seeds_ptr + request, 0)
             tl.store(sample_positions_ptr + request, 0)
         for begin in range(start, end, TILE):
             mask = begin + lane < end
@@ -100,8 +94,6 @@ def prepare_kernel(
         mask = block < num_blocks
         tl.store(table_row_ptr + block, tl.load(state_row_ptr + block, mask=mask), mask=mask)
     tl.store(seq_lens_ptr + request, seq_len)
-    tl.store(temperature_ptr + request, tl.load(state_temperature_ptr + state))
-    tl.store(seeds_ptr + request, tl.load(state_seeds_ptr + state))
     tl.store(sample_positions_ptr + request, seq_len.to(tl.int64))
 
 
@@ -116,16 +108,12 @@ def launch(states: RequestStates, buffers: InputBuffers, num_rows: int, num_toke
         states.last_token_S,
         states.known_ids_SL,
         states.block_table_SB,
-        states.inverse_temperature_S,
-        states.seeds_S,
         buffers.input_ids_T,
         buffers.positions_T,
         buffers.slot_mapping_T,
         buffers.seq_lens_R,
         buffers.logits_index_R,
         buffers.block_table_RB,
-        buffers.inverse_temperature_R,
-        buffers.seeds_R,
         buffers.sample_positions_R,
         num_rows,
         num_tokens,

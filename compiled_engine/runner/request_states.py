@@ -16,12 +16,11 @@ from compiled_engine.scheduling.step import NewRequest
 
 
 class RequestStates:
-    """Suffix S: rows. On the device, all int32 but for what they are viewed as:
+    """Suffix S: rows. On the device, int32:
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
-    last_token_S: the newest sampled token. inverse_temperature_S: float32, 0 for greedy. seeds_S: int64.
-    block_table_SB: KV blocks in order.
+    last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
 
     On the host: known_ids_SL, int32 [rows, max_model_len + 1], the tokens that were known when the request came.
     Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well.
@@ -36,14 +35,10 @@ class RequestStates:
         self._num_computed = self.writes.field(max_num_rows)
         self._num_known = self.writes.field(max_num_rows)
         self._last_token = self.writes.field(max_num_rows)
-        self._inverse_temperature = self.writes.field(max_num_rows)
-        self._seeds = self.writes.field(max_num_rows, 2)
         self._block_table = self.writes.field(max_num_rows, max_blocks)
         self.num_computed_S = self._num_computed.tensor
         self.num_known_S = self._num_known.tensor
         self.last_token_S = self._last_token.tensor
-        self.inverse_temperature_S = self._inverse_temperature.tensor.view(torch.float32)
-        self.seeds_S = self._seeds.tensor.view(torch.int64)[:, 0]
         self.block_table_SB = self._block_table.tensor
         self.known_ids_SL = torch.zeros(
             max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
@@ -69,7 +64,6 @@ class RequestStates:
         row = self._free_rows.pop()
         self._row_of[request.request_id] = row
         params = request.sampling_params
-        assert params.seed is not None  # the engine core fills it in
         self.known_ids[row, : len(request.token_ids)] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.sampling_params[row] = params
@@ -77,9 +71,6 @@ class RequestStates:
             self.rows_with_prompt_logprobs.add(row)
         self._num_computed.stage_one(row, num_computed)
         self._num_known.stage_one(row, len(request.token_ids))
-        inverse_temperature = np.array([0 if params.greedy else 1 / params.temperature], np.float32)
-        self._inverse_temperature.stage(row, inverse_temperature.view(np.int32))
-        self._seeds.stage(row, np.array([int(params.seed) % 2**64], np.uint64).view(np.int32))
         self._num_blocks[row] = 0
         self.append_blocks(row, request.block_ids)
         return row

@@ -19,6 +19,13 @@ from compiled_engine.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
 
+# One of each kind of sampling, but for penalties and bad words, whose state is allocated when they are first used.
+SAMPLING = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1),
+)
+
 
 def warm_up(runner: Runner, progress: Progress) -> int:
     """Run the largest batch, and one of each kind; returns the peak bytes of a step beyond what was there before."""
@@ -63,11 +70,13 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
     del hidden_TD
     if runner.forward.ends_at_logits(num_tokens):
         logits_RV = runner.padded_step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
-    sample_and_advance(logits_RV, states, buffers, batch)
-    for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):
+    sample_and_advance(logits_RV, runner.sampler, states, buffers, batch)
+    row_index_R = torch.arange(num_requests, dtype=torch.int32, device=runner.config.device)
+    for params in SAMPLING:
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
-        sampled = runner.sampler.sample(logits_RV, np.arange(num_requests), np.ones(num_requests, np.int64))
-        advance(states, buffers, sampled.token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)
+        positions_R = torch.ones_like(row_index_R, dtype=torch.int64)
+        sampled = runner.sampler.sample(logits_RV, np.arange(num_requests), row_index_R, positions_R)
+        advance(states, buffers, sampled.token_ids_S, num_requests, decodes_only=batch.decodes_only, again=True)
         for row in range(num_requests):
             runner.sampler.remove_row(row)

@@ -3,11 +3,13 @@
 Each of the three keeps the most likely tokens down to some logit, so together they keep those down to the
 highest of the three. A threshold treats equal logits alike, so what is kept never depends on how a sort
 orders them, and noise is needed for the kept tokens alone. The order is that of vLLM: temperature, min-p,
-top-k, and top-p of the probabilities that remain.
+top-k, and top-p of the probabilities that remain. This is the plain form, for the CPU; filters_triton.py has the
+kernel.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +18,20 @@ import torch
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.selection import largest
+
+FIELDS = ("inverse_temperature", "top_k", "top_p", "min_p")
+
+
+def filter_fields(params: SamplingParams) -> dict[str, float]:
+    """Of a row of the table: greedy rows have inverse temperature 0 and are not filtered."""
+    if params.greedy:
+        return dict(zip(FIELDS, (0, 0, 1, 0), strict=True))
+    top_k = min(max(params.top_k, 0), 2**31 - 1)
+    return dict(zip(FIELDS, (1 / params.temperature, top_k, params.top_p, params.min_p), strict=True))
+
+
+def has_filters(params: SamplingParams) -> bool:
+    return not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 @dataclass(frozen=True)
@@ -31,16 +47,10 @@ class Filters:
     min_p: np.ndarray
 
     @classmethod
-    def for_rows(cls, num_rows: int) -> Filters:
-        """Of greedy rows, for set_row to fill."""
-        ones, zeros = np.ones(num_rows, dtype=np.float32), np.zeros(num_rows, dtype=np.float32)
-        return cls(zeros.copy(), np.zeros(num_rows, dtype=np.int64), ones, zeros)
-
-    def set_row(self, row: int, params: SamplingParams) -> None:
-        self.inverse_temperature[row] = 0 if params.greedy else 1 / params.temperature
-        self.top_k[row] = 0 if params.greedy else max(params.top_k, 0)
-        self.top_p[row] = 1 if params.greedy else params.top_p
-        self.min_p[row] = 0 if params.greedy else params.min_p
+    def from_table(cls, host: Mapping[str, np.ndarray], rows: np.ndarray) -> Filters:
+        """Of these rows of a RowTable."""
+        inverse_temperature, top_k, top_p, min_p = (host[name][rows] for name in FIELDS)
+        return cls(inverse_temperature, top_k.astype(np.int64), top_p, min_p)
 
     def of(self, rows: np.ndarray) -> Filters:
         return Filters(self.inverse_temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])

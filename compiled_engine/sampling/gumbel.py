@@ -12,28 +12,46 @@ from compiled_engine.sampling.row_chunks import row_chunks
 MAX_NOISE_ELEMENTS = 1 << 15
 
 
-def sample_tokens(
-    logits_RV: torch.Tensor,
-    inverse_temperature_R: torch.Tensor,
-    seeds_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    threshold_R: torch.Tensor,
-) -> torch.Tensor:
-    """Draw a token for each row from softmax(logits / temperature), over the logits not below the threshold.
+def sample(
+    logits_SV: torch.Tensor,
+    row_index_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    inverse_temperature_N: torch.Tensor,
+    seeds_N: torch.Tensor,
+    threshold_S: torch.Tensor | None,
+    token_ids_S: torch.Tensor,
+) -> None:
+    """Draw a token for each row of logits from softmax(logits / temperature), over those not below its threshold.
 
-    logits_RV: float32 [R, V]. inverse_temperature_R: float32 [R], 0 to take the most likely token instead.
-    seeds_R, positions_R: int64 [R], the request's seed and the position that the token will have.
-    threshold_R: float32 [R] in units of the logits; minus infinity keeps every token, as does NaN.
-    Returns int64 [R]. The lowest token id wins a tie.
+    logits_SV: float32 [S, V]. row_index_S: int32 [S], where the row's parameters stand in the tensors [N]; for
+    -1 (padding) nothing else is read, and the token is 0. positions_S: int64 [S], which the tokens will have.
+    inverse_temperature_N: float32 [N], 0 to take the most likely token instead. seeds_N: int64 [N].
+    threshold_S: float32 [S] in units of the logits; minus infinity keeps every token, as do NaN and None.
+    token_ids_S: int64 [S], written. The lowest token id wins a tie.
     """
-    logits = logits_RV.numpy()
-    inverse_temperature = inverse_temperature_R.numpy()
-    threshold = threshold_R.numpy()
-    keys = splitmix64(seeds_R.numpy().view(np.uint64), positions_R.numpy().view(np.uint64))
+    row_index = row_index_S.numpy()
+    present = np.flatnonzero(row_index >= 0)
+    token_ids = token_ids_S.numpy()
+    token_ids[:] = 0
+    if len(present) == 0:
+        return
+    state_rows = row_index[present]
+    whole_batch = len(present) == len(row_index)
+    logits = logits_SV.numpy() if whole_batch else logits_SV.numpy()[present]
+    positions = positions_S.numpy()[present].view(np.uint64)
+    inverse_temperature = inverse_temperature_N.numpy()[state_rows]
+    keys = splitmix64(seeds_N.numpy()[state_rows].view(np.uint64), positions)
+    threshold = None if threshold_S is None else threshold_S.numpy()[present]
+    token_ids[present] = _choose(logits, inverse_temperature, keys, threshold)
 
+
+def _choose(
+    logits: np.ndarray, inverse_temperature: np.ndarray, keys: np.ndarray, threshold: np.ndarray | None
+) -> np.ndarray:
+    """Token ids [R] for logits [R, V]; keys: uint64 [R], the noise's at each position."""
     token_ids = logits.argmax(axis=-1)
     random = inverse_temperature > 0
-    filtered = threshold > -np.inf
+    filtered = np.zeros_like(random) if threshold is None else threshold > -np.inf
     whole = np.flatnonzero(random & ~filtered)
     vocab_ids = np.arange(logits.shape[1], dtype=np.uint64)
     for chunk in row_chunks(len(whole), logits.shape[1], MAX_NOISE_ELEMENTS):
@@ -43,14 +61,14 @@ def sample_tokens(
         token_ids[rows] = scores.argmax(axis=-1)
 
     rows = np.flatnonzero(random & filtered)
-    if len(rows) > 0:
+    if threshold is not None and len(rows) > 0:
         kept = logits[rows] >= threshold[rows, None]
         segments, kept_ids = np.divmod(np.flatnonzero(kept), logits.shape[1])
         kept_rows = rows[segments]
         scores = gumbel(splitmix64(keys[kept_rows], kept_ids.view(np.uint64)))
         scores += logits[kept_rows, kept_ids] * inverse_temperature[kept_rows]
         token_ids[rows] = kept_ids[_segment_argmax(scores, segments, len(rows))]
-    return torch.from_numpy(token_ids)
+    return token_ids
 
 
 def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Gumbel-max sampling as two Triton kernels: the best token of each block of the vocabulary, then of the row.
 
+Greedy rows go the same way without noise: one launch serves a batch of both.
+
 The tokens are those of gumbel.py: the hash is the same to the bit, the noise but for the last bits of the
 logarithm.
 """
@@ -45,88 +47,106 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
     return -tl.log((u - (1.0 - rest)) - tl.log(rest))
 
 
-@triton.jit(do_not_specialize_on_alignment=["inverse_temperature_ptr", "seeds_ptr", "positions_ptr", "threshold_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr"])
 def block_best_kernel(
     logits_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    row_index_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
     inverse_temperature_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
     threshold_ptr: tl.tensor,
     best_score_ptr: tl.tensor,
     best_token_ptr: tl.tensor,
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """Program (row, block): the best of BLOCK_V consecutive tokens, and its score.
+    """Program (logits row, block): the best of BLOCK_V consecutive tokens, and its score.
 
-    best_score_ptr: float32 [R, blocks]; best_token_ptr: int32 [R, blocks].
+    best_score_ptr: float32 [S, blocks]; best_token_ptr: int32 [S, blocks]. Other arguments: see sample.
     """
-    row = tl.program_id(0).to(tl.int64)
+    sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
-    logits = tl.load(logits_ptr + row * VOCAB_SIZE + token_ids, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(
-        tl.float32
-    )
+    row = tl.load(row_index_ptr + sample)
+    if row >= 0:
+        token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
+        logits_ptrs = logits_ptr + sample * logits_stride + token_ids
+        logits = tl.load(logits_ptrs, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
+        scores = logits
+        inverse_temperature = tl.load(inverse_temperature_ptr + row)
+        if inverse_temperature > 0:
+            seed = tl.load(seeds_ptr + row).to(tl.uint64)
+            key = splitmix64(seed, tl.load(positions_ptr + sample).to(tl.uint64))
+            noise = gumbel(splitmix64(key, token_ids.to(tl.uint64)))
+            scores = logits * inverse_temperature + noise
+            if threshold_ptr is not None:
+                scores = tl.where(logits < tl.load(threshold_ptr + sample), -float("inf"), scores)
+        best_score, best = tl.max(scores, axis=0, return_indices=True)
+        slot = sample * tl.num_programs(1) + block
+        tl.store(best_score_ptr + slot, best_score)
+        # NaN compares with nothing, and could let a token beyond the vocabulary win.
+        tl.store(best_token_ptr + slot, tl.minimum(block * BLOCK_V + best, VOCAB_SIZE - 1))
 
-    scores = logits
-    inverse_temperature = tl.load(inverse_temperature_ptr + row)
-    if inverse_temperature > 0:
-        seed = tl.load(seeds_ptr + row).to(tl.uint64)
-        key = splitmix64(seed, tl.load(positions_ptr + row).to(tl.uint64))
-        noise = gumbel(splitmix64(key, token_ids.to(tl.uint64)))
-        left_out = logits < tl.load(threshold_ptr + row)
-        scores = tl.where(left_out, -float("inf"), logits * inverse_temperature + noise)
-    best_score, best = tl.max(scores, axis=0, return_indices=True)
-    slot = row * tl.num_programs(1) + block
-    tl.store(best_score_ptr + slot, best_score)
-    tl.store(best_token_ptr + slot, block * BLOCK_V + best)
 
-
-@triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
 def row_best_kernel(
     best_score_ptr: tl.tensor,
     best_token_ptr: tl.tensor,
+    row_index_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (row): the best of its blocks' best tokens. token_ids_ptr: int64 [R]."""
-    row = tl.program_id(0).to(tl.int64)
-    blocks = tl.arange(0, TILE_B)
-    scores = tl.load(best_score_ptr + row * NUM_BLOCKS + blocks, mask=blocks < NUM_BLOCKS, other=-float("inf"))
-    best = tl.argmax(scores, axis=0)
-    tl.store(token_ids_ptr + row, tl.load(best_token_ptr + row * NUM_BLOCKS + best).to(tl.int64))
+    """Program (logits row): the best of its blocks' best tokens. token_ids_ptr: int64 [S]."""
+    sample = tl.program_id(0).to(tl.int64)
+    token_id = tl.zeros((), dtype=tl.int64)
+    if tl.load(row_index_ptr + sample) >= 0:
+        blocks = tl.arange(0, TILE_B)
+        in_row = blocks < NUM_BLOCKS
+        scores = tl.load(best_score_ptr + sample * NUM_BLOCKS + blocks, mask=in_row, other=-float("inf"))
+        best = tl.minimum(tl.argmax(scores, axis=0), NUM_BLOCKS - 1)
+        token_id = tl.load(best_token_ptr + sample * NUM_BLOCKS + best).to(tl.int64)
+    tl.store(token_ids_ptr + sample, token_id)
 
 
-def sample_tokens(
-    logits_RV: torch.Tensor,
-    inverse_temperature_R: torch.Tensor,
-    seeds_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    threshold_R: torch.Tensor,
-) -> torch.Tensor:
-    """As gumbel.sample_tokens, but logits_RV may be of any floating dtype, and all have to be contiguous."""
-    num_rows, vocab_size = logits_RV.shape
+def sample(
+    logits_SV: torch.Tensor,
+    row_index_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    inverse_temperature_N: torch.Tensor,
+    seeds_N: torch.Tensor,
+    threshold_S: torch.Tensor | None,
+    token_ids_S: torch.Tensor,
+) -> None:
+    """As gumbel.sample, but logits_SV may be of any floating dtype and may have a row stride.
+
+    Nothing depends on values on the host, so this may be captured in a CUDA graph.
+    """
+    num_samples, vocab_size = logits_SV.shape
+    if num_samples == 0:
+        return
+    assert logits_SV.stride(1) == 1
     num_blocks = triton.cdiv(vocab_size, BLOCK_V)
-    best_score_RB = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits_RV.device)
-    best_token_RB = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits_RV.device)
-    token_ids_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
-    block_best_kernel[(num_rows, num_blocks)](
-        logits_RV,
-        inverse_temperature_R,
-        seeds_R,
-        positions_R,
-        threshold_R,
-        best_score_RB,
-        best_token_RB,
+    best_score_SB = torch.empty(num_samples, num_blocks, dtype=torch.float32, device=logits_SV.device)
+    best_token_SB = torch.empty(num_samples, num_blocks, dtype=torch.int32, device=logits_SV.device)
+    block_best_kernel[(num_samples, num_blocks)](
+        logits_SV,
+        logits_SV.stride(0),
+        row_index_S,
+        positions_S,
+        inverse_temperature_N,
+        seeds_N,
+        threshold_S,
+        best_score_SB,
+        best_token_SB,
         VOCAB_SIZE=vocab_size,
         BLOCK_V=BLOCK_V,
     )
-    row_best_kernel[(num_rows,)](
-        best_score_RB,
-        best_token_RB,
-        token_ids_R,
+    row_best_kernel[(num_samples,)](
+        best_score_SB,
+        best_token_SB,
+        row_index_S,
+        token_ids_S,
         NUM_BLOCKS=num_blocks,
         TILE_B=triton.next_power_of_2(num_blocks),
     )
-    return token_ids_R

@@ -1,84 +1,39 @@
 """Repetition, frequency and presence penalties, from counts of each row's tokens that are kept up to date.
 
-Only the logits of tokens that occur are touched: the cost goes with the length of the sequences, not with the
-vocabulary.
+Repetition penalty: Keskar et al., "CTRL" (2019), in the form of transformers: the logit of a token in the prompt or
+the output is divided if positive, multiplied if negative. Frequency and presence penalties: those of OpenAI's API,
+for tokens in the output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 import torch
 
+from compiled_engine.sampling.history import MAX_COUNT
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.row_table import RowTable
 
 
-class TokenCounts:
-    """The different tokens of a sequence, and how often each was generated (0: it is in the prompt alone)."""
-
-    def __init__(self, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int) -> None:
-        """capacity: how many different tokens there may come to be; memory is taken as they come."""
-        self._token_ids = np.empty(capacity, dtype=np.int64)
-        self._counts = np.zeros(capacity, dtype=np.float32)
-        self._slots = {token_id: slot for slot, token_id in enumerate(dict.fromkeys(prompt_ids))}
-        self.token_ids[:] = list(self._slots)
-        for token_id in output_ids:
-            self.add(token_id)
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self._token_ids[: len(self._slots)]
-
-    @property
-    def counts(self) -> np.ndarray:
-        return self._counts[: len(self._slots)]
-
-    def add(self, token_id: int) -> None:
-        """Count one more generated token."""
-        slot = self._slots.setdefault(token_id, len(self._slots))
-        self._token_ids[slot] = token_id
-        self._counts[slot] += 1
+def has_penalties(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
 
 
-class RowPenalties(NamedTuple):
-    """One row's penalties and what they apply to."""
+def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, counts_NV: torch.Tensor, table: RowTable) -> None:
+    """Apply each row's penalties in place, on the CPU; only the logits of tokens that occurred are touched.
 
-    repetition: float
-    frequency: float
-    presence: float
-    tokens: TokenCounts
-
-
-def row_penalties(
-    params: SamplingParams, prompt_ids: Sequence[int], output_ids: Sequence[int], capacity: int
-) -> RowPenalties | None:
-    """None if the request has no penalties. capacity: see TokenCounts."""
-    if params.repetition_penalty == 1 and params.frequency_penalty == 0 and params.presence_penalty == 0:
-        return None
-    tokens = TokenCounts(prompt_ids, output_ids, capacity)
-    return RowPenalties(params.repetition_penalty, params.frequency_penalty, params.presence_penalty, tokens)
-
-
-def penalise_(logits_RV: torch.Tensor, penalties: Sequence[tuple[int, RowPenalties]]) -> None:
-    """Apply (index of the row in logits_RV, its penalties) in place; logits_RV is float32 [R, V].
-
-    Repetition penalty: Keskar et al., "CTRL" (2019), in the form of transformers: the logit of a token in the
-    prompt or the output is divided if positive, multiplied if negative. Frequency and presence penalties:
-    those of OpenAI's API, for tokens in the output.
+    logits_RV: float32 [R, V]. row_index_R: int32 [R], rows of the table and of counts_NV (int16 [N, V], see
+    history.py), none of them padding.
     """
-    token_ids_N = np.concatenate([row.tokens.token_ids for _, row in penalties])
-    counts_N = np.concatenate([row.tokens.counts for _, row in penalties])
-    lengths = [len(row.tokens.token_ids) for _, row in penalties]
-    rows_N = np.repeat([index for index, _ in penalties], lengths)
-    by_kind_3P = np.array([row[:3] for _, row in penalties], dtype=np.float32).T
-    repetition_N, frequency_N, presence_N = np.repeat(by_kind_3P, lengths, axis=1)
-    subtracted_N = frequency_N * counts_N + presence_N * (counts_N > 0)
-
-    rows, token_ids, repetition, subtracted = (
-        torch.from_numpy(array).to(logits_RV.device) for array in (rows_N, token_ids_N, repetition_N, subtracted_N)
-    )
-    logits = logits_RV[rows, token_ids]
-    logits = torch.where(logits > 0, logits / repetition, logits * repetition)
-    logits_RV[rows, token_ids] = logits - subtracted
+    for logits_V, row in zip(logits_RV.numpy(), row_index_R.tolist(), strict=True):
+        repetition, frequency, presence = (
+            table.host[name][row] for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        )
+        if repetition == 1 and frequency == 0 and presence == 0:
+            continue  # of another request before, the row may still have counts
+        words_V = counts_NV[row].numpy()
+        token_ids = np.flatnonzero(words_V)
+        counts = (words_V[token_ids] & MAX_COUNT).astype(np.float32)
+        logits = logits_V[token_ids]
+        logits = np.where(logits > 0, logits / repetition, logits * repetition)
+        logits_V[token_ids] = logits - (frequency * counts + presence * (counts > 0))

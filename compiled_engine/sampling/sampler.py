@@ -1,71 +1,78 @@
-"""The sampler: what persists for each row, and the way from logits to tokens.
+"""The sampler: what persists for each row, and the way from logits to tokens, which stays on the device.
 
 The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad words, min_tokens; penalties;
-temperature, min-p, top-k, top-p; Gumbel-max. Only what some row of the batch asks for is computed.
+temperature, min-p, top-k, top-p; Gumbel-max. Only what some row of the batch asks for is computed. The host never
+waits for the device, nor does it have to know what was sampled before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import enum
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from compiled_engine.sampling import gumbel
-from compiled_engine.sampling.bad_words import BadWords
-from compiled_engine.sampling.filters import Filters, thresholds
-from compiled_engine.sampling.logit_additions import LogitAdder, add_
-from compiled_engine.sampling.logit_bias import LogitBias
-from compiled_engine.sampling.logprobs import PendingLogprobs
-from compiled_engine.sampling.min_tokens import MinTokens
+from compiled_engine.sampling.filters import filter_fields, has_filters
+from compiled_engine.sampling.history import History
+from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
+from compiled_engine.sampling.logprobs import DeviceLogprobs, token_logprobs
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.penalties import RowPenalties, penalise_, row_penalties
-from compiled_engine.sampling.selection import argmax
-from compiled_engine.scheduling.step import TokenLogprobs
+from compiled_engine.sampling.penalties import has_penalties
+from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.row_table import RowTable
+from compiled_engine.sampling.steps import sampling_steps
+from compiled_engine.sampling.transfer import upload
 
 # -1 asks for the whole vocabulary.
 NO_LOGPROBS = -2
 
 
+class SamplerClass(enum.Enum):
+    """What a batch needs. PLAIN: temperature and seed alone, greedy included; may be sampled in a CUDA graph."""
+
+    PLAIN = enum.auto()
+    GENERAL = enum.auto()
+
+
 @dataclass(frozen=True)
-class SampledRows:
-    """A token for each row, int64 [R] on the device, and the log-probabilities that were asked for, to be fetched."""
+class SampledTokens:
+    """token_ids_S: int64 [S] on the device, a token for each row of logits; logprobs: None if no row wants them."""
 
-    token_ids_R: torch.Tensor
-    _wanted: tuple[int, ...]
-    _pending: PendingLogprobs | None
-
-    def logprobs(self) -> list[TokenLogprobs | None]:
-        """By row, None where the request did not ask. Waits for the device."""
-        found: list[TokenLogprobs | None] = [None] * len(self.token_ids_R)
-        if self._pending is not None:
-            for row, entry in zip(self._wanted, self._pending.entries(), strict=True):
-                found[row] = entry
-        return found
+    token_ids_S: torch.Tensor
+    logprobs: DeviceLogprobs | None
 
 
 class Sampler:
     """Rows are added and removed as requests come and go; `sample` serves any subset of them in any order.
 
     A row's tokens depend on its own logits, parameters, seed and positions alone. `device` is where the logits
-    are; max_model_len bounds a request's tokens.
+    are; max_model_len bounds a request's tokens. triton: whether to launch kernels, by default on CUDA; the
+    same is done in numpy otherwise.
     """
 
-    def __init__(self, max_num_rows: int, vocab_size: int, max_model_len: int, device: torch.device | str) -> None:
+    def __init__(
+        self,
+        max_num_rows: int,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device | str,
+        triton: bool | None = None,
+    ) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
-        self._max_different_tokens = min(vocab_size, max_model_len + 1)
-        self._sample_tokens = _sample_tokens(self._device.type)
-        self._present_R = np.zeros(max_num_rows, dtype=bool)
-        self._seeds_R = np.zeros(max_num_rows, dtype=np.uint64)
-        self._num_logprobs_R = np.full(max_num_rows, NO_LOGPROBS)
-        self._filters = Filters.for_rows(max_num_rows)
-        self._adders: dict[int, list[LogitAdder]] = {}
-        self._output_ids: dict[int, list[int]] = {}
-        self._penalties: dict[int, RowPenalties] = {}
-        # Rows that ask for more than temperature and seed: sample_plain does not do for them.
-        self.general_rows: set[int] = set()
+        self._triton = self._device.type == "cuda" if triton is None else triton
+        self._steps = sampling_steps(self._triton)
+        self._present_N = np.zeros(max_num_rows, dtype=bool)
+        self._filtered_N = np.zeros(max_num_rows, dtype=bool)
+        self._penalised_N = np.zeros(max_num_rows, dtype=bool)
+        self._added_to_N = np.zeros(max_num_rows, dtype=bool)
+        self._remembered_N = np.zeros(max_num_rows, dtype=bool)
+        self._num_logprobs_N = np.full(max_num_rows, NO_LOGPROBS)
+        self._table = RowTable(max_num_rows, self._device)
+        self._additions = LogitAdditions(self._table, self._device)
+        self._history = History(max_num_rows, vocab_size, self._device)
 
     def add_row(
         self,
@@ -78,130 +85,155 @@ class Sampler:
     ) -> None:
         """Give a free row to a request.
 
+        What it writes to the device it writes in the current stream's order, after the steps that were launched.
         seed: params.seed, or the one chosen for the request if that is None; 64 bits, signed or not.
-        token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted request).
-        Raises ValueError if the row is taken or out of range.
+        token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted request); all of
+        it has to be known. Raises ValueError if the row is taken or out of range.
         """
-        if not 0 <= row < len(self._present_R) or self._present_R[row]:
-            raise ValueError(f"row must be a free one from 0 to {len(self._present_R) - 1}, got {row}")
-        self._present_R[row] = True
-        self._seeds_R[row] = int(seed) % 2**64
-        self._num_logprobs_R[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._filters.set_row(row, params)
-        prompt_ids, output_ids = token_ids[:num_prompt_tokens], token_ids[num_prompt_tokens:]
-        penalties = row_penalties(params, prompt_ids, output_ids, self._max_different_tokens)
-        if penalties:
-            self._penalties[row] = penalties
-        adders = self._adders_for(params, eos_token_ids)
-        if adders:
-            self._adders[row] = adders
-            self._output_ids[row] = list(output_ids)
-        filtered = not params.greedy and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
-        if penalties or adders or filtered or params.logprobs is not None:
-            self.general_rows.add(row)
+        if not 0 <= row < len(self._present_N) or self._present_N[row]:
+            raise ValueError(f"row must be a free one from 0 to {len(self._present_N) - 1}, got {row}")
+        additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocab_size)
+        penalised, longest_prefix = has_penalties(params), additions.longest_prefix if additions else 0
+        output_ids = token_ids[num_prompt_tokens:]
+        if penalised:
+            self._history.start_counts(row, token_ids[:num_prompt_tokens], output_ids)
+        if longest_prefix > 0:
+            self._history.start_tail(row, output_ids, longest_prefix)
+        self._additions.set_row(row, additions)
+        signed_seed = (int(seed) + 2**63) % 2**64 - 2**63
+        self._table.set_row(
+            row,
+            seed=signed_seed,
+            repetition_penalty=params.repetition_penalty,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            **filter_fields(params),
+        )
+        self._filtered_N[row] = has_filters(params)
+        self._penalised_N[row] = penalised
+        self._added_to_N[row] = additions is not None
+        self._remembered_N[row] = penalised or longest_prefix > 0
+        self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
         """Free a row. Raises ValueError if it is free."""
-        if not 0 <= row < len(self._present_R) or not self._present_R[row]:
+        if not 0 <= row < len(self._present_N) or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
-        self._present_R[row] = False
-        self.general_rows.discard(row)
-        self._penalties.pop(row, None)
-        self._adders.pop(row, None)
-        self._output_ids.pop(row, None)
+        self._present_N[row] = False
+        self._additions.set_row(row, None)
 
-    @property
-    def keeps_history(self) -> bool:
-        """Whether any row does."""
-        return bool(self._penalties or self._output_ids)
+    def sampler_class(self, rows: np.ndarray) -> SamplerClass:
+        """What these rows need together; rows below 0 are padding and need nothing."""
+        rows = rows[rows >= 0]
+        general = self._filtered_N[rows] | self._penalised_N[rows] | self._added_to_N[rows]
+        general |= self._num_logprobs_N[rows] != NO_LOGPROBS
+        return SamplerClass.GENERAL if general.any() else SamplerClass.PLAIN
 
-    def needs_history(self, rows: np.ndarray) -> bool:
-        """Whether what these rows may sample depends on the tokens that they sampled before."""
-        return any(row in self._penalties or row in self._output_ids for row in rows.tolist())
+    def publish(self) -> None:
+        """Bring the parameters on the device up to date, without waiting: before a graph with sample_plain is replayed.
 
-    def sample(self, logits_RV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> SampledRows:
-        """Choose the next token of each of these rows; `record` takes it into their history.
-
-        logits_RV: [R, V], of any floating dtype, left as they are. rows: int [R], all different; logits_RV[i]
-        belongs to rows[i]. positions: int [R], the position that each token will have in its request.
-        Raises ValueError if the shapes disagree.
+        `sample` does so itself.
         """
-        if logits_RV.shape != (len(rows), self._vocab_size) or len(positions) != len(rows):
-            raise ValueError(
-                f"logits_RV must be [{len(rows)}, {self._vocab_size}] for as many rows and positions, "
-                f"got {list(logits_RV.shape)} and {len(positions)} positions"
-            )
-        logits_RV = logits_RV.float().contiguous()
-        token_ids_R = self._choose(self._edited(logits_RV, rows), rows, positions)
-        wanted = np.flatnonzero(self._num_logprobs_R[rows] != NO_LOGPROBS)
-        pending = None
-        if len(wanted) > 0:
-            index = self._on_device(wanted)
-            counts = self._num_logprobs_R[rows][wanted].tolist()
-            pending = PendingLogprobs(logits_RV[index], token_ids_R[index], counts)
-        return SampledRows(token_ids_R, tuple(wanted.tolist()), pending)
+        self._additions.publish()
+        self._table.publish()
 
-    def record(self, rows: np.ndarray, samples: np.ndarray, token_ids: list[int]) -> None:
-        """Take in the tokens of a step's rows, of those with `samples`; a row that was removed since is skipped."""
-        if not self.keeps_history:
-            return
-        for row, sampled, token_id in zip(rows.tolist(), samples.tolist(), token_ids, strict=True):
-            if sampled and row in self._penalties:
-                self._penalties[row].tokens.add(token_id)
-            if sampled and row in self._output_ids:
-                self._output_ids[row].append(token_id)
+    def sample_plain(
+        self,
+        logits_SV: torch.Tensor,
+        row_index_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        token_ids_S: torch.Tensor,
+    ) -> None:
+        """Choose tokens for rows that are PLAIN, into token_ids_S (int64 [S], device).
 
-    def _edited(self, logits_RV: torch.Tensor, rows: np.ndarray) -> torch.Tensor:
-        """The logits with bias, bans and penalties: a copy if there are any."""
-        if not self._adders and not self._penalties:
-            return logits_RV
-        row_list = rows.tolist()
-        additions = [
-            (index, addition)
-            for index, row in enumerate(row_list)
-            for adder in self._adders.get(row, ())
-            if (addition := adder.additions(self._output_ids[row])) is not None
-        ]
-        penalties = [(index, self._penalties[row]) for index, row in enumerate(row_list) if row in self._penalties]
-        if additions or penalties:
-            logits_RV = logits_RV.clone()
-        if additions:
-            add_(logits_RV, additions)
-        if penalties:
-            penalise_(logits_RV, penalties)
-        return logits_RV
-
-    def _choose(self, logits_RV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> torch.Tensor:
-        filters = self._filters.of(rows)
-        if not filters.inverse_temperature.any():
-            return argmax(logits_RV)
-        return self._sample_tokens(
-            logits_RV,
-            self._on_device(filters.inverse_temperature),
-            self._on_device(self._seeds_R[rows].view(np.int64)),
-            self._on_device(positions.astype(np.int64)),
-            thresholds(logits_RV, filters),
+        Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
+        captured; on a CPU the logits have to be float32.
+        """
+        fields = self._table.device
+        self._steps.choose(
+            logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], None, token_ids_S
         )
 
-    def _adders_for(self, params: SamplingParams, eos_token_ids: Iterable[int]) -> list[LogitAdder]:
-        adders: list[LogitAdder] = []
-        if params.logit_bias:
-            adders.append(LogitBias(params.logit_bias))
-        if params.bad_words_token_ids:
-            adders.append(BadWords(params.bad_words_token_ids))
-        if params.min_tokens > 0:
-            ending_ids = {*eos_token_ids, *(params.stop_token_ids or ())}
-            adders.append(MinTokens(params.min_tokens, [i for i in ending_ids if i < self._vocab_size]))
-        return adders
+    def sample(
+        self, logits_SV: torch.Tensor, rows_S: np.ndarray, row_index_S: torch.Tensor, positions_S: torch.Tensor
+    ) -> SampledTokens:
+        """Choose the next token of each of these rows, and take it into their history. The host does not wait.
 
-    def _on_device(self, values: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._device)
+        logits_SV: [S, V], of any floating dtype, left as they are. rows_S: int [S], on the host: logits_SV[i] belongs
+        to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the device. positions_S:
+        int64 [S] on the device, the position that each token will have in its request. A row may come repeatedly
+        unless it has penalties or bad words, whose history takes one token a step. Raises ValueError if the shapes
+        disagree.
+        """
+        num_samples = len(rows_S)
+        lengths = (len(row_index_S), len(positions_S))
+        if logits_SV.shape != (num_samples, self._vocab_size) or lengths != (num_samples, num_samples):
+            raise ValueError(
+                f"logits_SV must be [{num_samples}, {self._vocab_size}] for as many rows and positions, "
+                f"got {list(logits_SV.shape)}, {lengths[0]} row indices and {lengths[1]} positions"
+            )
+        self.publish()
+        if not self._triton:
+            logits_SV = logits_SV.float().contiguous()
+        token_ids_S = torch.empty(num_samples, dtype=torch.int64, device=self._device)
+        edited = np.flatnonzero(self._flags(self._penalised_N | self._added_to_N, rows_S))
+        if len(edited) == 0:
+            self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S)
+        else:
+            edited_E = upload(edited, self._device)
+            if len(edited) < num_samples:
+                others_S = row_index_S.index_fill(0, edited_E, -1)
+                self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S)
+            for chunk in row_chunks(len(edited), self._vocab_size):
+                part = tuple(each.index_select(0, edited_E[chunk]) for each in (logits_SV, row_index_S, positions_S))
+                token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2])
+                token_ids_S.index_copy_(0, edited_E[chunk], token_ids_R)
+        if self._flags(self._remembered_N, rows_S).any():
+            self._steps.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
+        return SampledTokens(token_ids_S, self._logprobs(logits_SV, token_ids_S, rows_S))
 
+    @staticmethod
+    def _flags(flags_N: np.ndarray, rows_S: np.ndarray) -> np.ndarray:
+        return flags_N[rows_S] & (rows_S >= 0)
 
-def _sample_tokens(device_type: str) -> Callable[..., torch.Tensor]:
-    if device_type != "cuda":
-        return gumbel.sample_tokens
-    # Triton is not installed everywhere.
-    from compiled_engine.sampling import gumbel_triton
+    def _choose_edited(
+        self,
+        logits_RV: torch.Tensor,
+        rows_R: np.ndarray,
+        row_index_R: torch.Tensor,
+        positions_R: torch.Tensor,
+    ) -> torch.Tensor:
+        """Token ids, int64 [R], after bias, bans and penalties: in place, so logits_RV is a copy (float32, a chunk)."""
+        if self._added_to_N[rows_R].any():
+            tail_NL = self._history.tail_NL
+            self._steps.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
+        if self._penalised_N[rows_R].any() and self._history.counts_NV is not None:
+            self._steps.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
+        token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
+        self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
+        return token_ids_R
 
-    return gumbel_triton.sample_tokens
+    def _choose(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: np.ndarray,
+        row_index_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        token_ids_S: torch.Tensor,
+    ) -> None:
+        threshold_S = None
+        if self._flags(self._filtered_N, rows_S).any():
+            threshold_S = self._steps.thresholds(logits_SV, row_index_S, self._table)
+        fields = self._table.device
+        self._steps.choose(
+            logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
+        )
+
+    def _logprobs(
+        self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, rows_S: np.ndarray
+    ) -> DeviceLogprobs | None:
+        wanted = np.flatnonzero(self._flags(self._num_logprobs_N != NO_LOGPROBS, rows_S))
+        if len(wanted) == 0:
+            return None
+        return token_logprobs(logits_SV, token_ids_S, wanted, self._num_logprobs_N[rows_S[wanted]], self._triton)

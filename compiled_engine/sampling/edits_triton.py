@@ -1,0 +1,184 @@
+"""What precedes and follows the choice of tokens, as Triton kernels: additions, penalties, history.
+
+The plain forms are in logit_additions.py, penalties.py and history.py; the arguments are theirs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.sampling.history import MAX_COUNT
+from compiled_engine.sampling.logit_additions import NUM_COLUMNS, LogitAdditions
+from compiled_engine.sampling.row_table import RowTable
+
+_MAX_COUNT = tl.constexpr(MAX_COUNT)
+_NUM_COLUMNS = tl.constexpr(NUM_COLUMNS)
+
+BLOCK_V = 2048
+BLOCK_A = 128
+
+
+@triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr"])
+def add_kernel(
+    logits_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    row_index_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    additions_ptr: tl.tensor,
+    prefixes_ptr: tl.tensor,
+    additions_start_ptr: tl.tensor,
+    additions_count_ptr: tl.tensor,
+    prefixes_start_ptr: tl.tensor,
+    tail_ptr: tl.tensor,
+    tail_length: tl.tensor,
+    BLOCK_A: tl.constexpr,
+) -> None:
+    """Program (logits row): all of its additions that hold."""
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_index_ptr + sample)
+    if row >= 0:
+        start = tl.load(additions_start_ptr + row)
+        count = tl.load(additions_count_ptr + row)
+        position = tl.load(positions_ptr + sample)
+        prefixes = prefixes_ptr + tl.load(prefixes_start_ptr + row)
+        for first in range(0, count, BLOCK_A):
+            index = first + tl.arange(0, BLOCK_A)
+            present = index < count
+            columns = additions_ptr + (start + index) * _NUM_COLUMNS
+            token_ids = tl.load(columns, mask=present, other=0)
+            values = tl.load(columns + 1, mask=present, other=0).to(tl.float32, bitcast=True)
+            holds = present & (position < tl.load(columns + 2, mask=present, other=0))
+            if tail_ptr is not None:
+                prefix_start = tl.load(columns + 3, mask=present, other=0)
+                prefix_length = tl.load(columns + 4, mask=present, other=0)
+                tail_end = tail_ptr + (row + 1).to(tl.int64) * tail_length
+                for back in range(1, tail_length + 1):
+                    compared = present & (back <= prefix_length)
+                    wanted = tl.load(prefixes + prefix_start + prefix_length - back, mask=compared, other=0)
+                    holds = holds & ((wanted == tl.load(tail_end - back)) | ~compared)
+            # Atomically: a token may have a bias and be forbidden, perhaps twice.
+            tl.atomic_add(logits_ptr + sample * logits_stride + token_ids, values, mask=holds)
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
+def penalise_kernel(
+    logits_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    row_index_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    repetition_ptr: tl.tensor,
+    frequency_ptr: tl.tensor,
+    presence_ptr: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Program (logits row, block of the vocabulary)."""
+    sample = tl.program_id(0).to(tl.int64)
+    row = tl.load(row_index_ptr + sample).to(tl.int64)
+    repetition = 1.0
+    frequency = 0.0
+    presence = 0.0
+    if row >= 0:
+        repetition = tl.load(repetition_ptr + row)
+        frequency = tl.load(frequency_ptr + row)
+        presence = tl.load(presence_ptr + row)
+    if (repetition != 1) | (frequency != 0) | (presence != 0):
+        token_ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        inside = token_ids < VOCAB_SIZE
+        words = tl.load(counts_ptr + row * VOCAB_SIZE + token_ids, mask=inside, other=0).to(tl.int32)
+        counts = (words & _MAX_COUNT).to(tl.float32)
+        occurred = inside & (words != 0)
+        logits_ptrs = logits_ptr + sample * logits_stride + token_ids
+        logits = tl.load(logits_ptrs, mask=occurred, other=0.0)
+        logits = tl.where(logits > 0, logits / repetition, logits * repetition)
+        logits -= frequency * counts + tl.where(counts > 0, presence, 0.0)
+        tl.store(logits_ptrs, logits, mask=occurred)
+
+
+@triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
+def record_kernel(
+    row_index_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    tail_ptr: tl.tensor,
+    tail_length: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    TILE_L: tl.constexpr,
+) -> None:
+    """Program (row): one token more."""
+    sample = tl.program_id(0)
+    row = tl.load(row_index_ptr + sample).to(tl.int64)
+    if row >= 0:
+        token_id = tl.load(token_ids_ptr + sample)
+        if counts_ptr is not None:
+            word_ptr = counts_ptr + row * VOCAB_SIZE + token_id
+            word = tl.load(word_ptr).to(tl.int32)
+            word += tl.where((word & _MAX_COUNT) < _MAX_COUNT, 1, 0)
+            tl.store(word_ptr, word.to(tl.int16))
+        if tail_ptr is not None:
+            slots = tl.arange(0, TILE_L)
+            tail = tail_ptr + row * tail_length
+            later = tl.load(tail + slots + 1, mask=slots + 1 < tail_length, other=0)
+            # What a thread overwrites another has to have read.
+            tl.debug_barrier()
+            shifted = tl.where(slots + 1 < tail_length, later, token_id.to(tl.int32))
+            tl.store(tail + slots, shifted, mask=slots < tail_length)
+
+
+def add_(
+    logits_RV: torch.Tensor,
+    row_index_R: torch.Tensor,
+    positions_R: torch.Tensor,
+    additions: LogitAdditions,
+    tail_NL: torch.Tensor | None,
+    table: RowTable,
+) -> None:
+    add_kernel[(len(logits_RV),)](
+        logits_RV,
+        logits_RV.stride(0),
+        row_index_R,
+        positions_R,
+        additions.additions_NC,
+        additions.prefixes_P,
+        table.device["additions_start"],
+        table.device["additions_count"],
+        table.device["prefixes_start"],
+        tail_NL,
+        0 if tail_NL is None else tail_NL.shape[1],
+        BLOCK_A=BLOCK_A,
+    )
+
+
+def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, counts_NV: torch.Tensor, table: RowTable) -> None:
+    num_rows, vocab_size = logits_RV.shape
+    penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+        logits_RV,
+        logits_RV.stride(0),
+        row_index_R,
+        counts_NV,
+        table.device["repetition_penalty"],
+        table.device["frequency_penalty"],
+        table.device["presence_penalty"],
+        VOCAB_SIZE=vocab_size,
+        BLOCK_V=BLOCK_V,
+    )
+
+
+def record_(
+    row_index_S: torch.Tensor,
+    token_ids_S: torch.Tensor,
+    counts_NV: torch.Tensor | None,
+    tail_NL: torch.Tensor | None,
+) -> None:
+    tail_length = 0 if tail_NL is None else tail_NL.shape[1]
+    record_kernel[(len(row_index_S),)](
+        row_index_S,
+        token_ids_S,
+        counts_NV,
+        tail_NL,
+        tail_length,
+        VOCAB_SIZE=0 if counts_NV is None else counts_NV.shape[1],
+        TILE_L=triton.next_power_of_2(max(tail_length, 1)),
+    )

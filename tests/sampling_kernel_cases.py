@@ -1,0 +1,323 @@
+"""The sampling kernels against their plain forms: run in Triton's interpreter, and on a GPU.
+
+Every case takes the device that the kernels run on; the plain forms run on the CPU. Nothing that a kernel may not
+read is left finite: padding rows, gaps between rows and what outputs held before are NaN, or tokens that do not exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+
+from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbel_triton, logprobs_triton, penalties
+from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
+from compiled_engine.sampling.history import IN_PROMPT, MAX_COUNT, record_
+from compiled_engine.sampling.logit_additions import LogitAdditions, add_, row_additions
+from compiled_engine.sampling.logprobs import token_logprobs
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.row_table import RowTable
+from compiled_engine.sampling.sampler import Sampler
+
+NUM_ROWS = 320
+EOS = 2
+
+
+def strided_logits(
+    num_samples: int, vocab_size: int, dtype: torch.dtype, seed: int, ties: bool = False
+) -> torch.Tensor:
+    """[S, V] of a tensor with longer rows, NaN in the gaps; some are minus infinity."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.full((num_samples, vocab_size + 3), torch.nan, dtype=dtype)
+    logits = 3 * torch.randn(num_samples, vocab_size, generator=generator)
+    logits = (logits * 2).round() / 2 if ties else logits
+    logits[torch.rand(logits.shape, generator=generator) < 0.1] = -torch.inf
+    logits[:, -1] = 1.0  # never a row without any
+    whole[:, :vocab_size] = logits
+    return whole[:, :vocab_size]
+
+
+def to_device(logits_SV: torch.Tensor, device: str) -> torch.Tensor:
+    """The same values with the same stride."""
+    base = logits_SV._base
+    assert base is not None
+    return base.to(device)[:, : logits_SV.shape[1]]
+
+
+def row_indices(num_samples: int, seed: int, padding: bool = True) -> torch.Tensor:
+    """int32 [S] from 0 to NUM_ROWS - 1; a few rows are padding."""
+    generator = np.random.default_rng(seed)
+    rows = generator.permutation(NUM_ROWS)[:num_samples].astype(np.int32)
+    if padding and num_samples > 1:
+        rows[generator.random(num_samples) < 0.2] = -1
+    return torch.from_numpy(rows)
+
+
+def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype, filtered: bool) -> None:
+    logits_SV = strided_logits(num_samples, vocab_size, dtype, vocab_size, ties=True)
+    row_index_S = row_indices(num_samples, vocab_size)
+    if not filtered:  # a threshold always keeps some token
+        logits_SV[-1] = -torch.inf
+    logits_SV[row_index_S < 0] = torch.nan
+    generator = torch.Generator().manual_seed(1)
+    temperatures_N = torch.tensor([0.0, 1.0, 0.6, 2.0, 1e-5, 1e3]).repeat(NUM_ROWS)[:NUM_ROWS]
+    inverse_N = torch.where(temperatures_N > 0, 1 / temperatures_N, 0.0)
+    seeds_N = torch.randint(-(2**63), 2**63 - 1, (NUM_ROWS,), generator=generator)
+    positions_S = torch.randint(0, 2**31, (num_samples,), generator=generator)
+    threshold_S = torch.tensor([-torch.inf, 2.0, 0.0]).repeat(num_samples)[:num_samples] if filtered else None
+    expected_S, got_S = (torch.full((num_samples,), -7) for _ in range(2))
+    got_S = got_S.to(device)
+    gumbel.sample(logits_SV.float(), row_index_S, positions_S, inverse_N, seeds_N, threshold_S, expected_S)
+    arguments = (row_index_S, positions_S, inverse_N, seeds_N, threshold_S)
+    on_device = [None if each is None else each.to(device) for each in arguments]
+    gumbel_triton.sample(to_device(logits_SV, device), *on_device, got_S)
+    assert got_S.tolist() == expected_S.tolist()
+    assert (got_S[(row_index_S < 0).to(device)] == 0).all()
+
+
+def filter_requests(vocab_size: int, count: int, seed: int) -> list[SamplingParams]:
+    generator = np.random.default_rng(seed)
+    return [
+        SamplingParams(
+            temperature=float(generator.choice([0, 0.3, 1, 1.7])),
+            top_k=int(generator.choice([0, 1, 3, 50, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1])),
+            top_p=float(generator.choice([1, 1, 1e-6, 0.1, 0.5, 0.9, 0.999])),
+            min_p=float(generator.choice([0, 0, 0.01, 0.2, 1])),
+        )
+        for _ in range(count)
+    ]
+
+
+def thresholds_match(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype, ties: bool) -> None:
+    """The kept tokens are the same, but for logits at which sums differ from the limit by rounding alone."""
+    logits_SV = strided_logits(num_samples, vocab_size, dtype, vocab_size + 1, ties)
+    requests = filter_requests(vocab_size, NUM_ROWS, vocab_size)
+    fields = {name: np.array([filter_fields(params)[name] for params in requests], np.float32) for name in FIELDS}
+    fields["top_k"] = fields["top_k"].astype(np.int32)
+    row_index_S = row_indices(num_samples, vocab_size)
+    present = (row_index_S >= 0).numpy()
+    expected_S = torch.full((num_samples,), -torch.inf)
+    rows = row_index_S.numpy()[present]
+    expected_S[present] = thresholds(logits_SV.float()[present], Filters.from_table(fields, rows))
+    logits_SV[~present] = torch.nan
+    on_device = (torch.from_numpy(fields[name]).to(device) for name in FIELDS)
+    got_S = filters_triton.thresholds(to_device(logits_SV, device), row_index_S.to(device), *on_device).cpu()
+    assert (got_S[~present] == -torch.inf).all()
+    for index in np.flatnonzero(present):
+        logits_V, params = logits_SV[index].float(), requests[int(row_index_S[index])]
+        possible_V = torch.isfinite(logits_V)
+        differ_V = ((logits_V >= got_S[index]) != (logits_V >= expected_S[index])) & possible_V
+        if differ_V.any():
+            check_rounding(logits_V, differ_V, params)
+
+
+def check_rounding(logits_V: torch.Tensor, differ_V: torch.Tensor, params: SamplingParams) -> None:
+    """Between the two thresholds the probabilities' sum differs from top_p by less than float32 sums may be off."""
+    assert params.top_p < 1, params
+    weights_V = ((logits_V.double() - logits_V.max()) / params.temperature).exp()
+    by_value = torch.unique(logits_V[differ_V])
+    assert len(by_value) <= 2
+    weights_V[weights_V < params.min_p] = 0
+    if 0 < params.top_k < len(logits_V):
+        weights_V[logits_V.argsort(descending=True)[params.top_k :]] = 0
+    above = float(weights_V[logits_V > by_value[0]].sum() / weights_V.sum())
+    assert abs(above - params.top_p) < 1e-4
+
+
+def edit_requests(vocab_size: int) -> list[SamplingParams]:
+    last = vocab_size - 1
+    return [
+        SamplingParams(),
+        SamplingParams(repetition_penalty=1.7),
+        SamplingParams(frequency_penalty=0.5, presence_penalty=-1.5, logit_bias={0: -3, 5: 2, last: 90}),
+        SamplingParams(logit_bias={token_id: token_id / 8 for token_id in range(0, min(vocab_size, 700), 3)}),
+        SamplingParams(bad_words_token_ids=((7,), (5, 6, 7), (6, 9), (5, 6, last)), logit_bias={7: 50}),
+        SamplingParams(min_tokens=3, stop_token_ids=[9, last], max_tokens=None),
+        SamplingParams(repetition_penalty=0.6, min_tokens=3, bad_words_token_ids=((6, 9), (9,)), max_tokens=None),
+    ]
+
+
+def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
+    """Additions, penalties and history over three steps; outputs end as bad words begin."""
+    requests = edit_requests(vocab_size)
+    generator = torch.Generator().manual_seed(vocab_size)
+    row_index_S = row_indices(num_samples, num_samples, padding=False)
+    words_NV = torch.randint(0, 3, (NUM_ROWS, vocab_size), generator=generator, dtype=torch.int16)
+    words_NV[torch.rand(words_NV.shape, generator=generator) < 0.1] |= IN_PROMPT
+    words_NV[:, 3] = MAX_COUNT
+    tail_NL = torch.randint(0, 5, (NUM_ROWS, 3), generator=generator, dtype=torch.int32)
+    tail_NL[::2] = torch.tensor([-1, 5, 6], dtype=torch.int32)
+    states = {}
+    for name, where in (("cpu", "cpu"), ("kernel", device)):
+        table = RowTable(NUM_ROWS, torch.device(where))
+        additions = LogitAdditions(table, torch.device(where))
+        for row in range(NUM_ROWS):
+            params = requests[row % len(requests)]
+            kinds = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+            table.set_row(row, **{kind: getattr(params, kind) for kind in kinds})
+            additions.set_row(row, row_additions(params, 4, [EOS], vocab_size))
+        additions.publish()
+        table.publish()
+        states[name] = (table, additions, words_NV.clone().to(where), tail_NL.clone().to(where))
+    for step in range(3):
+        positions_S = torch.randint(4, 10, (num_samples,), generator=generator)
+        logits_SV = strided_logits(num_samples, vocab_size, torch.float32, step)
+        expected_SV, got_SV = logits_SV.clone(), to_device(logits_SV, device).clone()
+        table, additions, words, tail = states["cpu"]
+        add_(expected_SV, row_index_S, positions_S, additions, tail, table)
+        penalties.penalise_(expected_SV, row_index_S, words, table)
+        table, additions, words, tail = states["kernel"]
+        rows, positions = row_index_S.to(device), positions_S.to(device)
+        edits_triton.add_(got_SV, rows, positions, additions, tail, table)
+        edits_triton.penalise_(got_SV, rows, words, table)
+        torch.testing.assert_close(got_SV.cpu(), expected_SV, rtol=1e-6, atol=1e-6)
+        token_ids_S = torch.randint(0, min(vocab_size, 12), (num_samples,), generator=generator)
+        token_ids_S[::3] = 3
+        padded_S = row_index_S.clone()
+        padded_S[::4] = -1
+        record_(padded_S, token_ids_S, *states["cpu"][2:])
+        edits_triton.record_(padded_S.to(device), token_ids_S.to(device), *states["kernel"][2:])
+        for expected, got in zip(states["cpu"][2:], states["kernel"][2:], strict=True):
+            assert torch.equal(got.cpu(), expected)
+
+
+def logprobs_match(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype) -> None:
+    logits_SV = strided_logits(num_samples, vocab_size, dtype, 5, ties=True)
+    logits_SV[0] = -torch.inf
+    logits_SV[0, 1] = 4.0
+    token_ids_S = torch.arange(num_samples) % vocab_size
+    logsumexp_S, rank_S = logprobs_triton.normalisers(to_device(logits_SV, device), token_ids_S.to(device))
+    expected_SV = logits_SV.double()
+    torch.testing.assert_close(logsumexp_S.cpu().double(), expected_SV.logsumexp(1), rtol=1e-5, atol=1e-5)
+    chosen_S1 = expected_SV.gather(1, token_ids_S[:, None])
+    assert rank_S.tolist() == ((expected_SV > chosen_S1).sum(1) + 1).tolist()
+    wanted = np.arange(0, num_samples, 2)
+    counts = np.array([0, 3, 20, -1])[np.arange(len(wanted)) % 4]
+    arguments = (wanted, counts)
+    got = token_logprobs(to_device(logits_SV, device), token_ids_S.to(device), *arguments, triton=True).read()
+    for one, other in zip(got, token_logprobs(logits_SV, token_ids_S, *arguments).read(), strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and other is not None:
+            assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) -> None:
+    """Requests with everything, that come and go: the kernels' tokens and log-probabilities are the CPU's."""
+    requests = [
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
+        SamplingParams(temperature=0.8),
+        SamplingParams(temperature=0.8, top_p=0.9),
+        SamplingParams(temperature=1.1, top_k=20, top_p=0.95, logprobs=0),
+        SamplingParams(min_p=0.1, logit_bias={3: 2.0}),
+        SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, min_tokens=4, bad_words_token_ids=((5,), (6, 7))),
+        SamplingParams(temperature=0, bad_words_token_ids=((1, 2, 1), (1, 1), (2, 2))),
+        SamplingParams(temperature=0),
+    ]
+    samplers = [Sampler(num_rows, vocab_size, 64, "cpu"), Sampler(num_rows, vocab_size, 64, device, triton=True)]
+    generator = np.random.default_rng(vocab_size)
+    outputs: dict[int, list[int]] = {}
+    arrivals = itertools.count()
+    for step in range(num_steps):
+        for row in range(num_rows):
+            if row in outputs and generator.random() < 0.2:
+                del outputs[row]
+                for sampler in samplers:
+                    sampler.remove_row(row)
+            if row not in outputs and generator.random() < 0.7:
+                outputs[row] = generator.integers(0, 8, generator.integers(0, 4)).tolist()
+                arrival = next(arrivals)
+                for sampler in samplers:
+                    params = requests[arrival % len(requests)]
+                    sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS})
+        rows = np.array([*generator.permutation(list(outputs)), -1], dtype=np.int64)
+        positions = np.array([3 + len(outputs.get(int(row), [])) for row in rows])
+        logits_SV = strided_logits(len(rows), vocab_size, torch.bfloat16, step, ties=True)
+        logits_SV[:, 1:3] = 9.0
+        logits_SV[-1] = torch.nan
+        index, at = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions)
+        expected = samplers[0].sample(logits_SV, rows, index, at)
+        given = to_device(logits_SV, device)
+        got = samplers[1].sample(given, rows, index.to(device), at.to(device))
+        torch.testing.assert_close(given.cpu(), logits_SV, rtol=0, atol=0, equal_nan=True)
+        token_ids = expected.token_ids_S.tolist()
+        assert got.token_ids_S.tolist() == token_ids
+        assert (expected.logprobs is None) == (got.logprobs is None)
+        if expected.logprobs is not None and got.logprobs is not None:
+            for one, other in zip(got.logprobs.read(), expected.logprobs.read(), strict=True):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
+                    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        for row, token_id in zip(rows[:-1].tolist(), token_ids, strict=False):
+            outputs[row].append(token_id)
+
+
+def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) -> None:
+    """A row alone, and among others at other places with padding: the same token."""
+    logits_SV = strided_logits(num_samples, vocab_size, torch.float32, 9)
+    sampler = Sampler(NUM_ROWS, vocab_size, 64, device, triton=True)
+    requests = [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temperature=0)]
+    for row in range(NUM_ROWS):
+        sampler.add_row(row, requests[row % 3], row % 40, [1], 1, set())
+
+    def tokens(rows: list[int], places: list[int]) -> list[int]:
+        index = torch.tensor(rows, dtype=torch.int32, device=device)
+        positions = torch.tensor([row % 7 for row in rows], device=device)
+        return sampler.sample(logits_SV[places].to(device), np.array(rows), index, positions).token_ids_S.tolist()
+
+    rows = row_indices(num_samples, 3, padding=False).tolist()
+    places = list(range(num_samples))
+    together = tokens(rows, places)
+    shuffled = np.random.default_rng(0).permutation(num_samples)
+    padded = tokens([-1, *[rows[i] for i in shuffled], -1], [0, *shuffled, 0])
+    assert padded == [0, *[together[i] for i in shuffled], 0]
+    for i in range(0, num_samples, max(1, num_samples // 7)):
+        assert tokens([rows[i]], [i]) == [together[i]]
+
+
+def degenerate_logits_give_some_token(device: str, vocab_size: int) -> None:
+    """Minus infinity for all but one: that one. For all, or NaN, or the largest floats: any of the vocabulary."""
+    filters: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
+    requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 3e38) for each in filters]
+    sampler = Sampler(len(requests), vocab_size, 64, device, triton=True)
+    for row, params in enumerate(requests):
+        sampler.add_row(row, params, row, [1], 1, set())
+    rows = np.arange(len(requests))
+    index, positions = torch.from_numpy(rows).int().to(device), torch.ones(len(rows), dtype=torch.int64, device=device)
+    single_V = torch.full((vocab_size,), -torch.inf)
+    single_V[11] = -1e30
+    sampled = sampler.sample(single_V.expand(len(rows), -1).to(device), rows, index, positions)
+    assert sampled.token_ids_S.tolist() == [11] * len(rows)
+    mixed_V = torch.tensor([-torch.inf, -3e38, -1.0, -0.0, 0.0, 1.0, 3e38, torch.inf]).repeat(vocab_size)[:vocab_size]
+    uniform = [torch.full((vocab_size,), value) for value in (-torch.inf, torch.inf, torch.nan, 1e30, 3.4e38)]
+    for logits_V in (
+        *uniform,
+        mixed_V,
+        mixed_V[torch.arange(vocab_size) % 7],
+        torch.where(mixed_V > 0, torch.nan, 1.0),
+    ):
+        sampled = sampler.sample(logits_V.expand(len(rows), -1).to(device), rows, index, positions)
+        assert all(0 <= token_id < vocab_size for token_id in sampled.token_ids_S.tolist())
+
+
+def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.ndarray, np.ndarray]:
+    """Counts of 25 tokens and their exact probabilities."""
+    logits_V = torch.randn(25, generator=torch.Generator().manual_seed(4))
+    requested = SamplingParams(**params)
+    sampler = Sampler(NUM_ROWS, 25, 64, device, triton=True)
+    for row in range(NUM_ROWS):
+        sampler.add_row(row, requested, row, [1], 1, set())
+    rows = np.arange(NUM_ROWS)
+    index = torch.arange(NUM_ROWS, dtype=torch.int32, device=device)
+    counts = np.zeros(25, dtype=np.int64)
+    for position in range(1, 1 + draws // NUM_ROWS):
+        positions = torch.full((NUM_ROWS,), position, device=device)
+        drawn = sampler.sample(logits_V.expand(NUM_ROWS, -1).to(device), rows, index, positions)
+        counts += np.bincount(drawn.token_ids_S.cpu().numpy(), minlength=25)
+    fields = {name: np.array([value], np.float32) for name, value in filter_fields(requested).items()}
+    threshold = thresholds(logits_V[None], Filters.from_table(fields, np.array([0])))
+    weights = np.exp(logits_V.double().numpy() / requested.temperature) * (logits_V >= threshold).numpy()
+    return counts, weights / weights.sum()
