@@ -44,15 +44,15 @@ class StagedWrites:
         self._writes = []
 
     def apply(self) -> None:
-        """Make the staged writes, on the current stream; of two to the same place the later one holds."""
-        writes, self._writes = self._writes, []
+        """Make the staged writes, on the current stream; of two that start at the same place the later one alone."""
+        writes, self._writes = _without_overwritten(self._writes), []
         if not self._on_gpu:
             memory = self.memory.numpy()
             for start, values in writes:
                 memory[start : start + len(values)] = values
             return
         while writes:
-            writes = self._launch(_without_overwritten(writes))
+            writes = self._launch(writes)
 
     def _launch(self, writes: list[tuple[int, np.ndarray]]) -> list[tuple[int, np.ndarray]]:
         """One kernel for as many writes as fit into a buffer; returns the others."""
