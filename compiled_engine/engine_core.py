@@ -14,6 +14,7 @@ from compiled_engine.executor import Executor, InProcessExecutor, PendingOutput
 from compiled_engine.progress import Progress
 from compiled_engine.scheduling.scheduler import Scheduler
 from compiled_engine.scheduling.step import SchedulerOutput
+from compiled_engine.step_clock import NoClock
 from compiled_engine.timeline import Timeline
 
 
@@ -29,6 +30,7 @@ class EngineCore:
         self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._scheduler = Scheduler(config.scheduler, config.cache, self._executor.num_blocks, self._steps_in_flight)
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
+        self._clock = NoClock()
         self._seeds = random.Random(config.model.seed)
         self._start_seconds = timeline.now() - start_s
 
@@ -57,11 +59,15 @@ class EngineCore:
         """
         try:
             while len(self._pending) < self._steps_in_flight and (step := self._scheduler.schedule()) is not None:
+                self._clock.lap("schedule")
                 self._pending.append((step, self._executor.submit(step)))
+                self._clock.lap("launch")
             if not self._pending:
                 return []
             step, pending = self._pending.popleft()
-            outputs = self._scheduler.update(step, pending.result())
+            result = pending.result()
+            outputs = self._scheduler.update(step, result)
+            self._clock.lap("output")
         except BaseException:
             self._scheduler.fail_step()
             self._drain()
@@ -75,6 +81,11 @@ class EngineCore:
             _, pending = self._pending.popleft()
             with suppress(Exception):
                 pending.result()
+
+    def measure_with(self, clock: NoClock) -> None:
+        """Have a clock told where the time of steps goes: schedule, prepare, launch, wait, output."""
+        self._clock = clock
+        self._executor.measure_with(clock)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

@@ -12,6 +12,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.progress import Progress
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
+from compiled_engine.step_clock import NoClock
 from compiled_engine.timeline import Timeline
 
 
@@ -32,6 +33,8 @@ class Executor(Protocol):
         """Have a step executed after all those submitted before. Raises what fails before it is under way."""
         ...
 
+    def measure_with(self, clock: NoClock) -> None: ...
+
     def metrics(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
@@ -49,6 +52,9 @@ class InProcessExecutor:
     def submit(self, step: SchedulerOutput) -> PendingOutput:
         with self._own_context():
             return self._runner.submit(step)
+
+    def measure_with(self, clock: NoClock) -> None:
+        self._runner.measure_with(clock)
 
     def metrics(self) -> dict[str, Any]:
         return self._runner.metrics()

@@ -145,10 +145,10 @@ class CudaGraphManager:
         """To be called in place of the attention ops by the steps of keys that are not FULL."""
         self._capture.on_attention(function, arguments)
 
-    def replay(self, key: GraphKey, inputs: AttentionInputs) -> torch.Tensor:
+    def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
         """The result of the batch in the buffers, [key.num_tokens, ...]; valid until the next replay.
 
-        inputs: of the batch itself, for attention that runs between graphs.
+        inputs: of the batch itself, for attention that runs between graphs; None for a full graph.
         """
         assert self._step.addresses() == self._captured_addresses, "a buffer that graphs read was replaced"
         captured = self._graphs[key]

@@ -21,7 +21,7 @@ Work = Callable[[], torch.Tensor]
 class Replayable(Protocol):
     """Captured work that can be run again on the same addresses."""
 
-    def replay(self, inputs: AttentionInputs) -> None:
+    def replay(self, inputs: AttentionInputs | None) -> None:
         """`inputs`: for attention, where it is not captured."""
         ...
 

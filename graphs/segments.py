@@ -38,9 +38,10 @@ class SegmentedGraph:
         """An attention op's function with the arguments of the capture; a replay puts its own inputs into them."""
         self._calls.append((function, arguments[: _INPUTS.start], arguments[_INPUTS.stop :]))
 
-    def replay(self, inputs: AttentionInputs) -> None:
+    def replay(self, inputs: AttentionInputs | None) -> None:
         *stretches, last = self._graphs
         if stretches:
+            assert inputs is not None
             middle = input_arguments(inputs)
             for graph, (function, before, after) in zip(stretches, self._calls, strict=True):
                 graph.replay()

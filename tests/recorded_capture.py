@@ -23,7 +23,7 @@ class RecordedGraph:
         # Nothing has run yet: a replay that did not write its result would be found out.
         self.result = torch.full_like(work(), float("nan"))
 
-    def replay(self, inputs: AttentionInputs) -> None:
+    def replay(self, inputs: AttentionInputs | None) -> None:
         self._capture.inputs = inputs if self._in_segments else None
         self.result.copy_(self._work())
         self._capture.inputs = None

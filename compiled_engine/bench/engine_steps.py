@@ -44,7 +44,7 @@ def mixed_step_ms(
     of `num_steps` such steps, with scheduling, sampling and output, divided by their number, in ms.
     """
     total_steps = num_steps + SETTLING_STEPS
-    with _decodes(llm, generator, num_decodes, decode_context, outputs_needed(num_steps)) as core:
+    with decodes(llm, generator, num_decodes, decode_context, outputs_needed(num_steps)) as core:
         arriving = enumerate(random_prompts(llm, generator, [prompt_len] * total_steps))
 
         def steps(count: int) -> None:
@@ -60,7 +60,7 @@ def mixed_step_ms(
 def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, context: int, num_steps: int) -> list[float]:
     """Times of a steady step of `num_requests` decodes, which start from `context` tokens of prompt: STEP_SAMPLES times
     the wall time of `num_steps` steps one after another, with scheduling and output, divided by their number, in ms."""
-    with _decodes(llm, generator, num_requests, context, outputs_needed(STEP_SAMPLES * num_steps)) as core:
+    with decodes(llm, generator, num_requests, context, outputs_needed(STEP_SAMPLES * num_steps)) as core:
 
         def steps() -> None:
             for _ in range(num_steps):
@@ -77,7 +77,7 @@ def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: 
     """
     if llm.config.device.type != "cuda":
         return None
-    with _decodes(llm, generator, 1, context, outputs_needed(num_steps)) as core:
+    with decodes(llm, generator, 1, context, outputs_needed(num_steps)) as core:
         torch.cuda.synchronize(llm.config.device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             for _ in range(num_steps):
@@ -92,7 +92,7 @@ def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: 
 
 
 @contextmanager
-def _decodes(
+def decodes(
     llm: LLM, generator: random.Random, num_requests: int, context: int, output_len: int
 ) -> Iterator[EngineCore]:
     """The engine's core while this many requests decode; they end with the block."""

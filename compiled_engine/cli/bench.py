@@ -15,6 +15,7 @@ from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.bench_ablation import ablation, plot
 from compiled_engine.cli.bench_engine import AsJson, Repeats, ShapeName, engine_options
 from compiled_engine.cli.bench_speed import latency, prefill, startup, throughput
+from compiled_engine.cli.bench_step import step
 from compiled_engine.cli.errors import bad_input_is_reported
 
 bench = typer.Typer(
@@ -23,7 +24,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (ablation, plot, latency, throughput, prefill, startup):
+for command in (ablation, plot, latency, throughput, prefill, startup, step):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]

@@ -14,7 +14,7 @@ from compiled_engine.graphs.cuda_graphs import CudaGraphManager
 from compiled_engine.graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.graph_capture import CudaCapture
 from compiled_engine.graphs.graph_counters import Fallback, GraphCounters
-from compiled_engine.graphs.graph_key import GraphKey
+from compiled_engine.graphs.graph_key import GraphKey, GraphKind
 from compiled_engine.models.loader import load_weights
 from compiled_engine.models.parameters import materialize
 from compiled_engine.models.registry import build_model
@@ -37,6 +37,7 @@ from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.transfer import upload
 from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.step_clock import NoClock
 from compiled_engine.timeline import Timeline
 
 PROMPT_LOGPROBS_CHUNK = 256
@@ -78,6 +79,7 @@ class Runner:
             self.states.writes,
             config.device,
         )
+        self._clock = NoClock()
         self.pending = PendingSteps(self.buffers, config.device)
         self.kv_caches = kv_cache.allocate(config, 1)
         self.dispatcher = Dispatcher(config.graph, scheduler)
@@ -116,6 +118,11 @@ class Runner:
                 self.graphs.capture_all(progress)
         self.pending.resynchronise()
 
+    def measure_with(self, clock: NoClock) -> None:
+        """Have a clock told where the time of steps goes."""
+        self._clock = clock
+        self.pending.measure_with(clock)
+
     def _on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         assert self.graphs is not None
         self.graphs.on_attention(function, arguments)
@@ -145,6 +152,14 @@ class Runner:
         hidden_wanted = self._owes_prompt_logprobs(step)
         key = self._graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
+        self._clock.lap("prepare")
+        self._clock.device_begins()
+        pending = self._run(batch, hidden_wanted)
+        self._clock.device_ends()
+        return pending
+
+    def _run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        key = batch.key
         self.states.writes.apply()
         self.sampler.publish()
         if key is not None and key.is_decode:
@@ -172,7 +187,9 @@ class Runner:
     def _replay(self, batch: InputBatch) -> ForwardOutput:
         assert self.graphs is not None
         assert batch.key is not None
-        inputs = attention_inputs(batch, self.buffers, self.config.attention_backend)
+        inputs = None  # attention is in a full graph
+        if batch.key.kind is not GraphKind.FULL:
+            inputs = attention_inputs(batch, self.buffers, self.config.attention_backend)
         output = self.padded_step.output(batch.key, self.graphs.replay(batch.key, inputs))
         self.counters.replay(batch.key, batch.num_tokens)
         return output

@@ -11,6 +11,7 @@ from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.sampling.logprobs import DeviceLogprobs, HostLogprobs
 from compiled_engine.scheduling.step import RunnerOutput, TokenLogprobs
+from compiled_engine.step_clock import NoClock
 
 
 class Fetched:
@@ -45,6 +46,11 @@ class PendingSteps:
     def __init__(self, buffers: InputBuffers, device: torch.device):
         self._buffers, self._device = buffers, device
         self._number = 0
+        self._clock = NoClock()
+
+    def measure_with(self, clock: NoClock) -> None:
+        """Have a clock told how long results are waited for."""
+        self._clock = clock
 
     def launched(self) -> None:
         """Tokens are on their way into the ring."""
@@ -60,7 +66,7 @@ class PendingSteps:
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(self._buffers, self._number, event, batch, logprobs, prompt)
+        return PendingStep(self._buffers, self._number, event, batch, logprobs, prompt, self._clock)
 
 
 class PendingStep:
@@ -74,7 +80,9 @@ class PendingStep:
         batch: InputBatch,
         logprobs: Fetched | None,
         prompt: dict[str, PromptLogprobs],
+        clock: NoClock,
     ):
+        self._clock = clock
         self._buffers, self._number, self._event = buffers, number, event
         self._batch, self._logprobs, self._prompt = batch, logprobs, prompt
 
@@ -82,6 +90,7 @@ class PendingStep:
         """What the step produced. Raises RuntimeError if its tokens are gone: it was asked for too late."""
         if self._event is not None:
             self._event.synchronize()
+        self._clock.lap("wait")
         ring_row = self._buffers.tokens_KR1[self._number % RING].numpy()
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")

@@ -1,0 +1,93 @@
+"""`compiled-engine bench step`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.bench_engine import (
+    AsJson,
+    Batch,
+    Repeats,
+    ShapeName,
+    WarmUp,
+    engine_options,
+    print_json,
+    require_fit,
+    resolved,
+    rounds,
+)
+from compiled_engine.cli.bench_engine import engine as started
+from compiled_engine.cli.errors import bad_input_is_reported
+
+
+@takes_engine_options
+def step(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    batch: Batch = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of a round.")] = 64,
+    warm_up: WarmUp = 1,
+    repeats: Repeats = 3,
+    profile: Annotated[
+        Path | None, typer.Option(help="Folder for a trace of some steps, which opens in Perfetto.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Where the time of a steady decode step goes, in microseconds: schedule, prepare, launch, wait, output, device.
+
+    host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
+    which no step was on the device.
+
+    JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, machine, model,
+    options, versions, command.
+
+    Examples:
+
+      compiled-engine bench step --batch 1 --batch 8
+
+      compiled-engine bench step --shape qwen3-0.6b --max-model-len 4096 --batch 256 --profile traces
+    """
+    from compiled_engine.bench.device_rates import device_rates
+    from compiled_engine.bench.engine_steps import outputs_needed
+    from compiled_engine.bench.machine import conditions
+    from compiled_engine.bench.step_split import CONTEXT, step_split
+    from compiled_engine.bench.step_split import profile as write_profile
+    from compiled_engine.cli.bench_engine import command_line
+    from compiled_engine.progress import RichProgress
+
+    with bad_input_is_reported(), engine_options(engine, shape) as options:
+        config = resolved(options)
+        sizes = sorted(batch or [size for size in (1, 8, 64, 256) if size <= config.scheduler.max_num_seqs])
+        require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps))
+        if profile is not None:
+            profile.mkdir(parents=True, exist_ok=True)
+        rates = device_rates(config.device, config.model.dtype)
+        with started(options) as llm:
+            results = step_split(llm, sizes, steps, rounds(warm_up, repeats, config.model.seed), RichProgress())
+            for size in sizes if profile is not None else ():
+                write_profile(llm, size, 8, str(profile / f"decode_{size}.json"))
+    head = {"benchmark": "step", "results": results, "repeats": repeats, "command": command_line()}
+    result = head | conditions(config, options, shape, rates)
+    if as_json:
+        print_json(result)
+    else:
+        _show(results)
+
+
+def _show(results: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    from compiled_engine.cli.bench_text import console
+
+    names = ("schedule", "prepare", "launch", "wait", "output", "host", "step", "device")
+    table = Table("batch", *names, "device idle", title="Microseconds a step, medians")
+    for record in results:
+        cells = ["" if record[name] is None else f"{record[name]['median']:.0f}" for name in names]
+        idle = "" if record["device_idle"] is None else f"{record['device_idle']['median']:.1%}"
+        table.add_row(str(record["batch_size"]), *cells, idle)
+    console().print(table)
