@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import defaultdict
 
 import torch
 
@@ -28,7 +28,7 @@ class StepClock(NoClock):
         self._on_gpu = device.type == "cuda"
         self._running = False
         self._last = 0.0
-        self._laps: Counter[str] = Counter()
+        self._laps: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def start(self) -> None:

@@ -21,6 +21,7 @@ DECLARATIONS = {
     "compiled_engine.config",
     "compiled_engine.parameter_layout",
     "compiled_engine.progress",
+    "compiled_engine.step_clock",
     "compiled_engine.timeline",
 }
 ALLOWED = {

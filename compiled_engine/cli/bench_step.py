@@ -69,8 +69,9 @@ def step(
         rates = device_rates(config.device, config.model.dtype)
         with started(options) as llm:
             results = step_split(llm, sizes, steps, rounds(warm_up, repeats, config.model.seed), RichProgress())
-            for size in sizes if profile is not None else ():
-                write_profile(llm, size, 8, str(profile / f"decode_{size}.json"))
+            if profile is not None:
+                for size in sizes:
+                    write_profile(llm, size, 8, str(profile / f"decode_{size}.json"))
     head = {"benchmark": "step", "results": results, "repeats": repeats, "command": command_line()}
     result = head | conditions(config, options, shape, rates)
     if as_json:
