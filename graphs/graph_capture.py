@@ -69,9 +69,10 @@ class CudaCapture:
     waits for the device and nothing is collected, which `torch.cuda.graph` does each time: a model has many pieces.
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None):
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        # cuBLAS keeps a workspace for every stream that it was ever used in.
+        self._stream = stream or torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._segmented: SegmentedGraph | None = None
@@ -146,4 +147,4 @@ class CudaCapture:
         torch.cuda.empty_cache()
 
     def renewed(self) -> CudaCapture:
-        return CudaCapture(self._device)
+        return CudaCapture(self._device, self._stream)

@@ -78,7 +78,8 @@ def random_requests(count: int, seed: int) -> tuple[list[dict[str, list[int]]], 
     for i in range(count):
         prompts.append({"prompt_token_ids": [random_.randrange(4096) for _ in range(random_.randrange(1, 60))]})
         kind = KINDS[random_.choice(list(KINDS))]
-        params.append(SamplingParams(seed=i, max_tokens=random_.randrange(1, 30), **kind))
+        max_tokens = max(random_.randrange(1, 30), kind.get("min_tokens", 1))
+        params.append(SamplingParams(seed=i, max_tokens=max_tokens, **kind))
     return prompts, params
 
 

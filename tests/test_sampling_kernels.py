@@ -327,6 +327,7 @@ def test_a_step_in_flight_keeps_its_parameters() -> None:
     """Rows are given to other requests while the GPU is still busy with what came before."""
     vocab_size = 4099
     logits_SV = cases.strided_logits(4, vocab_size, torch.float32, 0).cuda()
+    logits_SV[:, 8:10] = 0
     rows, row_index_S = np.arange(4), torch.arange(4, dtype=torch.int32, device="cuda")
     positions_S = torch.full((4,), 5, device="cuda")
     first = SamplingParams(temperature=0.7, top_k=40, logit_bias={7: 4.0}, presence_penalty=1)

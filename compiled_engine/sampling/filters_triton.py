@@ -169,6 +169,7 @@ def threshold_kernel(
     limited = (top_k > 0) & (top_k < VOCAB_SIZE)
     if (inverse_temperature > 0) & (limited | (top_p < 1) | (min_p > 0)):
         row_ptr = logits_ptr + sample * logits_stride
+        own_candidates_ptr = candidates_ptr + sample * CANDIDATES
         tops = tl.full([BLOCK_V], -float("inf"), tl.float32)
         bottoms = tl.full([BLOCK_V], float("inf"), tl.float32)
         counts = tl.zeros([BLOCK_V], dtype=tl.int32)
@@ -187,7 +188,7 @@ def threshold_kernel(
             remaining = -1.0  # the weight of what min-p and top-k leave; negative: not known
             if limited & (top_k <= num_possible):
                 kth, above = _largest_holding(
-                    row_ptr, candidates_ptr, _ordered(bottom), num_possible, high, top_k.to(tl.float32),
+                    row_ptr, own_candidates_ptr, _ordered(bottom), num_possible, high, top_k.to(tl.float32),
                     top, inverse_temperature, False, VOCAB_SIZE, BLOCK_V, CANDIDATES,
                 )  # fmt: skip
                 if _value(kth) >= threshold:
@@ -205,7 +206,7 @@ def threshold_kernel(
                 if remaining < 0:
                     remaining = total
                 nucleus, _ = _largest_holding(
-                    row_ptr, candidates_ptr, _ordered(threshold), count, high, top_p * remaining,
+                    row_ptr, own_candidates_ptr, _ordered(threshold), count, high, top_p * remaining,
                     top, inverse_temperature, True, VOCAB_SIZE, BLOCK_V, CANDIDATES,
                 )  # fmt: skip
                 threshold = _value(nucleus)
