@@ -14,8 +14,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from compiled_engine.attention.decode_splits import GRAIN, MAX_SPLITS
 from compiled_engine.attention.triton_backend import MIN_SHARED_MEMORY
-from compiled_engine.attention.triton_decode import GRAIN, MAX_SPLITS, combine_kernel, decode_kernel, decode_tiles
+from compiled_engine.attention.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.triton_prefill import prefill_kernel, prefill_tiles
 from compiled_engine.attention.triton_write_kv import write_kv_kernel
 

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.attention.triton_decode import GRAIN, LONG_SPLIT, MAX_SPLITS, Splits, plan_splits
+from compiled_engine.attention.decode_splits import (
+    GRAIN,
+    LONG_CONTEXT_SPLITS,
+    LONG_SPLIT,
+    MAX_SPLITS,
+    SHORT_CONTEXT,
+    Splits,
+    plan_splits,
+)
 
 H200_SMS = 132
 requests = st.integers(1, 1024)
@@ -20,9 +28,13 @@ sms = st.integers(1, 200)
     [
         (1, 8, 4096, Splits(16, GRAIN)),
         (2, 8, 4096, Splits(8, GRAIN)),
-        (8, 8, 4096, Splits(2, GRAIN)),
-        (9, 8, 4096, Splits(1, GRAIN)),
-        (256, 8, 4096, Splits(1, GRAIN)),
+        (4, 8, 4096, Splits(4, GRAIN)),
+        (5, 8, 4096, Splits(LONG_CONTEXT_SPLITS, SHORT_CONTEXT)),
+        (33, 8, 4096, Splits(LONG_CONTEXT_SPLITS, SHORT_CONTEXT)),
+        (33, 8, 257, Splits(2, SHORT_CONTEXT)),
+        (33, 8, 256, Splits(1, SHORT_CONTEXT)),
+        (34, 8, 4096, Splits(1, SHORT_CONTEXT)),
+        (256, 8, 4096, Splits(1, SHORT_CONTEXT)),
         (1, 2, 4096, Splits(MAX_SPLITS, GRAIN)),
         (1, 8, 33, Splits(2, GRAIN)),
         (1, 8, 32, Splits(1, GRAIN)),
@@ -39,18 +51,9 @@ def test_splits_are_few_and_never_wanting(num_requests: int, num_kv_heads: int, 
     splits = plan_splits(num_requests, num_kv_heads, max_seq_len, num_sms)
     assert 1 <= splits.count <= MAX_SPLITS
     assert splits.min_keys % GRAIN == 0
-    # Splits are there to fill the device or to cut long contexts, not otherwise.
+    # Splits are there to fill the device, to even out few programs or to cut long contexts, not otherwise.
     if splits.count > 1 and max_seq_len <= LONG_SPLIT:
-        assert num_requests * num_kv_heads * splits.count <= num_sms
-        assert (splits.count - 1) * GRAIN < max_seq_len
+        assert num_requests * num_kv_heads * splits.count <= 2 * num_sms * LONG_CONTEXT_SPLITS
+        assert (splits.count - 1) * splits.min_keys < max_seq_len
     # No program reads more than LONG_SPLIT keys unless there is no split left.
     assert splits.count == MAX_SPLITS or splits.count * LONG_SPLIT >= max_seq_len
-
-
-@given(requests, requests, kv_heads, lengths, sms)
-def test_more_requests_never_get_more_splits(
-    one: int, other: int, num_kv_heads: int, max_seq_len: int, num_sms: int
-) -> None:
-    fewer, more = sorted((one, other))
-    splits_of_fewer = plan_splits(fewer, num_kv_heads, max_seq_len, num_sms)
-    assert splits_of_fewer.count >= plan_splits(more, num_kv_heads, max_seq_len, num_sms).count

@@ -8,8 +8,9 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.decode_splits import plan_splits
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.triton_decode import decode, plan_splits
+from compiled_engine.attention.triton_decode import decode
 from compiled_engine.attention.triton_prefill import prefill
 from compiled_engine.attention.triton_write_kv import write_kv
 

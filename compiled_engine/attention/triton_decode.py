@@ -14,36 +14,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.decode_splits import GRAIN, MAX_SPLITS, Splits
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.triton_tile import LOWEST, attend_tile
-
-MAX_SPLITS = 32
-# A split is a multiple of this many keys.
-GRAIN = 32
-# The most keys that one program reads when a few long contexts stand among many short ones.
-LONG_SPLIT = 16384
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Between how many programs a request's keys are split, and the fewest keys that one of them takes."""
-
-    count: int
-    min_keys: int
-
-
-def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
-    """The split rule: a pure function of what a captured graph is keyed by, and of the device.
-
-    num_requests: rows of the batch, padding included. max_seq_len: the host's bound of the contexts.
-    Few programs are split until they fill the device once; contexts above LONG_SPLIT are always split, or one of
-    them would keep the whole batch waiting.
-    """
-    to_fill = min(num_sms // (num_requests * num_kv_heads), -(-max_seq_len // GRAIN), MAX_SPLITS)
-    to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
-    if max(1, to_fill) >= to_shorten:
-        return Splits(max(1, to_fill), GRAIN)
-    return Splits(to_shorten, LONG_SPLIT // 16)
 
 
 @dataclass(frozen=True)
@@ -56,13 +29,13 @@ class DecodeTiles:
 
 
 def decode_tiles(head_dim: int, element_size: int) -> DecodeTiles:
-    """Tiles by head size (elements) and element size (bytes): about 16 KiB of K and of V in flight each."""
+    """Tiles by head size (elements) and element size (bytes)."""
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
     if head_dim <= 64:
         return DecodeTiles(keys=128, num_warps=4, num_stages=5)
     if head_dim <= 128:
-        return DecodeTiles(keys=64, num_warps=4, num_stages=5)
+        return DecodeTiles(keys=128, num_warps=4, num_stages=3)
     return DecodeTiles(keys=32, num_warps=4, num_stages=5)
 
 
@@ -103,25 +76,27 @@ def decode_kernel(
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per (K/V head, request, split). One split writes the result, several leave acc, max and sum.
+    """One program per (K/V head, request, split). A lone split writes the result, several leave acc, max and sum.
 
     partial_ptr: float32 [R, H, S, d]; partial_max_ptr and partial_sum_ptr: float32 [R, H, S].
     """
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
+    # Before the wait: kernels just before this one write q and the cache, but lengths were there before them.
     seq_len = tl.load(seq_lens_ptr + request)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
     first_key = 0
     if WINDOW > 0:
         first_key = tl.maximum(seq_len - WINDOW, 0)
-    length = split_length(seq_len - first_key, num_splits, min_keys, GRAIN)
+    num_keys = seq_len - first_key
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
     first_key += split * length
     end_key = tl.minimum(first_key + length, seq_len)
-    if (num_splits > 1) & (first_key >= end_key):
+    if (split > 0) & (first_key >= end_key):
         return
 
     rows_M = tl.arange(0, TILE_M)
@@ -157,7 +132,7 @@ def decode_kernel(
             TILE_N,
             TILE_D,
         )
-    if num_splits > 1:
+    if length < num_keys:
         partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
         tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
         tl.store(partial_max_ptr + partials_M, max_M, mask=rows_M < GROUP)
@@ -192,16 +167,19 @@ def combine_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program per (head, request): weigh what the splits that had keys left, and write the result."""
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     num_keys = tl.load(seq_lens_ptr + request)
     if WINDOW > 0:
         num_keys = tl.minimum(num_keys, WINDOW)
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    if length >= num_keys:
+        return  # a lone split has written the result
     splits_S = tl.arange(0, TILE_S)
-    written_S = splits_S * split_length(num_keys, num_splits, min_keys, GRAIN) < num_keys
+    written_S = splits_S * length < num_keys
     written_S &= splits_S < num_splits
     d_D = tl.arange(0, TILE_D)
     partials_S = (request * tl.num_programs(0) + head) * num_splits + splits_S
