@@ -92,9 +92,10 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
     assert "cp.async.cg.shared.global" in ptx
 
 
+@pytest.mark.parametrize("small", [False, True])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    tiles = decode_tiles(shape[2], dtype.itemsize)
+def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], small: bool) -> None:
+    tiles = decode_tiles(shape[2], dtype.itemsize, small)
     further = {"GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
     chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}

@@ -6,15 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.attention.decode_splits import (
-    GRAIN,
-    LONG_CONTEXT_SPLITS,
-    LONG_SPLIT,
-    MAX_SPLITS,
-    SHORT_CONTEXT,
-    Splits,
-    plan_splits,
-)
+from compiled_engine.attention.decode_splits import GRAIN, LONG_SPLIT, MAX_SPLITS, Splits, plan_splits
 
 H200_SMS = 132
 requests = st.integers(1, 1024)
@@ -28,13 +20,11 @@ sms = st.integers(1, 200)
     [
         (1, 8, 4096, Splits(16, GRAIN)),
         (2, 8, 4096, Splits(8, GRAIN)),
-        (4, 8, 4096, Splits(4, GRAIN)),
-        (5, 8, 4096, Splits(LONG_CONTEXT_SPLITS, SHORT_CONTEXT)),
-        (33, 8, 4096, Splits(LONG_CONTEXT_SPLITS, SHORT_CONTEXT)),
-        (33, 8, 257, Splits(2, SHORT_CONTEXT)),
-        (33, 8, 256, Splits(1, SHORT_CONTEXT)),
-        (34, 8, 4096, Splits(1, SHORT_CONTEXT)),
-        (256, 8, 4096, Splits(1, SHORT_CONTEXT)),
+        (3, 8, 4096, Splits(8, GRAIN, small=True)),
+        (16, 8, 4096, Splits(8, GRAIN, small=True)),
+        (16, 8, 200, Splits(7, GRAIN, small=True)),
+        (17, 8, 4096, Splits(1, GRAIN)),
+        (256, 8, 4096, Splits(1, GRAIN)),
         (1, 2, 4096, Splits(MAX_SPLITS, GRAIN)),
         (1, 8, 33, Splits(2, GRAIN)),
         (1, 8, 32, Splits(1, GRAIN)),
@@ -53,7 +43,7 @@ def test_splits_are_few_and_never_wanting(num_requests: int, num_kv_heads: int, 
     assert splits.min_keys % GRAIN == 0
     # Splits are there to fill the device, to even out few programs or to cut long contexts, not otherwise.
     if splits.count > 1 and max_seq_len <= LONG_SPLIT:
-        assert num_requests * num_kv_heads * splits.count <= 2 * num_sms * LONG_CONTEXT_SPLITS
+        assert num_requests * num_kv_heads * splits.count <= 8 * num_sms
         assert (splits.count - 1) * splits.min_keys < max_seq_len
     # No program reads more than LONG_SPLIT keys unless there is no split left.
     assert splits.count == MAX_SPLITS or splits.count * LONG_SPLIT >= max_seq_len

@@ -28,10 +28,13 @@ class DecodeTiles:
     num_stages: int
 
 
-def decode_tiles(head_dim: int, element_size: int) -> DecodeTiles:
-    """Tiles by head size (elements) and element size (bytes)."""
+def decode_tiles(head_dim: int, element_size: int, small: bool) -> DecodeTiles:
+    """Tiles by head size (elements) and element size (bytes); small ones leave room for other programs."""
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
+    if small:
+        keys = 4096 // max(64, triton.next_power_of_2(head_dim))
+        return DecodeTiles(keys, num_warps=1 if head_dim <= 128 else 4, num_stages=3)
     if head_dim <= 64:
         return DecodeTiles(keys=128, num_warps=4, num_stages=5)
     if head_dim <= 128:
@@ -209,7 +212,7 @@ def decode(
     num_heads = q_THd.shape[1]
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size())
+    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.small)
     tile_d = triton.next_power_of_2(head_dim)
     scale_log2 = scale * math.log2(math.e)
     split = splits.count > 1

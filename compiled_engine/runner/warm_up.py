@@ -53,7 +53,8 @@ def _shapes(max_tokens: int, max_requests: int, on_gpu: bool) -> list[tuple[int,
         return [(1, 1), *mixed]
     return [
         (max_tokens, max_requests),
-        *((size, size) for size in sorted({1, min(2, max_requests), max_requests})),
+        # Kernels differ by the size of the batch, in steps wider than a factor of two.
+        *((size, size) for size in sorted({max_requests, *(1 << i for i in range(max_requests.bit_length()))})),
         *mixed,
     ]
 
