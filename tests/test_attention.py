@@ -167,9 +167,9 @@ def test_captured_decodes_follow_the_device_data(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_triton_compiles_nothing_after_its_first_batches() -> None:
-    """Neither sizes nor unaligned views make a further variant of a kernel."""
+    """A decode of one request, one of some and a prefill: no size nor unaligned view makes a further variant."""
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    for requests in (decodes(40), (Request(40, 40),)):
+    for requests in (decodes(40), decodes(*[40] * 20), (Request(40, 40),)):
         case = Case("", requests, **shape)
         batch = build(case, torch.bfloat16, "cuda")
         step("triton", case, batch)
