@@ -19,13 +19,13 @@ from collections import deque
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
+from compiled_engine.scheduling.limits import check_fits, check_limits
 from compiled_engine.scheduling.request import Request, RequestStatus
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput, TokenLogprobs
+from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
+from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
-from compiled_engine.scheduling.stop import check_stop
+from compiled_engine.scheduling.step_outputs import prompt_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
-
-POLICIES = ("fcfs", "priority")
 
 _new_tuple = tuple.__new__  # what a NamedTuple's constructor calls, at half the cost
 _order = operator.attrgetter("order")
@@ -44,13 +44,7 @@ class Scheduler:
     def __init__(
         self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, steps_in_flight: int = 1
     ) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(scheduler, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(scheduler, name)}")
-        if scheduler.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {scheduler.policy!r}")
-        if steps_in_flight not in (1, 2):
-            raise ValueError(f"steps_in_flight must be 1 or 2, got {steps_in_flight}")
+        check_limits(scheduler, steps_in_flight)
         self._config = scheduler
         self._steps_in_flight = steps_in_flight
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
@@ -62,31 +56,16 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
-        self._least_free = num_blocks
-        self._num_arrived = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_finished = 0
-        self._num_aborted = 0
+        self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError if its id is in use, or if it can never be computed."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        num_tokens = len(request.prompt_token_ids)
-        if num_tokens == 0:
-            raise ValueError(f"prompt_token_ids of request {request.request_id!r} must not be empty")
-        needed = f"request {request.request_id!r} needs {num_tokens + 1} tokens ({num_tokens} of prompt + 1)"
-        if num_tokens + 1 > self._config.max_model_len:
-            raise ValueError(f"{needed}, but max_model_len is {self._config.max_model_len}")
-        if num_tokens + 1 > self._kv_cache.num_slots:
-            raise ValueError(
-                f"{needed}, but the KV cache holds {self._kv_cache.num_slots} "
-                f"({self._kv_cache.pool.num_blocks} blocks of {self._kv_cache.block_size})"
-            )
+        check_fits(request, self._config.max_model_len, self._kv_cache)
         priority = request.priority if self._config.policy == "priority" else 0
-        order = (priority, self._num_arrived)
-        self._num_arrived += 1
+        order = (priority, self._counts.arrived)
+        self._counts.arrived += 1
         queued = Request.of(request, order, self._max_total_tokens)
         self._requests[request.request_id] = queued
         self._waiting.push(queued)
@@ -102,8 +81,8 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
         self._end(request)
-        self._num_finished += stopped
-        self._num_aborted += not stopped
+        self._counts.finished += stopped
+        self._counts.aborted += not stopped
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
@@ -124,10 +103,11 @@ class Scheduler:
             self._admit_waiting(draft, budget)
         if not draft.single.requests and not draft.several.requests:
             return None
-        self._least_free = min(self._least_free, self._kv_cache.pool.num_free)
-        self._num_steps += 1
+        counts = self._counts
+        counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
+        counts.steps += 1
         removed, self._removed = self._removed, []
-        step = StepInFlight.of(self._num_steps, draft, removed, self._kv_cache.take_registered())
+        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered())
         self._in_flight.append(step)
         return step.output
 
@@ -144,7 +124,7 @@ class Scheduler:
     def _schedule_running(self, draft: StepDraft) -> int:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
         running, budget = self._running, self._config.max_num_batched_tokens
-        num_preemptions = self._num_preemptions
+        num_preemptions = self._counts.preemptions
         # A decode in the blocks that it has is nearly every share of nearly every step.
         add_request, add_start = draft.single.requests.append, draft.single.starts.append
         add_count, add_samples = draft.single.counts.append, draft.single.samples.append
@@ -173,7 +153,7 @@ class Scheduler:
                 draft.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
             self._schedule_tokens(draft, request, num_tokens)
-        return budget if self._num_preemptions == num_preemptions else 0
+        return budget if self._counts.preemptions == num_preemptions else 0
 
     def _admit_waiting(self, draft: StepDraft, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
@@ -206,7 +186,7 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
-        self._num_preemptions += 1
+        self._counts.preemptions += 1
         return request
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineOutput]:
@@ -217,8 +197,8 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].output is not step:
             raise RuntimeError(f"step {step.step} is not the oldest one in flight")
         in_flight = self._in_flight[0]
-        num_finished = self._num_finished
-        outputs = self._prompt_outputs(in_flight, result) if result.prompt_logprobs else []
+        num_finished = self._counts.finished
+        outputs = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # Everything else is for requests that sample, and nearly always no more than the next token.
         finished, add = RequestStatus.FINISHED, outputs.append
         plain = not (result.logprobs or result.prompt_logprobs)
@@ -233,9 +213,13 @@ class Scheduler:
                 cached = request.num_cached_tokens
                 add(_new_tuple(EngineOutput, (request.request_id, (token_id,), None, None, None, None, cached)))
             else:
-                add(self._advance(request, token_id, result))
+                output = token_output(request, token_id, result)
+                if output.finish_reason is not None:
+                    self._end(request)
+                    self._counts.finished += 1
+                add(output)
         self._in_flight.popleft()
-        if self._num_finished > num_finished:
+        if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return outputs
 
@@ -253,34 +237,8 @@ class Scheduler:
         for request in affected:
             if request.status is not RequestStatus.FINISHED:
                 self._end(request)
-                self._num_aborted += 1
+                self._counts.aborted += 1
         self._removed = list(dict.fromkeys(removed + self._removed))
-
-    def _prompt_outputs(self, step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
-        """Prompt log-probabilities of requests that have not come to the end of their prompt."""
-        outputs = []
-        for request, samples in zip(step.requests, step.output.samples, strict=True):
-            if not samples and request.status is not RequestStatus.FINISHED:
-                entries = _prompt_logprobs(request, result)
-                if entries is not None:
-                    cached = request.num_cached_tokens or 0
-                    outputs.append(
-                        EngineOutput(request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached)
-                    )
-        return outputs
-
-    def _advance(self, request: Request, token_id: int, result: RunnerOutput) -> EngineOutput:
-        """The output for a request that got its newest token; ends it if that is the last one."""
-        request_id = request.request_id
-        prompt_logprobs = _prompt_logprobs(request, result)
-        logprobs = (result.logprobs[request_id],) if request_id in result.logprobs else None
-        finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
-        reason, stop_reason = finish or (None, None)
-        if finish is not None:
-            self._end(request)
-            self._num_finished += 1
-        cached = request.num_cached_tokens or 0
-        return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached)
 
     def _end(self, request: Request) -> None:
         """Forget a request and free what it holds; the caller takes it off the list of those that run."""
@@ -297,26 +255,9 @@ class Scheduler:
         self._removed.append(request.request_id)
 
     def metrics(self) -> dict[str, int | float]:
-        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
-
-        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
-        (by a stop or the length), aborted, steps.
-        """
-        pool = self._kv_cache.pool
-        return {
-            "running": len(self._requests) - len(self._waiting),
-            "waiting": len(self._waiting),
-            "kv_usage": 1 - pool.num_free / pool.num_blocks,
-            "kv_usage_peak": 1 - self._least_free / pool.num_blocks,
-            "blocks_total": pool.num_blocks,
-            "blocks_free": pool.num_free,
-            "prefix_queries": self._kv_cache.prefix_queries,
-            "prefix_hits": self._kv_cache.prefix_hits,
-            "preemptions": self._num_preemptions,
-            "finished": self._num_finished,
-            "aborted": self._num_aborted,
-            "steps": self._num_steps,
-        }
+        """See SchedulerCounts.metrics."""
+        waiting = len(self._waiting)
+        return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, every block must be free."""
@@ -335,9 +276,3 @@ class Scheduler:
                 f"and {ending} await their last token"
             )
         self._kv_cache.check_integrity(self._running)
-
-
-def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
-    """What of the request's prompt log-probabilities is new, if anything."""
-    found = result.prompt_logprobs.get(request.request_id)
-    return None if found is None else request.take_prompt_logprobs(*found)
