@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from compiled_engine.llm import LLM
     from compiled_engine.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.passes.registry import register_pass, unregister_pass
+    from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "LogitsProcessor",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
@@ -27,6 +29,7 @@ __all__ = [
 _MODULES = {
     "LLM": "compiled_engine.llm",
     "CompletionOutput": "compiled_engine.outputs",
+    "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.outputs",
     "RequestOutput": "compiled_engine.outputs",
     "SamplingParams": "compiled_engine.sampling.params",

@@ -9,8 +9,12 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 
 
 @dataclass(frozen=True)
@@ -161,4 +165,5 @@ class EngineConfig:
     graph: GraphConfig
     device: torch.device
     attention_backend: str
+    logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory, ...]
     reasons: dict[str, str]

@@ -28,6 +28,7 @@ from compiled_engine.models.registry import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve_graphs import resolve_graphs
+from compiled_engine.resolve_logits_processors import resolve_logits_processors
 
 MODES = ("auto", "eager", "compiled", "graphed")
 POLICIES = ("fcfs", "priority")
@@ -87,6 +88,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=device,
         attention_backend=backend,
+        logits_processors=resolve_logits_processors(options.logits_processors),
         reasons=reasons,
     )
 
@@ -107,7 +109,8 @@ def _check_types(options: EngineOptions) -> None:
     _require_one_of("mode", options.mode, MODES)
     _require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     _require_one_of("generation_config", options.generation_config, ("auto", "none"))
-    for name in ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes"):
+    lists = ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes", "logits_processors")
+    for name in lists:
         value = getattr(options, name)
         if value is not None and not isinstance(value, tuple):
             raise TypeError(f"{name} is {value!r}; allowed: a list")

@@ -33,6 +33,7 @@ from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.history import penalty_bytes
+from compiled_engine.sampling.logits_processor import build_processors
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.transfer import upload
@@ -53,6 +54,10 @@ class Runner:
         """
         self.config = config
         self.timeline = timeline
+        scheduler = config.scheduler
+        processors = build_processors(
+            config.logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device
+        )
         self.compiled: CompiledModel | None = None
         layout = ParameterLayout()
         if config.compile.enabled:
@@ -67,7 +72,6 @@ class Runner:
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
         self.forward = ModelForward(model, self.compiled, named, self._on_attention)
 
-        scheduler = config.scheduler
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, scheduler.max_model_len, config.device)
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
@@ -97,6 +101,7 @@ class Runner:
         self.graphs = CudaGraphManager(keys, CudaCapture(config.device), self.padded_step) if keys else None
         with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None):
             self._start(progress)
+        self.sampler.use(processors)  # not before: warm-up takes rows for requests that nobody made
 
     @torch.inference_mode()
     def _start(self, progress: Progress) -> None:
