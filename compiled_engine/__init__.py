@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from compiled_engine.passes.registry import register_pass, unregister_pass
     from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
+    from compiled_engine.sampling.token_mask import TokenMask
 
 __all__ = [
     "LLM",
@@ -22,6 +23,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "TokenMask",
     "register_pass",
     "unregister_pass",
 ]
@@ -33,6 +35,7 @@ _MODULES = {
     "Logprob": "compiled_engine.outputs",
     "RequestOutput": "compiled_engine.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
+    "TokenMask": "compiled_engine.sampling.token_mask",
     "register_pass": "compiled_engine.passes.registry",
     "unregister_pass": "compiled_engine.passes.registry",
 }

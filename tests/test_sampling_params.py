@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from compiled_engine.sampling.params import SamplingParams, validate_for_model
+from compiled_engine.sampling.token_mask import TokenMask
 
 INFINITY, NAN = float("inf"), float("nan")
 
@@ -43,6 +44,7 @@ def test_defaults() -> None:
         "truncate_prompt_tokens": None,
         "bad_words_token_ids": (),
         "extra_args": None,
+        "token_mask": None,
     }
 
 
@@ -136,6 +138,7 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
         (("stop_token_ids", "bad_words"), ("word",), "a list or a tuple"),
         (("logit_bias",), ([1, 2], 5), "a dict of token id to bias"),
         (("extra_args",), ([1, 2], 5, "a"), "a dict of names to values"),
+        (("token_mask",), (5, lambda ids: ids, TokenMask), "an object with a method 'allowed'"),
     ]
     for field in fields
     for value in values

@@ -36,6 +36,7 @@ from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.logits_processor import build_processors
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.transfer import upload
 from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.step_clock import NoClock
@@ -208,7 +209,10 @@ class Runner:
         count = batch.num_requests
         row_index_R = upload(rows_R.astype(np.int32), self.config.device)
         positions_R = self.buffers.sample_positions_R[:count]
-        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R)
+        masks = None
+        if batch.token_masks:
+            masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self.config.device)
+        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
         advance(
             self.states,
             self.buffers,

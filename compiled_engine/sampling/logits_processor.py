@@ -20,8 +20,8 @@ class LogitsProcessor(Protocol):
     are known to the host, so a processor gets none in `apply`: what it needs of a request it learns in `add_row`, and
     where a request stands it sees on the device in `positions_R`.
 
-    An exception in any of the methods fails the step: it is raised to the caller, and the requests of the steps in
-    flight are aborted. The engine stays usable.
+    An exception in any of the methods fails the step: it is raised to the caller, and the requests that run are
+    aborted. The engine stays usable.
     """
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:

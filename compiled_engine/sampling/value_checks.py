@@ -97,6 +97,17 @@ def arguments(name: str, value: Any) -> dict[str, Any] | None:
     return {text(f"{name} key", key): item for key, item in value.items()}
 
 
+def having(method: str) -> Check:
+    """An object with a method of this name."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, type) or not callable(getattr(value, method, None)):
+            raise TypeError(f"{name} must be an object with a method {method!r}, got {value!r}")
+        return value
+
+    return check
+
+
 def text_or_texts(name: str, value: Any) -> tuple[str, ...]:
     return sequence_of(text)(name, [value] if isinstance(value, str) else value)
 

@@ -7,7 +7,8 @@ request that is last in order is preempted, to be computed again later.
 
 With two steps in flight a step is scheduled before the tokens of the one before it are known. How many there are is
 known, and that is all that scheduling needs: the limit on length is foreseen. A request that a token ends is found out
-one step late, and what that step samples for it is dropped.
+one step late, and what that step samples for it is dropped. A request with a token mask is not scheduled ahead: while
+its newest token is in flight, steps leave it out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from collections import deque
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.scheduling.integrity import check_all_free, check_requests
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.limits import check_fits, check_limits
+from compiled_engine.scheduling.masks import ask_for_masks
 from compiled_engine.scheduling.request import Request, RequestStatus
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
@@ -42,10 +45,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, steps_in_flight: int = 1
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        vocab_size: int,
+        steps_in_flight: int = 1,
     ) -> None:
         check_limits(scheduler, steps_in_flight)
         self._config = scheduler
+        self._vocab_size = vocab_size
         self._steps_in_flight = steps_in_flight
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
         # The last token of a sequence is never computed, so it needs no slot.
@@ -56,6 +65,7 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
+        self._failed: list[EngineOutput] = []
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest) -> None:
@@ -78,15 +88,19 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        self._end(request)
+        self._drop(request)
         self._counts.finished += stopped
         self._counts.aborted += not stopped
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        """Whether a request runs or waits, or its end is still to be told by `take_failed`."""
+        return bool(self._requests or self._failed)
+
+    def take_failed(self) -> list[EngineOutput]:
+        """Of requests that `schedule` has ended since this was last called, because their token mask failed."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
@@ -106,9 +120,14 @@ class Scheduler:
         counts = self._counts
         counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
         counts.steps += 1
+        masks, failed = ask_for_masks(draft.masked, self._vocab_size)
         removed, self._removed = self._removed, []
-        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered())
+        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered(), masks)
         self._in_flight.append(step)
+        for request, output in failed:  # as if it were aborted right after: what the step yields for it is ignored
+            self._drop(request)
+            counts.aborted += 1
+            self._failed.append(output)
         return step.output
 
     def _retire(self) -> None:
@@ -131,7 +150,7 @@ class Scheduler:
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
             end = start + 1
-            if end == request.num_tokens and start < request.num_slots:
+            if end == request.num_tokens and start < request.num_slots and not request.masked:
                 add_request(request)
                 add_start(start)
                 add_count(1)
@@ -141,6 +160,9 @@ class Scheduler:
                 budget -= 1
                 if end + 1 == request.max_num_tokens:
                     self._last_share.append(request)
+                continue
+            if request.masked and request.awaits_token:
+                budget -= 1  # as if it had its share: no more may be admitted than can run together
                 continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
             num_tokens = request.num_tokens - start
@@ -176,6 +198,8 @@ class Scheduler:
         draft.add(request, start, num_tokens, samples)
         self._kv_cache.register(request)
         if samples:
+            if request.masked:
+                draft.masked.append(request)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
@@ -224,7 +248,7 @@ class Scheduler:
         return outputs
 
     def fail_step(self) -> None:
-        """Take back the steps in flight, whose results will not come: their requests end, removals are sent again."""
+        """Take back the steps in flight, whose results will not come: who runs ends, removals are sent again."""
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
@@ -239,6 +263,12 @@ class Scheduler:
                 self._end(request)
                 self._counts.aborted += 1
         self._removed = list(dict.fromkeys(removed + self._removed))
+
+    def _drop(self, request: Request) -> None:
+        """End a request, whatever it is doing."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        self._end(request)
 
     def _end(self, request: Request) -> None:
         """Forget a request and free what it holds; the caller takes it off the list of those that run."""
@@ -261,18 +291,10 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, every block must be free."""
-        pool = self._kv_cache.pool
-        if not self._requests and pool.num_free != pool.num_blocks:
-            raise RuntimeError(f"no request is left, but only {pool.num_free} of {pool.num_blocks} blocks are free")
+        if not self._requests:
+            check_all_free(self._kv_cache.pool)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError, saying what is wrong, unless each block and request is accounted for once."""
-        if [r.order for r in self._running] != sorted({r.order for r in self._running}):
-            raise RuntimeError(f"running requests are not in order: {[r.request_id for r in self._running]}")
-        ending = sum(request.status is RequestStatus.ENDING for request in self._requests.values())
-        if len(self._running) + len(self._waiting) + ending != len(self._requests):
-            raise RuntimeError(
-                f"{len(self._requests)} requests are known, but {len(self._running)} run, {len(self._waiting)} wait "
-                f"and {ending} await their last token"
-            )
+        check_requests(self._requests.values(), self._running, len(self._waiting))
         self._kv_cache.check_integrity(self._running)
