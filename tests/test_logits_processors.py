@@ -216,6 +216,22 @@ def test_a_failure_is_told_and_the_engine_stays_usable(llm: LLM, where: str) -> 
     assert generate(llm, PROMPTS[:1], [plain]) == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_on_a_gpu(temperature: float) -> None:
+    """With CUDA graphs and steps launched ahead; more requests than rows."""
+    plain = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True)
+    forced = SamplingParams(temperature=temperature, max_tokens=8, ignore_eos=True, extra_args={"force": 9})
+    options: dict[str, Any] = {"progress": False, "max_model_len": 64, "num_blocks": 64, "max_num_seqs": 3}
+    with LLM(device="cuda", **options, logits_processors=[by_position]) as llm:
+        mixed = generate(llm, [prompt for prompt in PROMPTS for _ in range(2)], [forced, plain] * 4)
+        for prompt, token_ids, other in zip(PROMPTS, mixed[::2], mixed[1::2], strict=True):
+            start = len(llm.get_tokenizer().encode(prompt)) + 9
+            assert token_ids == list(range(start, start + 8))
+            assert other != token_ids
+            assert len(other) == 8
+
+
 def test_what_makes_a_batch_general() -> None:
     sampler = Sampler(4, 40, 64, "cpu")
     sampler.use([Forbid()])

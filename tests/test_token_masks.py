@@ -180,6 +180,20 @@ def test_a_mask_that_fails_ends_its_request_alone(llm: LLM, way: str, failing_af
     assert (alone.token_ids, alone.finish_reason) == (expected[2][:failing_after], "error")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM | {"n": 3}])
+def test_on_a_gpu(sampling: dict[str, Any]) -> None:
+    """With CUDA graphs and steps launched ahead."""
+    with LLM(progress=False, device="cuda", max_model_len=64, num_blocks=64, max_num_seqs=8) as llm:
+        mask = one_of(llm)
+        masked = SamplingParams(**sampling | {"ignore_eos": False}, token_mask=mask)
+        plain = SamplingParams(**sampling)
+        completions = generate(llm, [p for p in PROMPTS for _ in range(2)], [masked, plain] * 3)
+        for i in range(0, len(completions), 2 * plain.n):
+            assert all(c.token_ids in mask.sequences for c in completions[i : i + plain.n])
+            assert all(len(c.token_ids) == 20 for c in completions[i + plain.n : i + 2 * plain.n])
+
+
 class TestScheduling:
     """Two steps in flight: who has a share of which step."""
 
