@@ -9,12 +9,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 
 
 @dataclass(frozen=True)
@@ -165,5 +161,4 @@ class EngineConfig:
     graph: GraphConfig
     device: torch.device
     attention_backend: str
-    logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory, ...]
     reasons: dict[str, str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.executor import Executor, InProcessExecutor, PendingOutput
 from compiled_engine.progress import Progress
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.scheduling.scheduler import Scheduler
 from compiled_engine.scheduling.step import SchedulerOutput
 from compiled_engine.step_clock import NoClock
@@ -21,12 +23,17 @@ from compiled_engine.timeline import Timeline
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, progress: Progress):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    ):
         timeline = Timeline()
         start_s = timeline.now()
         timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
         self.config = config
-        self._executor: Executor = InProcessExecutor(config, progress, timeline)
+        self._executor: Executor = InProcessExecutor(config, progress, timeline, logits_processors)
         self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._scheduler = Scheduler(
             config.scheduler,

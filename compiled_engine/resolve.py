@@ -88,7 +88,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
         ),
         device=device,
         attention_backend=backend,
-        logits_processors=resolve_logits_processors(options.logits_processors),
         reasons=reasons,
     )
 
@@ -114,6 +113,7 @@ def _check_types(options: EngineOptions) -> None:
         value = getattr(options, name)
         if value is not None and not isinstance(value, tuple):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
+    resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     for name in ("model", "tokenizer", "cache_dir"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, str | Path):

@@ -64,7 +64,7 @@ def config_table(config: EngineConfig) -> Table:
 
 def plain(value: Any) -> Any:
     """A configuration value as JSON has it: objects, lists, numbers, text."""
-    if is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.history import penalty_bytes
-from compiled_engine.sampling.logits_processor import build_processors
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
@@ -48,17 +48,21 @@ PROMPT_LOGPROBS_CHUNK = 256
 class Runner:
     """Everything on the device. `execute` is the only way in once it stands; it is not thread-safe."""
 
-    def __init__(self, config: EngineConfig, progress: Progress, timeline: Timeline):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        timeline: Timeline,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    ):
         """Load, compile, size the KV cache, capture.
 
-        Raises what the loader, the compiler and kv_cache.count_blocks raise.
+        Raises what build_processors, the loader, the compiler and kv_cache.count_blocks raise.
         """
         self.config = config
         self.timeline = timeline
         scheduler = config.scheduler
-        processors = build_processors(
-            config.logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device
-        )
+        processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
         self.compiled: CompiledModel | None = None
         layout = ParameterLayout()
         if config.compile.enabled:
