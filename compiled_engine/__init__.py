@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     from compiled_engine.llm import LLM
     from compiled_engine.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.passes.registry import register_pass, unregister_pass
+    from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
+    from compiled_engine.sampling.token_mask import TokenMask
 
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "LogitsProcessor",
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "TokenMask",
     "register_pass",
     "unregister_pass",
 ]
@@ -27,9 +31,11 @@ __all__ = [
 _MODULES = {
     "LLM": "compiled_engine.llm",
     "CompletionOutput": "compiled_engine.outputs",
+    "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.outputs",
     "RequestOutput": "compiled_engine.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
+    "TokenMask": "compiled_engine.sampling.token_mask",
     "register_pass": "compiled_engine.passes.registry",
     "unregister_pass": "compiled_engine.passes.registry",
 }

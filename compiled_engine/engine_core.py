@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.executor import Executor, InProcessExecutor, PendingOutput
 from compiled_engine.progress import Progress
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.scheduling.scheduler import Scheduler
 from compiled_engine.scheduling.step import SchedulerOutput
 from compiled_engine.step_clock import NoClock
@@ -21,14 +23,25 @@ from compiled_engine.timeline import Timeline
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps."""
 
-    def __init__(self, config: EngineConfig, progress: Progress):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    ):
         timeline = Timeline()
         start_s = timeline.now()
         timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
         self.config = config
-        self._executor: Executor = InProcessExecutor(config, progress, timeline)
+        self._executor: Executor = InProcessExecutor(config, progress, timeline, logits_processors)
         self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
-        self._scheduler = Scheduler(config.scheduler, config.cache, self._executor.num_blocks, self._steps_in_flight)
+        self._scheduler = Scheduler(
+            config.scheduler,
+            config.cache,
+            self._executor.num_blocks,
+            config.model.vocab_size,
+            self._steps_in_flight,
+        )
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._clock = NoClock()
         self._seeds = random.Random(config.model.seed)
@@ -53,9 +66,9 @@ class EngineCore:
 
         With async scheduling the device has the next step already while this one's result is taken in. A step that
         nobody waits for any more (all its requests ended after its launch) may stay behind; a later call takes it
-        in and has no outputs.
+        in and has no outputs. A request whose token mask fails ends with finish_reason "error"; the others go on.
 
-        If the device fails, the requests of all steps in flight are aborted and the error is raised.
+        If a step fails, the requests that run are aborted and the error is raised; those that wait go on.
         """
         try:
             while len(self._pending) < self._steps_in_flight and (step := self._scheduler.schedule()) is not None:
@@ -63,10 +76,10 @@ class EngineCore:
                 self._pending.append((step, self._executor.submit(step)))
                 self._clock.lap("launch")
             if not self._pending:
-                return []
+                return self._scheduler.take_failed()
             step, pending = self._pending.popleft()
             result = pending.result()
-            outputs = self._scheduler.update(step, result)
+            outputs = self._scheduler.update(step, result) + self._scheduler.take_failed()
             self._clock.lap("output")
         except BaseException:
             self._scheduler.fail_step()

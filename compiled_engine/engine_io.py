@@ -26,9 +26,9 @@ class EngineRequest:
 class EngineOutput(NamedTuple):
     """What one step added to a request.
 
-    `finish_reason` is None while it runs, then "stop", "length" or "abort"; `stop_reason` is the stop token id
-    that ended it, or None for an end-of-sequence token. `prompt_logprobs`: (first position, entries), see
-    RunnerOutput. `num_cached_tokens` counts prompt tokens that came from the prefix cache.
+    `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
+    that ended it, None for an end-of-sequence token, or what the error is. `prompt_logprobs`: (first position,
+    entries), see RunnerOutput. `num_cached_tokens` counts prompt tokens that came from the prefix cache.
     """
 
     request_id: str
@@ -36,5 +36,5 @@ class EngineOutput(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     num_cached_tokens: int = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -11,6 +11,7 @@ import torch
 from compiled_engine.config import EngineConfig
 from compiled_engine.progress import Progress
 from compiled_engine.runner.model_runner import Runner
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 from compiled_engine.step_clock import NoClock
 from compiled_engine.timeline import Timeline
@@ -43,10 +44,16 @@ class Executor(Protocol):
 class InProcessExecutor:
     """A single runner in this process."""
 
-    def __init__(self, config: EngineConfig, progress: Progress, timeline: Timeline):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        timeline: Timeline,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    ):
         self._device = config.device
         with self._own_context():
-            self._runner = Runner(config, progress, timeline)
+            self._runner = Runner(config, progress, timeline, logits_processors)
         self.num_blocks = self._runner.num_blocks
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:

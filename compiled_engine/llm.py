@@ -23,6 +23,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.outputs import RequestOutput
 from compiled_engine.progress import RichProgress, SilentProgress
 from compiled_engine.resolve import resolve
+from compiled_engine.resolve_logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ class LLM:
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         self._inputs = InputProcessor(self._tokenizer, limits, eos_token_ids)
         self._progress = RichProgress() if progress else SilentProgress()
-        self._core: EngineCore | None = EngineCore(self._config, self._progress)
+        processors = resolve_logits_processors(engine_options.logits_processors)
+        self._core: EngineCore | None = EngineCore(self._config, self._progress, processors)
         self._loop = EngineLoop(self._core, OutputProcessor(self._tokenizer))
 
     def generate(

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class EngineOptions:
     background_capture: capture between the steps of the first requests instead of before them.
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
+    logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
+        that make one, or "package.module:Name" for any of these.
     """
 
     model: str | Path | None = None
@@ -76,3 +82,4 @@ class EngineOptions:
     cache_dir: str | Path | None = None
     compile_cache: bool = True
     generation_config: str = "auto"
+    logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()

@@ -24,8 +24,8 @@ class CompletionOutput:
     `token_ids` end with the token that ended generation; `text` leaves out an end-of-sequence or stop token,
     and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a
     token: the chosen token first, then the most likely ones. `finish_reason` is None while it runs, then
-    "stop", "length" or "abort"; `stop_reason` is the stop string or stop token id that ended it, None for an
-    end-of-sequence token.
+    "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token id that ended it, None for an
+    end-of-sequence token, or what the error is (of a token mask).
     """
 
     index: int

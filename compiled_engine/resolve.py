@@ -28,6 +28,7 @@ from compiled_engine.models.registry import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve_graphs import resolve_graphs
+from compiled_engine.resolve_logits_processors import resolve_logits_processors
 
 MODES = ("auto", "eager", "compiled", "graphed")
 POLICIES = ("fcfs", "priority")
@@ -107,10 +108,12 @@ def _check_types(options: EngineOptions) -> None:
     _require_one_of("mode", options.mode, MODES)
     _require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     _require_one_of("generation_config", options.generation_config, ("auto", "none"))
-    for name in ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes"):
+    lists = ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes", "logits_processors")
+    for name in lists:
         value = getattr(options, name)
         if value is not None and not isinstance(value, tuple):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
+    resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     for name in ("model", "tokenizer", "cache_dir"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, str | Path):

@@ -7,9 +7,13 @@ for each position, so a block that is shared wrongly, overwritten or stale canno
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_mask import ask
 from compiled_engine.scheduling.step import RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
 
 VOCAB_SIZE = 11
@@ -23,8 +27,20 @@ def prefix_hashes(token_ids: Sequence[int]) -> Iterator[int]:
         yield value
 
 
-def next_token(prefix_hash: int) -> int:
-    return hash((prefix_hash, VOCAB_SIZE)) % VOCAB_SIZE
+def next_token(prefix_hash: int, params: SamplingParams, output_ids: Sequence[int]) -> int:
+    """Among the tokens that the request's mask allows; any where the mask fails."""
+    token_ids = range(VOCAB_SIZE)
+    mask = mask_of(params, output_ids)
+    if mask is not None:
+        token_ids = [i for i in token_ids if mask[i // 32] >> i % 32 & 1]
+    return token_ids[hash((prefix_hash, VOCAB_SIZE)) % len(token_ids)]
+
+
+def mask_of(params: SamplingParams, output_ids: Sequence[int]) -> np.ndarray | None:
+    """None if the request has none, or if it fails."""
+    with suppress(ValueError):
+        return None if params.token_mask is None else ask(params.token_mask, output_ids, VOCAB_SIZE)
+    return None
 
 
 def logprobs_of(prefix_hash: int, token_id: int) -> TokenLogprobs:
@@ -82,7 +98,12 @@ class FakeRunner:
                     [logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions],
                 )
             if share.samples:
-                token_id = next_token(row.hashes[-1])
+                output_ids = row.token_ids[row.num_prompt_tokens :]
+                mask = mask_of(row.params, output_ids)
+                assert (share.request_id in step.token_masks) == (mask is not None)
+                if mask is not None:
+                    assert (step.token_masks[share.request_id] == mask).all(), "a mask for other tokens"
+                token_id = next_token(row.hashes[-1], row.params, output_ids)
                 token_ids.append(token_id)
                 if row.params.logprobs is not None:
                     logprobs[share.request_id] = logprobs_of(row.hashes[-1], token_id)
@@ -108,7 +129,9 @@ class FakeRunner:
             )
         ids = [share.request_id for share in step.scheduled]
         assert len(set(ids)) == len(ids)
-        assert set(ids) == self.rows.keys(), "a request that has a row is not served"
+        assert set(ids) <= self.rows.keys()
+        left_out = self.rows.keys() - set(ids)
+        assert all(self.rows[i].params.token_mask for i in left_out), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in step.scheduled) <= self.budget
         several = [share.num_tokens > 1 for share in step.scheduled]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from token_masks import ByLastToken
 
 from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbel_triton, logprobs_triton, penalties
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
@@ -20,6 +21,8 @@ from compiled_engine.sampling.logprobs import token_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.step_masks import StepMasks, forbid_
+from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
 NUM_ROWS = 320
 EOS = 2
@@ -183,6 +186,31 @@ def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
             assert torch.equal(got.cpu(), expected)
 
 
+def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
+    """Some rows have a mask, some of them the same; what lies between rows of logits stays as it is."""
+    generator = np.random.default_rng(vocab_size + num_samples)
+    words = generator.integers(-(2**31), 2**31, (num_samples, num_words(vocab_size)), dtype=np.int64)
+    masks_S = [mask if generator.random() < 0.7 else None for mask in words.astype(np.int32)]
+    masks_S[0] = np.full(num_words(vocab_size), -1, np.int32)
+    logits_SV = strided_logits(num_samples, vocab_size, torch.float32, vocab_size)
+    logits_SV[::3] = torch.nan
+    expected_SV, got_SV = logits_SV.clone(), to_device(logits_SV, device)
+    forbid_(expected_SV, StepMasks.of(masks_S, torch.device("cpu")))
+    edits_triton.forbid_(got_SV, StepMasks.of(masks_S, torch.device(device)))
+    torch.testing.assert_close(got_SV.cpu(), expected_SV, rtol=0, atol=0, equal_nan=True)
+    assert got_SV._base is not None
+    assert got_SV._base[:, vocab_size:].isnan().all()
+    for mask, logits_V, before_V in zip(masks_S, expected_SV, logits_SV, strict=True):
+        for token_id in {0, 31, 32, vocab_size // 2, vocab_size - 1} & set(range(vocab_size)):
+            allowed = mask is None or mask[token_id // 32] >> token_id % 32 & 1
+            wanted = before_V[token_id] if allowed else torch.tensor(-torch.inf)
+            torch.testing.assert_close(logits_V[token_id], wanted, rtol=0, atol=0, equal_nan=True)
+    order = torch.from_numpy(generator.permutation(num_samples))
+    shuffled_SV = logits_SV[order]
+    forbid_(shuffled_SV, StepMasks.of(masks_S, torch.device("cpu")).select(order))
+    torch.testing.assert_close(shuffled_SV, expected_SV[order], rtol=0, atol=0, equal_nan=True)
+
+
 def logprobs_match(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype) -> None:
     logits_SV = strided_logits(num_samples, vocab_size, dtype, 5, ties=True)
     logits_SV[0] = -torch.inf
@@ -215,10 +243,14 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, min_tokens=4, bad_words_token_ids=((5,), (6, 7))),
         SamplingParams(temperature=0, bad_words_token_ids=((1, 2, 1), (1, 1), (2, 2))),
         SamplingParams(temperature=0),
+        SamplingParams(temperature=0.9, top_p=0.8, logprobs=1, token_mask=ByLastToken(vocab_size)),
+        SamplingParams(temperature=0, logit_bias={3: 9.0}, token_mask=ByLastToken(vocab_size)),
     ]
+    masks = [params.token_mask for params in requests]
     samplers = [Sampler(num_rows, vocab_size, 64, "cpu"), Sampler(num_rows, vocab_size, 64, device, triton=True)]
     generator = np.random.default_rng(vocab_size)
     outputs: dict[int, list[int]] = {}
+    mask_of: dict[int, TokenMask | None] = {-1: None}
     arrivals = itertools.count()
     for step in range(num_steps):
         for row in range(num_rows):
@@ -229,6 +261,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
             if row not in outputs and generator.random() < 0.7:
                 outputs[row] = generator.integers(0, 8, generator.integers(0, 4)).tolist()
                 arrival = next(arrivals)
+                mask_of[row] = masks[arrival % len(requests)]
                 for sampler in samplers:
                     params = requests[arrival % len(requests)]
                     sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS})
@@ -238,9 +271,12 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         logits_SV[:, 1:3] = 9.0
         logits_SV[-1] = torch.nan
         index, at = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions)
-        expected = samplers[0].sample(logits_SV, rows, index, at)
+        asked = [mask and ask(mask, outputs[row], vocab_size) for row in rows.tolist() for mask in [mask_of[row]]]
+        some = any(mask is not None for mask in asked)
+        on_cpu, on_device = (StepMasks.of(asked, torch.device(d)) if some else None for d in ("cpu", device))
+        expected = samplers[0].sample(logits_SV, rows, index, at, on_cpu)
         given = to_device(logits_SV, device)
-        got = samplers[1].sample(given, rows, index.to(device), at.to(device))
+        got = samplers[1].sample(given, rows, index.to(device), at.to(device), on_device)
         torch.testing.assert_close(given.cpu(), logits_SV, rtol=0, atol=0, equal_nan=True)
         token_ids = expected.token_ids_S.tolist()
         assert got.token_ids_S.tolist() == token_ids
@@ -251,7 +287,8 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
                 if one is not None and other is not None:
                     assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
                     np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
-        for row, token_id in zip(rows[:-1].tolist(), token_ids, strict=False):
+        for row, token_id, mask in zip(rows[:-1].tolist(), token_ids, asked, strict=False):
+            assert mask is None or mask[token_id // 32] >> token_id % 32 & 1
             outputs[row].append(token_id)
 
 

@@ -6,11 +6,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import compress
 
-from fake_runner import FakeRunner, logprobs_of, next_token, prefix_hashes
+from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_mask import ask
+from compiled_engine.scheduling.request import RequestStatus
 from compiled_engine.scheduling.scheduler import Scheduler
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput, TokenLogprobs
 
@@ -21,12 +23,12 @@ class Record:
 
     request: EngineRequest
     order: tuple[int, int]
-    expected: tuple[list[int], str, int | None]
+    expected: tuple[list[int], str, int | str | None]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     num_admissions: int = 0
 
@@ -52,7 +54,7 @@ class SimulatedEngine:
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        self.scheduler = Scheduler(config, cache, num_blocks, steps_in_flight)
+        self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight)
         self.steps_in_flight = steps_in_flight
         self.runner = FakeRunner(num_blocks, block_size, max_num_seqs, budget)
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
@@ -113,12 +115,40 @@ class SimulatedEngine:
         self.scheduler.check_integrity()
         if step is None:
             assert self.in_flight or not self.live, "requests are left, but nothing is computed"
+            self._note_preemptions()
             return None
         assert step.request_ids
         records = [self.live[request_id] for request_id in step.request_ids]
         self._check_order(step)
+        self._check_masked(records)
+        self._take_failed()
         self.in_flight.append((step, self.runner.execute(step), records))
         return step
+
+    def _note_preemptions(self) -> None:
+        """A request may be preempted for the sake of one that then finds no blocks either, so that there is no step."""
+        requests = self.scheduler._requests
+        preempted = {i for i in self.live if requests[i].status is RequestStatus.PREEMPTED} - self.waiting
+        self.waiting |= preempted
+        self.num_preemptions += len(preempted)
+
+    def _check_masked(self, records: list[Record]) -> None:
+        """Whoever has a mask, and is served or left out: whether the newest token is known, or in flight."""
+        for record in self.live.values():
+            in_flight = any(r is record for step, _, rs in self.in_flight for r in compress(rs, step.samples))
+            served = any(r is record for r in records)
+            if record.request.sampling_params.token_mask is not None:
+                assert not (served and in_flight), "a mask is asked for before the token before it is known"
+                waits = record.request.request_id in self.waiting
+                assert served or in_flight or waits, "a request is left out whose tokens are all known"
+
+    def _take_failed(self) -> None:
+        for output in self.scheduler.take_failed():
+            record = self.live.pop(output.request_id)
+            assert (output.new_token_ids, output.finish_reason) == ((), "error")
+            assert (record.token_ids, output.finish_reason, output.stop_reason) == record.expected
+            record.finish_reason, record.stop_reason = output.finish_reason, output.stop_reason
+            self.ended.append(record)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -162,7 +192,7 @@ class SimulatedEngine:
         return outputs
 
     def fail_step(self, *, launching: bool = False) -> None:
-        """The steps in flight fail, as if they had written nothing: their requests end, the others go on.
+        """The steps in flight fail, as if they had written nothing: their requests end, those that wait go on.
 
         `launching`: so does one more that the runner never gets to see.
         """
@@ -171,10 +201,14 @@ class SimulatedEngine:
             if step is not None:
                 records = [self.live[request_id] for request_id in step.request_ids]
                 self._check_order(step)
+                self._take_failed()
                 self._forget(records)
+            else:
+                self._note_preemptions()
         self.runner.fail(step.step for step, _, _ in self.in_flight)
         for _, _, records in self.in_flight:
             self._forget(records)
+        self._forget([record for request_id, record in self.live.items() if request_id not in self.waiting])
         self.in_flight.clear()
         self.scheduler.fail_step()
         self.scheduler.check_integrity()
@@ -195,7 +229,7 @@ class SimulatedEngine:
 
     def run(self) -> None:
         """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
-        steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 + self.steps_in_flight
+        steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"
             steps_left -= 1
@@ -251,13 +285,18 @@ class SimulatedEngine:
         self.ended.append(record)
 
 
-def expected_output(request: EngineRequest, max_total_tokens: int) -> tuple[list[int], str, int | None]:
+def expected_output(request: EngineRequest, max_total_tokens: int) -> tuple[list[int], str, int | str | None]:
     """What the fake model generates for a request that has the engine to itself: tokens and how they end."""
     params, prompt = request.sampling_params, request.prompt_token_ids
     *_, prefix = prefix_hashes(prompt)
     output: list[int] = []
     while True:
-        token = next_token(prefix)
+        if params.token_mask is not None:
+            try:
+                ask(params.token_mask, output, VOCAB_SIZE)
+            except ValueError as error:
+                return output, "error", str(error)
+        token = next_token(prefix, params, output)
         prefix = hash((prefix, token))
         output.append(token)
         may_stop = len(output) >= params.min_tokens

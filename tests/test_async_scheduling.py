@@ -52,7 +52,7 @@ def test_no_third_step() -> None:
     limits = SchedulerConfig(4, 8, 20, "fcfs")
     for count in (0, 3):
         with pytest.raises(ValueError, match=f"steps_in_flight must be 1 or 2, got {count}"):
-            Scheduler(limits, CacheConfig(4, None, 0.9, True), 3, count)
+            Scheduler(limits, CacheConfig(4, None, 0.9, True), 3, 11, count)
 
 
 class TestEnding:

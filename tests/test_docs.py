@@ -20,6 +20,7 @@ from compiled_engine.sampling.params import SamplingParams
 
 REPOSITORY = Path(__file__).parent.parent
 GETTING_STARTED = REPOSITORY / "docs" / "getting_started.md"
+LOGITS_PROCESSORS = REPOSITORY / "docs" / "logits_processors.md"
 WITH_EXAMPLES = (REPOSITORY / "README.md", GETTING_STARTED)
 DOCUMENTS = (*WITH_EXAMPLES, *(path for path in sorted((REPOSITORY / "docs").glob("*.md")) if path != GETTING_STARTED))
 
@@ -45,7 +46,7 @@ def blocks(document: Path) -> list[Block]:
 
 def examples() -> Iterator[Any]:
     """Python blocks, each with the text block that follows it at once: what it prints."""
-    for document in WITH_EXAMPLES:
+    for document in (*WITH_EXAMPLES, LOGITS_PROCESSORS):
         found = blocks(document)
         for block, following in zip(found, [*found[1:], None], strict=True):
             if block.language == "python":

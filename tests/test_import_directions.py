@@ -32,6 +32,7 @@ ALLOWED = {
     "compiled_engine.scheduling": (
         "compiled_engine.scheduling",
         "compiled_engine.sampling.params",
+        "compiled_engine.sampling.token_mask",
         "compiled_engine.engine_io",
     ),
     "compiled_engine.sampling": ("compiled_engine.sampling", "compiled_engine.scheduling.step"),

@@ -17,6 +17,7 @@ import torch
 from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.step_masks import StepMasks
 
 EOS_ID = cases.EOS
 CHI_SQUARE_PARAMS: list[dict[str, Any]] = [
@@ -47,6 +48,10 @@ cases.thresholds_match("cpu", 6, 151_936, torch.bfloat16, False)
     "edits": """
 for num_samples, vocab_size in ((1, 4099), (30, 77), (12, 2500)):
     cases.edits_match("cpu", num_samples, vocab_size)
+""",
+    "masks": """
+for num_samples, vocab_size in ((1, 4099), (30, 77), (12, 2500), (5, 32), (3, 6)):
+    cases.masks_match("cpu", num_samples, vocab_size)
 """,
     "logprobs": """
 for num_samples, vocab_size, dtype in ((1, 77, torch.float32), (9, 4099, torch.bfloat16), (2, 151_936, torch.float32)):
@@ -95,7 +100,8 @@ TYPES = {
     "row_index_ptr": "*i32", "positions_ptr": "*i64", "seeds_ptr": "*i64", "best_token_ptr": "*i32",
     "token_ids_ptr": "*i64", "top_k_ptr": "*i32", "additions_ptr": "*i32", "prefixes_ptr": "*i32",
     "additions_start_ptr": "*i32", "additions_count_ptr": "*i32", "prefixes_start_ptr": "*i32", "tail_ptr": "*i32",
-    "counts_ptr": "*i16", "rank_ptr": "*i32", "logits_stride": "i32", "tail_length": "i32",
+    "counts_ptr": "*i16", "rank_ptr": "*i32", "masks_ptr": "*i32", "mask_index_ptr": "*i32",
+    "logits_stride": "i32", "tail_length": "i32",
 }
 
 def compile_for_hopper(kernel, num_warps=4, types={}, **constants):
@@ -117,6 +123,8 @@ for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
             logprobs_triton.normaliser_kernel, 8, logits, VOCAB_SIZE=vocab, BLOCK_V=logprobs_triton.BLOCK_V
         )
 compile_for_hopper(gumbel_triton.row_best_kernel, NUM_BLOCKS=75, TILE_B=128)
+for vocab in (151_936, 4099):
+    compile_for_hopper(edits_triton.forbid_kernel, VOCAB_SIZE=vocab, BLOCK_V=edits_triton.BLOCK_V)
 compile_for_hopper(edits_triton.penalise_kernel, VOCAB_SIZE=151_936, BLOCK_V=edits_triton.BLOCK_V)
 compile_for_hopper(edits_triton.add_kernel, BLOCK_A=edits_triton.BLOCK_A)
 compile_for_hopper(edits_triton.add_kernel, tail_ptr=None, BLOCK_A=edits_triton.BLOCK_A)
@@ -151,6 +159,7 @@ def test_compiled_for_hopper() -> None:
         ({"logit_bias": {3: 1.0}}, False),
         ({"min_tokens": 1}, False),
         ({"bad_words_token_ids": ((3,),)}, False),
+        ({"temperature": 0, "token_mask": cases.ByLastToken(40)}, False),
     ],
 )
 def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
@@ -238,6 +247,7 @@ def test_choice_and_thresholds_on_a_gpu(
 def test_edits_and_logprobs_on_a_gpu(num_samples: int, vocab_size: int) -> None:
     if num_samples * vocab_size < 5_000_000:
         cases.edits_match("cuda", num_samples, vocab_size)
+    cases.masks_match("cuda", num_samples, vocab_size)
     cases.logprobs_match("cuda", num_samples, vocab_size, torch.float32)
     cases.logprobs_match("cuda", num_samples, vocab_size, torch.bfloat16)
 
@@ -268,8 +278,11 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
         SamplingParams(),
         SamplingParams(temperature=0, logprobs=20, repetition_penalty=1.2),
         SamplingParams(top_k=50, top_p=0.9, bad_words_token_ids=((1, 2),), logit_bias={3: 1.0}),
-        SamplingParams(min_p=0.1, min_tokens=5, logprobs=-1),
+        SamplingParams(min_p=0.1, min_tokens=5, logprobs=-1, token_mask=cases.ByLastToken(vocab_size)),
     ]
+    mask = requests[3].token_mask
+    assert mask is not None
+    asked = [mask.allowed([]) if row % 4 == 3 else None for row in range(num_rows)]
     logits_SV = cases.strided_logits(num_rows, vocab_size, torch.bfloat16, 0).cuda()
     rows = np.arange(num_rows)
     row_index_S = torch.arange(num_rows, dtype=torch.int32, device="cuda")
@@ -281,7 +294,8 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
             for row in range(num_rows):
                 sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID})
             for step in range(3):
-                sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S + step)
+                masks = StepMasks.of(asked, torch.device("cuda"))
+                sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)
                 assert sampled.logprobs is not None
                 host = sampled.logprobs.to_host()
             sampler.remove_row(3)

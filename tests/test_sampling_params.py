@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 
 from compiled_engine.sampling.params import SamplingParams, validate_for_model
+from compiled_engine.sampling.token_mask import TokenMask
 
 INFINITY, NAN = float("inf"), float("nan")
 
@@ -41,6 +43,8 @@ def test_defaults() -> None:
         "bad_words": (),
         "truncate_prompt_tokens": None,
         "bad_words_token_ids": (),
+        "extra_args": None,
+        "token_mask": None,
     }
 
 
@@ -68,6 +72,8 @@ def test_defaults() -> None:
         ("logprobs", -1, -1),
         ("prompt_logprobs", 0, 0),
         ("truncate_prompt_tokens", -1, -1),
+        ("extra_args", {"a": [1]}, {"a": [1]}),
+        ("extra_args", MappingProxyType({"a": 1}), {"a": 1}),
     ],
 )
 def test_what_is_stored(field: str, given: Any, stored: Any) -> None:
@@ -131,6 +137,8 @@ WRONG_TYPES: list[tuple[str, Any, str]] = [
         (("stop", "stop_token_ids", "bad_words", "bad_words_token_ids"), (5, {"a": 1}), "a list or a tuple"),
         (("stop_token_ids", "bad_words"), ("word",), "a list or a tuple"),
         (("logit_bias",), ([1, 2], 5), "a dict of token id to bias"),
+        (("extra_args",), ([1, 2], 5, "a"), "a dict of names to values"),
+        (("token_mask",), (5, lambda ids: ids, TokenMask), "an object with a method 'allowed'"),
     ]
     for field in fields
     for value in values
@@ -144,6 +152,7 @@ WRONG_ITEMS: list[tuple[dict[str, Any], str, Any, str]] = [
     ({"bad_words_token_ids": [["a"]]}, "bad_words_token_ids[0][0]", "a", "an integer >= 0"),
     ({"logit_bias": {"a": 1}}, "logit_bias key", "a", "an integer >= 0"),
     ({"logit_bias": {1.5: 1}}, "logit_bias key", 1.5, "an integer >= 0"),
+    ({"extra_args": {5: 1}}, "extra_args key", 5, "a string"),
     ({"logit_bias": {1: "2"}}, "logit_bias[1]", "2", "a finite number"),
 ]
 

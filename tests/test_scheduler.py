@@ -409,7 +409,7 @@ class TestEnding:
 
 def bare_scheduler(**changes: Any) -> Scheduler:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 20, "policy": "fcfs"} | changes
-    return Scheduler(SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True), num_blocks=3)
+    return Scheduler(SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True), num_blocks=3, vocab_size=11)
 
 
 def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:

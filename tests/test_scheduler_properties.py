@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 
 import pytest
+from fake_runner import VOCAB_SIZE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulated_engine import SimulatedEngine
+from token_masks import ByLastToken
 
 from compiled_engine.sampling.params import SamplingParams
 
 IDS = [f"r{i}" for i in range(12)]
 TOKENS = st.integers(0, 10)
+MASKS = [ByLastToken(VOCAB_SIZE), ByLastToken(VOCAB_SIZE, 2), ByLastToken(VOCAB_SIZE, 0, "allows nothing")]
 
 sampling_params = st.builds(
     lambda min_tokens, more, **rest: SamplingParams(
@@ -25,6 +28,7 @@ sampling_params = st.builds(
     ignore_eos=st.booleans(),
     logprobs=st.sampled_from([None, None, 0]),
     prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    token_mask=st.sampled_from([None, None, None, *MASKS]),
 )
 
 
@@ -137,6 +141,7 @@ def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, seed:
     """Dozens of requests over shared prefixes, in pools from ample to so small that most are preempted."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8, 16])
+    with_masks = rng.random() < 0.7
     engine = SimulatedEngine(
         block_size=block_size,
         num_blocks=rng.choice([60, 100, 200, 1000]) // block_size,
@@ -154,6 +159,7 @@ def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, seed:
             max_tokens=rng.choice([1, 5, 30, None]),
             stop_token_ids=rng.choice([(), (4,)]),
             prompt_logprobs=rng.choice([None] * 7 + [0]),
+            token_mask=rng.choice([None] * 3 + [MASKS[0]] * 2 + MASKS) if with_masks else None,
         )
         engine.add(f"r{i}", prompt, priority=rng.randrange(3), params=params)
         for _ in range(rng.choice([0, 0, 0, 1, 5])):

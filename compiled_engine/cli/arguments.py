@@ -131,6 +131,13 @@ ENGINE_ARGUMENTS = (
     Argument("cache_dir", Path, "Where compiled artifacts are kept."),
     Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
+    Argument(
+        "logits_processors",
+        list[str],
+        "Logits processor, as package.module:Name; may be repeated.",
+        flag="--logits-processor",
+        convert=tuple,
+    ),
 )
 
 SAMPLING_ARGUMENTS = (

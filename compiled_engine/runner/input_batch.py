@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ class InputBatch:
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
+    `token_masks` are those of SchedulerOutput.
     """
 
     request_ids: list[str]
@@ -34,6 +35,7 @@ class InputBatch:
     num_rows: int
     padded_tokens: int
     host: tuple[int, int, int]
+    token_masks: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_requests(self) -> int:
@@ -85,6 +87,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         num_rows,
         padded_tokens,
         host,
+        step.token_masks,
     )
 
 

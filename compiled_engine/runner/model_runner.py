@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,31 +28,40 @@ from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.kernel_cache import kernel_cache
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
-from compiled_engine.runner.pending_steps import Fetched, PendingStep, PendingSteps, PromptLogprobs
+from compiled_engine.runner.pending_steps import Fetched, PendingStep, PendingSteps
+from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rehearsal import rehearsal
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.history import penalty_bytes
-from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.transfer import upload
 from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.step_clock import NoClock
 from compiled_engine.timeline import Timeline
 
-PROMPT_LOGPROBS_CHUNK = 256
-
 
 class Runner:
     """Everything on the device. `execute` is the only way in once it stands; it is not thread-safe."""
 
-    def __init__(self, config: EngineConfig, progress: Progress, timeline: Timeline):
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        timeline: Timeline,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    ):
         """Load, compile, size the KV cache, capture.
 
-        Raises what the loader, the compiler and kv_cache.count_blocks raise.
+        Raises what build_processors, the loader, the compiler and kv_cache.count_blocks raise.
         """
         self.config = config
         self.timeline = timeline
+        scheduler = config.scheduler
+        processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
         self.compiled: CompiledModel | None = None
         layout = ParameterLayout()
         if config.compile.enabled:
@@ -67,7 +76,6 @@ class Runner:
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
         self.forward = ModelForward(model, self.compiled, named, self._on_attention)
 
-        scheduler = config.scheduler
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, scheduler.max_model_len, config.device)
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
@@ -97,6 +105,7 @@ class Runner:
         self.graphs = CudaGraphManager(keys, CudaCapture(config.device), self.padded_step) if keys else None
         with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None):
             self._start(progress)
+        self.sampler.use(processors)  # not before: warm-up takes rows for requests that nobody made
 
     @torch.inference_mode()
     def _start(self, progress: Progress) -> None:
@@ -149,7 +158,7 @@ class Runner:
         return self.submit(step).result()
 
     def _launch(self, step: SchedulerOutput) -> PendingStep:
-        hidden_wanted = self._owes_prompt_logprobs(step)
+        hidden_wanted = owes_prompt_logprobs(step, self.states)
         key = self._graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
@@ -171,7 +180,7 @@ class Runner:
                 output = self.padded_step.forward(batch, hidden_wanted=hidden_wanted)
             else:
                 output = self.padded_step.output(key, self._replay(batch).tensor)
-            prompt = {} if output.is_logits else self._prompt_logprobs(batch, output.tensor)
+            prompt = {} if output.is_logits else launch_prompt_logprobs(batch, output.tensor, self.states, self.forward)
             if not batch.samples.any():
                 nobody_R = self.buffers.sample_positions_R
                 advance(self.states, self.buffers, nobody_R, batch.num_rows, decodes_only=batch.decodes_only)
@@ -203,7 +212,10 @@ class Runner:
         count = batch.num_requests
         row_index_R = upload(rows_R.astype(np.int32), self.config.device)
         positions_R = self.buffers.sample_positions_R[:count]
-        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R)
+        masks = None
+        if batch.token_masks:
+            masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self.config.device)
+        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
         advance(
             self.states,
             self.buffers,
@@ -233,14 +245,6 @@ class Runner:
         self.counters.fallback(reason, key.name)
         return None
 
-    def _owes_prompt_logprobs(self, step: SchedulerOutput) -> bool:
-        """Whether a request of the step is in its prompt and wants the log-probabilities of the prompt's tokens."""
-        rows = self.states.rows_with_prompt_logprobs
-        return bool(rows) and any(
-            (row := self.states.row(request_id)) in rows and start < self.states.num_prompt_tokens[row] - 1
-            for request_id, start in zip(step.request_ids, step.starts, strict=True)
-        )
-
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:
             row = self.states.remove(request_id)
@@ -266,64 +270,9 @@ class Runner:
             self.states.remove(request.request_id)
             raise
 
-    def _prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
-        """For the requests that want them and are in their prompt: the tokens after those of this step."""
-        found: dict[str, PromptLogprobs] = {}
-        if not self.states.rows_with_prompt_logprobs:
-            return found
-        for i, request_id in enumerate(batch.request_ids):
-            row = int(batch.rows[i])
-            params = self.states.sampling_params[row]
-            assert params is not None
-            first, start = int(batch.num_computed[i]), int(batch.query_starts[i])
-            in_step, in_prompt = int(batch.query_starts[i + 1]) - start, int(self.states.num_prompt_tokens[row])
-            count = min(in_step, in_prompt - 1 - first)
-            if params.prompt_logprobs is None or count <= 0:
-                continue
-            targets_T = upload(
-                self.states.known_ids[row, first + 1 : first + 1 + count].astype(np.int64), self.config.device
-            )
-            chunks = []
-            for begin in range(0, count, PROMPT_LOGPROBS_CHUNK):
-                end = min(count, begin + PROMPT_LOGPROBS_CHUNK)
-                logits_TV = self.forward.logits(hidden_TD[start + begin : start + end])
-                chunks.append(Fetched(prompt_logprobs(logits_TV, targets_T[begin:end], params.prompt_logprobs)))
-            found[request_id] = PromptLogprobs(first + 1, chunks)
-        return found
-
     def metrics(self) -> dict[str, Any]:
-        """Counts of traces, compiles, captures and replays, cache status, start-up seconds, graph memory."""
-        counts = self.compiled.counts if self.compiled else None
-        return {
-            "traces": counts.traces if counts else 0,
-            "compiles": counts.compiles if counts else 0,
-            "captures": self.graphs.num_captures if self.graphs else 0,
-            "cache": self.compiled.lookup.status if self.compiled else "off",
-            "cache_entry": str(self.compiled.lookup.folder) if self.compiled else None,
-            "passes": self._pass_counts(),
-            **self.counters.metrics(),
-            "graph_bytes_predicted": self.predicted_graph_bytes,
-            "graph_bytes_used": self.graphs.bytes_used if self.graphs else 0,
-            "graph_bytes_by_key": {name: r._asdict() for name, r in self.graphs.memory_by_key.items()}
-            if self.graphs
-            else {},
-            "capture_seconds": self.graphs.capture_seconds if self.graphs else 0.0,
-            "start_up_seconds": self.timeline.seconds(),
-            "start_up": self.timeline.as_records(),
-        }
-
-    def _pass_counts(self) -> dict[str, dict[str, dict[str, int]]]:
-        """By range and pass name: how often it matched, and had to."""
-        if self.compiled is None:
-            return {}
-        return {
-            version.compile_range.name: {
-                report.name: {"matches": report.matches, "contract": report.contract}
-                for report in version.passes
-                if report.applied
-            }
-            for version in self.compiled.versions
-        }
+        """See runner_metrics."""
+        return runner_metrics(self.compiled, self.graphs, self.counters, self.predicted_graph_bytes, self.timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""

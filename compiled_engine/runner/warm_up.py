@@ -15,6 +15,8 @@ from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.runner.padded_step import sample_and_advance
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.token_mask import num_words
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
@@ -73,11 +75,13 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
         logits_RV = runner.padded_step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
     sample_and_advance(logits_RV, runner.sampler, states, buffers, batch)
     row_index_R = torch.arange(num_requests, dtype=torch.int32, device=runner.config.device)
+    every_token = np.full(num_words(logits_RV.shape[1]), -1, np.int32)
+    masks = StepMasks.of([every_token, *[None] * (num_requests - 1)], logits_RV.device)
     for params in SAMPLING:
         for row in range(num_requests):
             runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
         positions_R = torch.ones_like(row_index_R, dtype=torch.int64)
-        sampled = runner.sampler.sample(logits_RV, np.arange(num_requests), row_index_R, positions_R)
+        sampled = runner.sampler.sample(logits_RV, np.arange(num_requests), row_index_R, positions_R, masks)
         advance(states, buffers, sampled.token_ids_S, num_requests, decodes_only=batch.decodes_only, again=True)
         for row in range(num_requests):
             runner.sampler.remove_row(row)

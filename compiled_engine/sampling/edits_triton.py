@@ -1,6 +1,6 @@
-"""What precedes and follows the choice of tokens, as Triton kernels: additions, penalties, history.
+"""What precedes and follows the choice of tokens, as Triton kernels: additions, masks, penalties, history.
 
-The plain forms are in logit_additions.py, penalties.py and history.py; the arguments are theirs.
+The plain forms are in logit_additions.py, step_masks.py, penalties.py and history.py; the arguments are theirs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ import triton.language as tl
 from compiled_engine.sampling.history import MAX_COUNT
 from compiled_engine.sampling.logit_additions import NUM_COLUMNS, LogitAdditions
 from compiled_engine.sampling.row_table import RowTable
+from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.token_mask import BITS
 
 _MAX_COUNT = tl.constexpr(MAX_COUNT)
 _NUM_COLUMNS = tl.constexpr(NUM_COLUMNS)
+_BITS = tl.constexpr(BITS)
 
 BLOCK_V = 2048
 BLOCK_A = 128
@@ -60,6 +63,27 @@ def add_kernel(
                     holds = holds & ((wanted == tl.load(tail_end - back)) | ~compared)
             # Atomically: a token may have a bias and be forbidden, perhaps twice.
             tl.atomic_add(logits_ptr + sample * logits_stride + token_ids, values, mask=holds)
+
+
+@triton.jit(do_not_specialize_on_alignment=["mask_index_ptr"])
+def forbid_kernel(
+    logits_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    masks_ptr: tl.tensor,
+    mask_index_ptr: tl.tensor,
+    VOCAB_SIZE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """Program (logits row, block of the vocabulary)."""
+    sample = tl.program_id(0).to(tl.int64)
+    mask = tl.load(mask_index_ptr + sample).to(tl.int64)
+    if mask >= 0:
+        token_ids = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+        inside = token_ids < VOCAB_SIZE
+        words_ptr = masks_ptr + mask * ((VOCAB_SIZE + _BITS - 1) // _BITS)
+        words = tl.load(words_ptr + token_ids // _BITS, mask=inside, other=0)
+        forbidden = inside & (((words >> (token_ids % _BITS)) & 1) == 0)
+        tl.store(logits_ptr + sample * logits_stride + token_ids, -float("inf"), mask=forbidden)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
@@ -148,6 +172,18 @@ def add_(
         tail_NL,
         0 if tail_NL is None else tail_NL.shape[1],
         BLOCK_A=BLOCK_A,
+    )
+
+
+def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
+    num_rows, vocab_size = logits_RV.shape
+    forbid_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+        logits_RV,
+        logits_RV.stride(0),
+        masks.masks_MW,
+        masks.mask_index_S,
+        VOCAB_SIZE=vocab_size,
+        BLOCK_V=BLOCK_V,
     )
 
 

@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.sampling.value_checks import (
     Check,
+    arguments,
     flag,
+    having,
     integer,
     number,
     optional,
@@ -51,6 +54,8 @@ class SamplingParams:
     logit_bias: added to the logits, by token id.
     bad_words: strings not to be generated. bad_words_token_ids: their encodings, filled in by the frontend.
     truncate_prompt_tokens: use only this many last tokens of the prompt; -1 for the model's length.
+    extra_args: what the request has to say to the engine's logits processors, by name; nothing else reads it.
+    token_mask: decides before each token which ones are allowed, for structured output (see TokenMask).
 
     Raises TypeError or ValueError, naming the field, its value and what is allowed.
     """
@@ -79,6 +84,8 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     truncate_prompt_tokens: int | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    extra_args: Mapping[str, Any] | None = None
+    token_mask: TokenMask | None = None
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -131,6 +138,8 @@ _CHECKS: dict[str, Check] = {
     "bad_words": sequence_of(text),
     "truncate_prompt_tokens": optional(integer(1, or_minus_one=True)),
     "bad_words_token_ids": sequence_of(sequence_of(integer(0), may_be_empty=False)),
+    "extra_args": arguments,
+    "token_mask": optional(having("allowed")),
 }
 
 

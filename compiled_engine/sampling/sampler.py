@@ -1,8 +1,9 @@
 """The sampler: what persists for each row, and the way from logits to tokens, which stays on the device.
 
-The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad words, min_tokens; penalties;
-temperature, min-p, top-k, top-p; Gumbel-max. Only what some row of the batch asks for is computed. The host never
-waits for the device, nor does it have to know what was sampled before.
+The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad words, min_tokens; the user's logits
+processors, which greedy rows have as well; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Token masks come
+before the penalties, so that no processor lets through what they forbid. Only what some row of the batch asks for is
+computed. The host never waits for the device, nor does it have to know what was sampled before.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 from compiled_engine.sampling.filters import filter_fields, has_filters
 from compiled_engine.sampling.history import History
 from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
+from compiled_engine.sampling.logits_processor import LogitsProcessor
 from compiled_engine.sampling.logprobs import DeviceLogprobs, token_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import has_penalties
+from compiled_engine.sampling.processed_rows import ProcessedRows
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.row_table import RowTable
+from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.steps import sampling_steps
 from compiled_engine.sampling.transfer import upload
 
@@ -68,11 +72,20 @@ class Sampler:
         self._filtered_N = np.zeros(max_num_rows, dtype=bool)
         self._penalised_N = np.zeros(max_num_rows, dtype=bool)
         self._added_to_N = np.zeros(max_num_rows, dtype=bool)
+        self._processed_N = np.zeros(max_num_rows, dtype=bool)
+        self._edited_N = np.zeros(max_num_rows, dtype=bool)  # any of the three, or a token mask
         self._remembered_N = np.zeros(max_num_rows, dtype=bool)
         self._num_logprobs_N = np.full(max_num_rows, NO_LOGPROBS)
         self._table = RowTable(max_num_rows, self._device)
         self._additions = LogitAdditions(self._table, self._device)
         self._history = History(max_num_rows, vocab_size, self._device)
+        self._processors = ProcessedRows(max_num_rows)
+
+    def use(self, processors: Sequence[LogitsProcessor]) -> None:
+        """Have these process logits, of rows that are added from now on. Raises RuntimeError if a row is taken."""
+        if self._present_N.any():
+            raise RuntimeError(f"rows {np.flatnonzero(self._present_N).tolist()} are taken")
+        self._processors = ProcessedRows(len(self._present_N), processors)
 
     def add_row(
         self,
@@ -88,7 +101,8 @@ class Sampler:
         What it writes to the device it writes in the current stream's order, after the steps that were launched.
         seed: params.seed, or the one chosen for the request if that is None; 64 bits, signed or not.
         token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted request); all of
-        it has to be known. Raises ValueError if the row is taken or out of range.
+        it has to be known. Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits
+        processor fails; the row is free then.
         """
         if not 0 <= row < len(self._present_N) or self._present_N[row]:
             raise ValueError(f"row must be a free one from 0 to {len(self._present_N) - 1}, got {row}")
@@ -109,24 +123,29 @@ class Sampler:
             presence_penalty=params.presence_penalty,
             **filter_fields(params),
         )
+        processed = self._processors.add_row(row, params, token_ids, num_prompt_tokens)
         self._filtered_N[row] = has_filters(params)
         self._penalised_N[row] = penalised
         self._added_to_N[row] = additions is not None
+        self._processed_N[row] = processed
+        masked = params.token_mask is not None
+        self._edited_N[row] = penalised or additions is not None or processed or masked
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
-        """Free a row. Raises ValueError if it is free."""
+        """Free a row. Raises ValueError if it is free; RuntimeError, when it is freed, if a logits processor fails."""
         if not 0 <= row < len(self._present_N) or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
         self._additions.set_row(row, None)
+        self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
         """What these rows need together; rows below 0 are padding and need nothing."""
         rows = rows[rows >= 0]
-        general = self._filtered_N[rows] | self._penalised_N[rows] | self._added_to_N[rows]
+        general = self._filtered_N[rows] | self._edited_N[rows]
         general |= self._num_logprobs_N[rows] != NO_LOGPROBS
         return SamplerClass.GENERAL if general.any() else SamplerClass.PLAIN
 
@@ -156,15 +175,20 @@ class Sampler:
         )
 
     def sample(
-        self, logits_SV: torch.Tensor, rows_S: np.ndarray, row_index_S: torch.Tensor, positions_S: torch.Tensor
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: np.ndarray,
+        row_index_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        masks: StepMasks | None = None,
     ) -> SampledTokens:
         """Choose the next token of each of these rows, and take it into their history. The host does not wait.
 
         logits_SV: [S, V], of any floating dtype, left as they are. rows_S: int [S], on the host: logits_SV[i] belongs
         to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the device. positions_S:
-        int64 [S] on the device, the position that each token will have in its request. A row may come repeatedly
-        unless it has penalties or bad words, whose history takes one token a step. Raises ValueError if the shapes
-        disagree.
+        int64 [S] on the device, the position that each token will have in its request. masks: for rows whose
+        parameters have a token_mask. A row may come repeatedly unless it has penalties or bad words, whose history
+        takes one token a step. Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
         num_samples = len(rows_S)
         lengths = (len(row_index_S), len(positions_S))
@@ -177,7 +201,7 @@ class Sampler:
         if not self._triton:
             logits_SV = logits_SV.float().contiguous()
         token_ids_S = torch.empty(num_samples, dtype=torch.int64, device=self._device)
-        edited = np.flatnonzero(self._flags(self._penalised_N | self._added_to_N, rows_S))
+        edited = np.flatnonzero(self._flags(self._edited_N, rows_S))
         if len(edited) == 0:
             self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S)
         else:
@@ -186,9 +210,11 @@ class Sampler:
                 others_S = row_index_S.index_fill(0, edited_E, -1)
                 self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S)
             for chunk in row_chunks(len(edited), self._vocab_size):
-                part = tuple(each.index_select(0, edited_E[chunk]) for each in (logits_SV, row_index_S, positions_S))
-                token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2])
-                token_ids_S.index_copy_(0, edited_E[chunk], token_ids_R)
+                index_R = edited_E[chunk]
+                part = tuple(each.index_select(0, index_R) for each in (logits_SV, row_index_S, positions_S))
+                part_masks = masks.select(index_R) if masks else None
+                token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2], part_masks)
+                token_ids_S.index_copy_(0, index_R, token_ids_R)
         if self._flags(self._remembered_N, rows_S).any():
             self._steps.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
         return SampledTokens(token_ids_S, self._logprobs(logits_SV, token_ids_S, rows_S))
@@ -203,11 +229,16 @@ class Sampler:
         rows_R: np.ndarray,
         row_index_R: torch.Tensor,
         positions_R: torch.Tensor,
+        masks: StepMasks | None,
     ) -> torch.Tensor:
-        """Token ids, int64 [R], after bias, bans and penalties: in place, so logits_RV is a copy (float32, a chunk)."""
+        """Token ids, int64 [R], after all edits: in place, so logits_RV is a copy (float32, a chunk)."""
         if self._added_to_N[rows_R].any():
             tail_NL = self._history.tail_NL
             self._steps.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
+        if self._processed_N[rows_R].any():
+            self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
+        if masks is not None:
+            self._steps.forbid_(logits_RV, masks)
         if self._penalised_N[rows_R].any() and self._history.counts_NV is not None:
             self._steps.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)

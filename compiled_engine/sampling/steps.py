@@ -8,17 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.sampling import filters, gumbel, history, logit_additions, penalties
+from compiled_engine.sampling import filters, gumbel, history, logit_additions, penalties, step_masks
 from compiled_engine.sampling.row_table import RowTable
 
 
 @dataclass(frozen=True)
 class SamplingSteps:
-    """In the order of sampling: arguments are those of logit_additions.add_, penalties.penalise_, gumbel.sample and
-    history.record_; `thresholds` takes logits, row indices and the table.
+    """In the order of sampling: arguments are those of logit_additions.add_, step_masks.forbid_, penalties.penalise_,
+    gumbel.sample and history.record_; `thresholds` takes logits, row indices and the table.
     """
 
     add_: Callable[..., None]
+    forbid_: Callable[..., None]
     penalise_: Callable[..., None]
     thresholds: Callable[[torch.Tensor, torch.Tensor, RowTable], torch.Tensor]
     choose: Callable[..., None]
@@ -28,7 +29,12 @@ class SamplingSteps:
 def sampling_steps(triton: bool) -> SamplingSteps:
     if not triton:
         return SamplingSteps(
-            logit_additions.add_, penalties.penalise_, _thresholds_on_cpu, gumbel.sample, history.record_
+            logit_additions.add_,
+            step_masks.forbid_,
+            penalties.penalise_,
+            _thresholds_on_cpu,
+            gumbel.sample,
+            history.record_,
         )
     # Triton is not installed everywhere.
     from compiled_engine.sampling import edits_triton, filters_triton, gumbel_triton
@@ -38,7 +44,12 @@ def sampling_steps(triton: bool) -> SamplingSteps:
         return filters_triton.thresholds(logits_SV, row_index_S, *fields)
 
     return SamplingSteps(
-        edits_triton.add_, edits_triton.penalise_, thresholds, gumbel_triton.sample, edits_triton.record_
+        edits_triton.add_,
+        edits_triton.forbid_,
+        edits_triton.penalise_,
+        thresholds,
+        gumbel_triton.sample,
+        edits_triton.record_,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from numbers import Integral, Real
 from typing import Any
 
@@ -86,6 +86,26 @@ def sequence_of(check: Check, *, may_be_empty: bool = True) -> Check:
         return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
 
     return check_items
+
+
+def arguments(name: str, value: Any) -> dict[str, Any] | None:
+    """A mapping of names to anything, as a dict of its own, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must be a dict of names to values, got {value!r}")
+    return {text(f"{name} key", key): item for key, item in value.items()}
+
+
+def having(method: str) -> Check:
+    """An object with a method of this name."""
+
+    def check(name: str, value: Any) -> Any:
+        if isinstance(value, type) or not callable(getattr(value, method, None)):
+            raise TypeError(f"{name} must be an object with a method {method!r}, got {value!r}")
+        return value
+
+    return check
 
 
 def text_or_texts(name: str, value: Any) -> tuple[str, ...]:

@@ -32,6 +32,7 @@ class Request:
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length, prompt included, at which it ends.
     ending_ids: the tokens that may end it sooner.
+    masked: whether a token mask says which tokens may come, so that all have to be known before one is sampled.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
     block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
@@ -52,6 +53,7 @@ class Request:
     stop_rule: StopRule
     max_num_tokens: int
     ending_ids: frozenset[int]
+    masked: bool
     num_tokens: int
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -79,6 +81,7 @@ class Request:
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids,
+            masked=request.sampling_params.token_mask is not None,
             num_tokens=num_prompt_tokens,
         )
 

@@ -7,7 +7,8 @@ request that is last in order is preempted, to be computed again later.
 
 With two steps in flight a step is scheduled before the tokens of the one before it are known. How many there are is
 known, and that is all that scheduling needs: the limit on length is foreseen. A request that a token ends is found out
-one step late, and what that step samples for it is dropped.
+one step late, and what that step samples for it is dropped. A request with a token mask is not scheduled ahead: while
+its newest token is in flight, steps leave it out.
 """
 
 from __future__ import annotations
@@ -18,14 +19,16 @@ from collections import deque
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.scheduling.integrity import check_all_free, check_requests
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
+from compiled_engine.scheduling.limits import check_fits, check_limits
+from compiled_engine.scheduling.masks import ask_for_masks
 from compiled_engine.scheduling.request import Request, RequestStatus
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput, TokenLogprobs
+from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
+from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
-from compiled_engine.scheduling.stop import check_stop
+from compiled_engine.scheduling.step_outputs import prompt_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
-
-POLICIES = ("fcfs", "priority")
 
 _new_tuple = tuple.__new__  # what a NamedTuple's constructor calls, at half the cost
 _order = operator.attrgetter("order")
@@ -42,16 +45,16 @@ class Scheduler:
     """
 
     def __init__(
-        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, steps_in_flight: int = 1
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        vocab_size: int,
+        steps_in_flight: int = 1,
     ) -> None:
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
-            if getattr(scheduler, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(scheduler, name)}")
-        if scheduler.policy not in POLICIES:
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, got {scheduler.policy!r}")
-        if steps_in_flight not in (1, 2):
-            raise ValueError(f"steps_in_flight must be 1 or 2, got {steps_in_flight}")
+        check_limits(scheduler, steps_in_flight)
         self._config = scheduler
+        self._vocab_size = vocab_size
         self._steps_in_flight = steps_in_flight
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
         # The last token of a sequence is never computed, so it needs no slot.
@@ -62,31 +65,17 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
-        self._least_free = num_blocks
-        self._num_arrived = 0
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_finished = 0
-        self._num_aborted = 0
+        self._failed: list[EngineOutput] = []
+        self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ValueError if its id is in use, or if it can never be computed."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        num_tokens = len(request.prompt_token_ids)
-        if num_tokens == 0:
-            raise ValueError(f"prompt_token_ids of request {request.request_id!r} must not be empty")
-        needed = f"request {request.request_id!r} needs {num_tokens + 1} tokens ({num_tokens} of prompt + 1)"
-        if num_tokens + 1 > self._config.max_model_len:
-            raise ValueError(f"{needed}, but max_model_len is {self._config.max_model_len}")
-        if num_tokens + 1 > self._kv_cache.num_slots:
-            raise ValueError(
-                f"{needed}, but the KV cache holds {self._kv_cache.num_slots} "
-                f"({self._kv_cache.pool.num_blocks} blocks of {self._kv_cache.block_size})"
-            )
+        check_fits(request, self._config.max_model_len, self._kv_cache)
         priority = request.priority if self._config.policy == "priority" else 0
-        order = (priority, self._num_arrived)
-        self._num_arrived += 1
+        order = (priority, self._counts.arrived)
+        self._counts.arrived += 1
         queued = Request.of(request, order, self._max_total_tokens)
         self._requests[request.request_id] = queued
         self._waiting.push(queued)
@@ -99,15 +88,19 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        self._end(request)
-        self._num_finished += stopped
-        self._num_aborted += not stopped
+        self._drop(request)
+        self._counts.finished += stopped
+        self._counts.aborted += not stopped
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        """Whether a request runs or waits, or its end is still to be told by `take_failed`."""
+        return bool(self._requests or self._failed)
+
+    def take_failed(self) -> list[EngineOutput]:
+        """Of requests that `schedule` has ended since this was last called, because their token mask failed."""
+        failed, self._failed = self._failed, []
+        return failed
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
@@ -124,11 +117,17 @@ class Scheduler:
             self._admit_waiting(draft, budget)
         if not draft.single.requests and not draft.several.requests:
             return None
-        self._least_free = min(self._least_free, self._kv_cache.pool.num_free)
-        self._num_steps += 1
+        counts = self._counts
+        counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
+        counts.steps += 1
+        masks, failed = ask_for_masks(draft.masked, self._vocab_size)
         removed, self._removed = self._removed, []
-        step = StepInFlight.of(self._num_steps, draft, removed, self._kv_cache.take_registered())
+        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered(), masks)
         self._in_flight.append(step)
+        for request, output in failed:  # as if it were aborted right after: what the step yields for it is ignored
+            self._drop(request)
+            counts.aborted += 1
+            self._failed.append(output)
         return step.output
 
     def _retire(self) -> None:
@@ -144,14 +143,14 @@ class Scheduler:
     def _schedule_running(self, draft: StepDraft) -> int:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
         running, budget = self._running, self._config.max_num_batched_tokens
-        num_preemptions = self._num_preemptions
+        num_preemptions = self._counts.preemptions
         # A decode in the blocks that it has is nearly every share of nearly every step.
         add_request, add_start = draft.single.requests.append, draft.single.starts.append
         add_count, add_samples = draft.single.counts.append, draft.single.samples.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
             end = start + 1
-            if end == request.num_tokens and start < request.num_slots:
+            if end == request.num_tokens and start < request.num_slots and not request.masked:
                 add_request(request)
                 add_start(start)
                 add_count(1)
@@ -161,6 +160,9 @@ class Scheduler:
                 budget -= 1
                 if end + 1 == request.max_num_tokens:
                     self._last_share.append(request)
+                continue
+            if request.masked and request.awaits_token:
+                budget -= 1  # as if it had its share: no more may be admitted than can run together
                 continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
             num_tokens = request.num_tokens - start
@@ -173,7 +175,7 @@ class Scheduler:
                 draft.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
             self._schedule_tokens(draft, request, num_tokens)
-        return budget if self._num_preemptions == num_preemptions else 0
+        return budget if self._counts.preemptions == num_preemptions else 0
 
     def _admit_waiting(self, draft: StepDraft, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
@@ -196,6 +198,8 @@ class Scheduler:
         draft.add(request, start, num_tokens, samples)
         self._kv_cache.register(request)
         if samples:
+            if request.masked:
+                draft.masked.append(request)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
@@ -206,7 +210,7 @@ class Scheduler:
         self._release(request)
         request.status = RequestStatus.PREEMPTED
         self._waiting.push(request)
-        self._num_preemptions += 1
+        self._counts.preemptions += 1
         return request
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineOutput]:
@@ -217,8 +221,8 @@ class Scheduler:
         if not self._in_flight or self._in_flight[0].output is not step:
             raise RuntimeError(f"step {step.step} is not the oldest one in flight")
         in_flight = self._in_flight[0]
-        num_finished = self._num_finished
-        outputs = self._prompt_outputs(in_flight, result) if result.prompt_logprobs else []
+        num_finished = self._counts.finished
+        outputs = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # Everything else is for requests that sample, and nearly always no more than the next token.
         finished, add = RequestStatus.FINISHED, outputs.append
         plain = not (result.logprobs or result.prompt_logprobs)
@@ -233,14 +237,18 @@ class Scheduler:
                 cached = request.num_cached_tokens
                 add(_new_tuple(EngineOutput, (request.request_id, (token_id,), None, None, None, None, cached)))
             else:
-                add(self._advance(request, token_id, result))
+                output = token_output(request, token_id, result)
+                if output.finish_reason is not None:
+                    self._end(request)
+                    self._counts.finished += 1
+                add(output)
         self._in_flight.popleft()
-        if self._num_finished > num_finished:
+        if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return outputs
 
     def fail_step(self) -> None:
-        """Take back the steps in flight, whose results will not come: their requests end, removals are sent again."""
+        """Take back the steps in flight, whose results will not come: who runs ends, removals are sent again."""
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
@@ -253,34 +261,14 @@ class Scheduler:
         for request in affected:
             if request.status is not RequestStatus.FINISHED:
                 self._end(request)
-                self._num_aborted += 1
+                self._counts.aborted += 1
         self._removed = list(dict.fromkeys(removed + self._removed))
 
-    def _prompt_outputs(self, step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
-        """Prompt log-probabilities of requests that have not come to the end of their prompt."""
-        outputs = []
-        for request, samples in zip(step.requests, step.output.samples, strict=True):
-            if not samples and request.status is not RequestStatus.FINISHED:
-                entries = _prompt_logprobs(request, result)
-                if entries is not None:
-                    cached = request.num_cached_tokens or 0
-                    outputs.append(
-                        EngineOutput(request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached)
-                    )
-        return outputs
-
-    def _advance(self, request: Request, token_id: int, result: RunnerOutput) -> EngineOutput:
-        """The output for a request that got its newest token; ends it if that is the last one."""
-        request_id = request.request_id
-        prompt_logprobs = _prompt_logprobs(request, result)
-        logprobs = (result.logprobs[request_id],) if request_id in result.logprobs else None
-        finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
-        reason, stop_reason = finish or (None, None)
-        if finish is not None:
-            self._end(request)
-            self._num_finished += 1
-        cached = request.num_cached_tokens or 0
-        return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached)
+    def _drop(self, request: Request) -> None:
+        """End a request, whatever it is doing."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        self._end(request)
 
     def _end(self, request: Request) -> None:
         """Forget a request and free what it holds; the caller takes it off the list of those that run."""
@@ -297,47 +285,16 @@ class Scheduler:
         self._removed.append(request.request_id)
 
     def metrics(self) -> dict[str, int | float]:
-        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
-
-        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
-        (by a stop or the length), aborted, steps.
-        """
-        pool = self._kv_cache.pool
-        return {
-            "running": len(self._requests) - len(self._waiting),
-            "waiting": len(self._waiting),
-            "kv_usage": 1 - pool.num_free / pool.num_blocks,
-            "kv_usage_peak": 1 - self._least_free / pool.num_blocks,
-            "blocks_total": pool.num_blocks,
-            "blocks_free": pool.num_free,
-            "prefix_queries": self._kv_cache.prefix_queries,
-            "prefix_hits": self._kv_cache.prefix_hits,
-            "preemptions": self._num_preemptions,
-            "finished": self._num_finished,
-            "aborted": self._num_aborted,
-            "steps": self._num_steps,
-        }
+        """See SchedulerCounts.metrics."""
+        waiting = len(self._waiting)
+        return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
 
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, every block must be free."""
-        pool = self._kv_cache.pool
-        if not self._requests and pool.num_free != pool.num_blocks:
-            raise RuntimeError(f"no request is left, but only {pool.num_free} of {pool.num_blocks} blocks are free")
+        if not self._requests:
+            check_all_free(self._kv_cache.pool)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError, saying what is wrong, unless each block and request is accounted for once."""
-        if [r.order for r in self._running] != sorted({r.order for r in self._running}):
-            raise RuntimeError(f"running requests are not in order: {[r.request_id for r in self._running]}")
-        ending = sum(request.status is RequestStatus.ENDING for request in self._requests.values())
-        if len(self._running) + len(self._waiting) + ending != len(self._requests):
-            raise RuntimeError(
-                f"{len(self._requests)} requests are known, but {len(self._running)} run, {len(self._waiting)} wait "
-                f"and {ending} await their last token"
-            )
+        check_requests(self._requests.values(), self._running, len(self._waiting))
         self._kv_cache.check_integrity(self._running)
-
-
-def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
-    """What of the request's prompt log-probabilities is new, if anything."""
-    found = result.prompt_logprobs.get(request.request_id)
-    return None if found is None else request.take_prompt_logprobs(*found)

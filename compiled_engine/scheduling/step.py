@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
+
 from compiled_engine.sampling.params import SamplingParams
 
 
@@ -56,6 +58,7 @@ class SchedulerOutput:
         token that the step before samples, whose id the scheduler does not know yet.
     samples: whether the step reaches a request's last token, so that a next one is sampled.
     new_block_ids: of requests that got blocks since the runner last heard of them (never a NewRequest).
+    token_masks: of requests that sample and have a token_mask: what it allows (see sampling/token_mask.py).
     """
 
     step: int
@@ -66,6 +69,7 @@ class SchedulerOutput:
     counts: list[int]
     samples: list[bool]
     new_block_ids: dict[str, tuple[int, ...]]
+    token_masks: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import compress
 
+import numpy as np
+
 from compiled_engine.scheduling.request import Request
 from compiled_engine.scheduling.step import NewRequest, SchedulerOutput
 
@@ -29,12 +31,16 @@ class Shares:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being put together. `single`: shares of one token; `several`: of more."""
+    """A step that is being put together.
+
+    single: shares of one token; several: of more. masked: requests that sample and have a token mask.
+    """
 
     single: Shares = field(default_factory=Shares)
     several: Shares = field(default_factory=Shares)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    masked: list[Request] = field(default_factory=list)
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         shares = self.single if count == 1 else self.several
@@ -58,7 +64,14 @@ class StepInFlight:
     registered_blocks: list[int]
 
     @classmethod
-    def of(cls, number: int, draft: StepDraft, removed: list[str], registered_blocks: list[int]) -> StepInFlight:
+    def of(
+        cls,
+        number: int,
+        draft: StepDraft,
+        removed: list[str],
+        registered_blocks: list[int],
+        token_masks: dict[str, np.ndarray],
+    ) -> StepInFlight:
         shares = draft.single + draft.several if draft.several.requests else draft.single
         output = SchedulerOutput(
             step=number,
@@ -69,5 +82,6 @@ class StepInFlight:
             counts=shares.counts,
             samples=shares.samples,
             new_block_ids=draft.new_block_ids,
+            token_masks=token_masks,
         )
         return cls(output, shares.requests, list(compress(shares.requests, shares.samples)), registered_blocks)

@@ -1,0 +1,50 @@
+"""What the runner tells of itself: counts of the compiler and of graphs, and how it started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compiled_engine.graphs.compiler import CompiledModel
+from compiled_engine.graphs.cuda_graphs import CudaGraphManager
+from compiled_engine.graphs.graph_counters import GraphCounters
+from compiled_engine.timeline import Timeline
+
+
+def runner_metrics(
+    compiled: CompiledModel | None,
+    graphs: CudaGraphManager | None,
+    counters: GraphCounters,
+    predicted_graph_bytes: int,
+    timeline: Timeline,
+) -> dict[str, Any]:
+    """Counts of traces, compiles, captures and replays, cache status, start-up seconds, graph memory."""
+    counts = compiled.counts if compiled else None
+    return {
+        "traces": counts.traces if counts else 0,
+        "compiles": counts.compiles if counts else 0,
+        "captures": graphs.num_captures if graphs else 0,
+        "cache": compiled.lookup.status if compiled else "off",
+        "cache_entry": str(compiled.lookup.folder) if compiled else None,
+        "passes": _pass_counts(compiled),
+        **counters.metrics(),
+        "graph_bytes_predicted": predicted_graph_bytes,
+        "graph_bytes_used": graphs.bytes_used if graphs else 0,
+        "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},
+        "capture_seconds": graphs.capture_seconds if graphs else 0.0,
+        "start_up_seconds": timeline.seconds(),
+        "start_up": timeline.as_records(),
+    }
+
+
+def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str, int]]]:
+    """By range and pass name: how often it matched, and had to."""
+    if compiled is None:
+        return {}
+    return {
+        version.compile_range.name: {
+            report.name: {"matches": report.matches, "contract": report.contract}
+            for report in version.passes
+            if report.applied
+        }
+        for version in compiled.versions
+    }

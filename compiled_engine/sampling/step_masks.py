@@ -1,0 +1,50 @@
+"""The token masks of a step on the device, and their application on the CPU; edits_triton.py has the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from compiled_engine.sampling.transfer import upload
+
+
+@dataclass(frozen=True)
+class StepMasks:
+    """Of S rows of logits, M of which have a mask (see token_mask.py); both int32.
+
+    masks_MW: the masks, W words each. mask_index_S: which of them is a row's; -1 for none.
+    """
+
+    masks_MW: torch.Tensor
+    mask_index_S: torch.Tensor
+
+    @classmethod
+    def of(cls, masks_S: Sequence[np.ndarray | None], device: torch.device) -> StepMasks:
+        """masks_S: a mask, int32 [W], or None for each row, at least one of them a mask. The host does not wait."""
+        masks = [mask for mask in masks_S if mask is not None]
+        has_mask_S = np.array([mask is not None for mask in masks_S])
+        index_S = np.where(has_mask_S, np.cumsum(has_mask_S) - 1, -1).astype(np.int32)
+        # One copy for all.
+        buffer = upload(np.concatenate([*masks, index_S]), device)
+        size = len(buffer) - len(index_S)
+        return cls(buffer[:size].view(len(masks), -1), buffer[size:])
+
+    def select(self, index_R: torch.Tensor) -> StepMasks:
+        """Those of some rows (int64 [R], on the device)."""
+        return replace(self, mask_index_S=self.mask_index_S.index_select(0, index_R))
+
+
+def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
+    """Set the logits of tokens that a row's mask does not allow to minus infinity, in place, on the CPU.
+
+    logits_RV: float32 [R, V], for the R rows of the masks.
+    """
+    vocab_size = logits_RV.shape[1]
+    words_MW = masks.masks_MW.numpy().astype("<i4", copy=False)
+    for logits_V, mask in zip(logits_RV.numpy(), masks.mask_index_S.tolist(), strict=True):
+        if mask >= 0:
+            allowed_V = np.unpackbits(words_MW[mask].view(np.uint8), count=vocab_size, bitorder="little")
+            logits_V[allowed_V == 0] = -np.inf

@@ -1,0 +1,41 @@
+"""What the scheduler counts since it started, and the figures made of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Requests and steps, but for `least_free`: the fewest free blocks that there were after a step was scheduled."""
+
+    least_free: int
+    arrived: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
+        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
+
+        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
+        (by a stop or the length), aborted, steps.
+        """
+        pool = kv_cache.pool
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": 1 - pool.num_free / pool.num_blocks,
+            "kv_usage_peak": 1 - self.least_free / pool.num_blocks,
+            "blocks_total": pool.num_blocks,
+            "blocks_free": pool.num_free,
+            "prefix_queries": kv_cache.prefix_queries,
+            "prefix_hits": kv_cache.prefix_hits,
+            "preemptions": self.preemptions,
+            "finished": self.finished,
+            "aborted": self.aborted,
+            "steps": self.steps,
+        }

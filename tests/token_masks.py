@@ -1,0 +1,69 @@
+"""Token masks for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from compiled_engine.sampling.token_mask import num_words
+
+WAYS_TO_FAIL = ("raises", "allows nothing", "too long", "wrong type", "no array")
+
+
+def packed(token_ids: Sequence[int], vocab_size: int, *, garbage: bool = False) -> np.ndarray:
+    """A mask that allows these tokens; `garbage` sets the bits beyond the vocabulary."""
+    bits = np.zeros(num_words(vocab_size) * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    bits[vocab_size:] = garbage
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class OneOf:
+    """The output is one of several token sequences, then the end; one array serves all calls."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], vocab_size: int) -> None:
+        self.sequences = [list(sequence) for sequence in sequences]
+        self.vocab_size = vocab_size
+        self.num_calls = 0
+        self._array = packed([], vocab_size)
+
+    def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
+        self.num_calls += 1
+        so_far = list(output_token_ids)
+        count = len(so_far)
+        following = [s[count] for s in self.sequences if s[:count] == so_far and len(s) > count]
+        assert following, f"{so_far} is not the beginning of any sequence"
+        self._array[:] = packed(following, self.vocab_size, garbage=True)
+        return self._array
+
+
+@dataclass(frozen=True)
+class ByLastToken:
+    """What is allowed depends on the last token and on how many there are.
+
+    Fails once there are `failing_after` tokens, in this way.
+    """
+
+    vocab_size: int
+    failing_after: int | None = None
+    way: str = "raises"
+
+    def token_ids(self, output_token_ids: Sequence[int]) -> list[int]:
+        last = output_token_ids[-1] if output_token_ids else 0
+        return [i for i in range(self.vocab_size) if (i * i + last + len(output_token_ids)) % 3]
+
+    def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
+        mask = packed(self.token_ids(output_token_ids), self.vocab_size, garbage=True)
+        if len(output_token_ids) != self.failing_after:
+            return mask
+        if self.way == "raises":
+            raise LookupError("injected")
+        failed = {
+            "allows nothing": packed([], self.vocab_size, garbage=True),
+            "too long": np.append(mask, mask),
+            "wrong type": mask.astype(np.int64),
+            "no array": mask.tolist(),
+        }
+        return failed[self.way]  # type: ignore[return-value]
