@@ -22,6 +22,7 @@ from compiled_engine.resolve import resolve
 from compiled_engine.runner import model_runner
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling import scheduler
 from tests.recorded_capture import RecordedCapture
 
 MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
@@ -253,7 +254,7 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
         (runner.states, "remove"),
         (runner.forward, "run"),
         (runner.sampler, "sample"),
-        (core._scheduler, "_advance"),
+        (scheduler, "token_output"),
     )
     for owner, name in broken_ones:
         for request in make_requests(2, 6):
