@@ -29,9 +29,9 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve_graphs import resolve_graphs
 from compiled_engine.resolve_logits_processors import resolve_logits_processors
+from compiled_engine.scheduling.limits import POLICIES
 
 MODES = ("auto", "eager", "compiled", "graphed")
-POLICIES = ("fcfs", "priority")
 DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 COMPILE_OPTIONS = (
     "passes",

@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 class InsufficientMemoryError(MemoryError):
-    """The device has less free memory than the model's parameters need."""
+    """The device has less free memory than the model's parameters, or the KV cache of one request, need."""
 
 
 def materialize(model: nn.Module, layout: ParameterLayout, device: torch.device) -> dict[str, torch.Tensor]:

@@ -418,14 +418,23 @@ def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:
 
 class TestErrors:
     def test_a_prompt_that_can_never_be_computed_is_refused(self) -> None:
-        bare_scheduler().add(request_of(11))
-        with pytest.raises(ValueError, match=r"'a' needs 13 tokens .* KV cache holds 12 \(3 blocks of 4\)"):
-            bare_scheduler().add(request_of(12))
+        bare_scheduler().add(request_of(12))
+        with pytest.raises(ValueError, match=r"'a' has a prompt of 13 tokens.* KV cache holds 12 \(3 blocks of 4\)"):
+            bare_scheduler().add(request_of(13))
         bare_scheduler(max_model_len=6).add(request_of(5))
         with pytest.raises(ValueError, match=r"'a' needs 7 tokens .* max_model_len is 6"):
             bare_scheduler(max_model_len=6).add(request_of(6))
         with pytest.raises(ValueError, match="prompt_token_ids of request 'a' must not be empty"):
             bare_scheduler().add(request_of(0))
+
+    def test_a_prompt_that_fills_the_cache_gets_one_token(self) -> None:
+        scheduler = bare_scheduler()
+        scheduler.add(request_of(12))
+        outputs = []
+        while (step := scheduler.schedule()) is not None:
+            outputs += scheduler.update(step, RunnerOutput((5,) * sum(step.samples)))
+        assert [(output.token_ids, output.finish_reason) for output in outputs] == [((5,), "length")]
+        scheduler.check_integrity()
 
     def test_an_id_in_use_is_refused(self) -> None:
         scheduler = bare_scheduler()

@@ -6,13 +6,10 @@ import psutil
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.models.parameters import InsufficientMemoryError
 
 GIB = 1 << 30
 CPU_LIMIT_BYTES = 4 * GIB
-
-
-class NotEnoughMemory(MemoryError):
-    """The model fits, but no usable KV cache does."""
 
 
 def block_bytes(config: EngineConfig) -> int:
@@ -32,7 +29,7 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
     """Blocks to allocate: what was asked for, or what the memory budget leaves.
 
     activation_bytes: peak of a step beyond the weights; graph_bytes: what CUDA graphs are predicted to take.
-    Raises NotEnoughMemory when not even one request of max_model_len tokens fits; a `num_blocks` that the user
+    Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
     gave may be smaller, since requests that cannot fit are then refused one by one.
     """
     if config.cache.num_blocks is not None:
@@ -49,7 +46,7 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
         count = min(available // size, blocks_wanted(config))
     needed = -(-config.scheduler.max_model_len // config.cache.block_size)
     if count < needed:
-        raise NotEnoughMemory(
+        raise InsufficientMemoryError(
             f"max_model_len={config.scheduler.max_model_len} needs {needed} KV cache blocks of "
             f"{size / (1 << 20):.1f} MiB, but only {max(0, count)} fit into the "
             f"{max(0, available) / GIB:.2f} GiB left; "

@@ -25,11 +25,14 @@ def check_fits(request: EngineRequest, max_model_len: int, kv_cache: KVCacheMana
     num_tokens = len(request.prompt_token_ids)
     if num_tokens == 0:
         raise ValueError(f"prompt_token_ids of request {request.request_id!r} must not be empty")
-    needed = f"request {request.request_id!r} needs {num_tokens + 1} tokens ({num_tokens} of prompt + 1)"
+    name = f"request {request.request_id!r}"
     if num_tokens + 1 > max_model_len:
-        raise ValueError(f"{needed}, but max_model_len is {max_model_len}")
-    if num_tokens + 1 > kv_cache.num_slots:
         raise ValueError(
-            f"{needed}, but the KV cache holds {kv_cache.num_slots} "
+            f"{name} needs {num_tokens + 1} tokens ({num_tokens} of prompt + 1), but max_model_len is {max_model_len}"
+        )
+    # The last token of a request is never computed, so it needs no slot.
+    if num_tokens > kv_cache.num_slots:
+        raise ValueError(
+            f"{name} has a prompt of {num_tokens} tokens, but the KV cache holds {kv_cache.num_slots} "
             f"({kv_cache.pool.num_blocks} blocks of {kv_cache.block_size})"
         )
