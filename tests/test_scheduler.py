@@ -433,7 +433,7 @@ class TestErrors:
         outputs = []
         while (step := scheduler.schedule()) is not None:
             outputs += scheduler.update(step, RunnerOutput((5,) * sum(step.samples)))
-        assert [(output.token_ids, output.finish_reason) for output in outputs] == [((5,), "length")]
+        assert [(output.new_token_ids, output.finish_reason) for output in outputs] == [((5,), "length")]
         scheduler.check_integrity()
 
     def test_an_id_in_use_is_refused(self) -> None:
