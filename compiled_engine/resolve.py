@@ -160,23 +160,32 @@ def _device(options: EngineOptions, reasons: dict[str, str]) -> torch.device:
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
     """(compile?, CUDA graphs?)"""
     mode = options.mode
-    has_compiler = device.type == "cuda" or shutil.which(os.environ.get("CXX", "g++")) is not None
-    if mode == "auto" and not has_compiler:
+    obstacle = _compiler_obstacle(device)
+    if mode == "auto" and obstacle is not None:
         mode = "eager"
-        reasons["compile.enabled"] = "mode is eager: compiling on a CPU needs g++, which was not found"
+        reasons["compile.enabled"] = f"mode is eager: {obstacle}"
     elif mode == "auto" and options.graph_mode == "breakable":
         mode = "eager"
         reasons["compile.enabled"] = "graph_mode is breakable, which captures eager code"
     elif mode == "auto":
         mode = "graphed" if device.type == "cuda" else "compiled"
         reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"
-    if mode == "compiled" and not has_compiler:
-        raise ValueError("mode is 'compiled', which needs a C++ compiler on a CPU; install g++, or allowed: eager")
     if mode == "graphed" and device.type != "cuda":
         raise ValueError(
             "mode is 'graphed', which replays CUDA graphs and needs a CUDA GPU; allowed on cpu: eager, compiled"
         )
+    if obstacle is not None and mode != "eager":
+        raise ValueError(f"mode is {mode!r}, but {obstacle}; allowed: eager")
     return mode != "eager", mode == "graphed"
+
+
+def _compiler_obstacle(device: torch.device) -> str | None:
+    """Why nothing can be compiled here, and what would change that."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
+    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "compiling on a CPU needs a C++ compiler, and g++ was not found"
+    return None
 
 
 def _scheduler(

@@ -52,8 +52,20 @@ def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(
     config = resolved()
     assert not config.compile.enabled
     assert "g++" in config.reasons["compile.enabled"]
-    with pytest.raises(ValueError, match=r"mode is 'compiled', which needs a C\+\+ compiler"):
+    with pytest.raises(ValueError, match=r"mode is 'compiled', but compiling on a CPU needs a C\+\+ compiler"):
         resolved(mode="compiled")
+
+
+def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
+    config = resolved()
+    assert not config.compile.enabled
+    assert "TORCH_COMPILE_DISABLE is '1'" in config.reasons["compile.enabled"]
+    with pytest.raises(ValueError, match="mode is 'compiled', but TORCH_COMPILE_DISABLE is '1'"):
+        resolved(mode="compiled")
+    assert not resolved(mode="eager").compile.enabled
 
 
 @pytest.mark.parametrize(
