@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.bench.shapes import write_shape
 
 pytestmark = pytest.mark.gpu
 
@@ -105,6 +107,17 @@ def test_bf16_logprobs(mode: str, backend: str, bundled_model_path: Path, oracle
     assert sum(differences) / len(differences) < BF16_TOLERANCE[1]
 
 
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"logit_bias": {5: 2.0}, "top_p": 0.9},
+    {"bad_words_token_ids": ((7, 8), (9,)), "top_k": 5},
+    {"logprobs": 5, "prompt_logprobs": 2},
+)
+
+
 class CompileCounter:
     """Counts what must not happen while serving: Dynamo traces, Inductor and Triton compiles."""
 
@@ -144,17 +157,27 @@ def test_nothing_is_compiled_or_captured_after_warm_up(
             batch, params = [], []
             for _ in range(random_.choice([1, 2, 7, 30, 64])):
                 batch.append({"prompt_token_ids": [random_.randrange(4096) for _ in range(random_.randrange(1, 400))]})
-                params.append(
-                    SamplingParams(
-                        temperature=random_.choice([0.0, 0.7]),
-                        max_tokens=random_.randrange(1, 80),
-                        ignore_eos=True,
-                    )
-                )
+                way = random_.choice(WAYS)
+                params.append(SamplingParams(max_tokens=random_.randrange(1, 80), ignore_eos=True, **way))
             llm.generate(batch, params)
         assert counter.counts() == before
         assert llm.metrics()["captures"] == captures
         assert torch.cuda.memory_reserved() <= memory + (64 << 20)
+
+
+def test_a_cold_start_compiles_its_kernels_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    compiled_by = []
+    monkeypatch.setattr(
+        triton.knobs.runtime,
+        "jit_cache_hook",
+        lambda **about: compiled_by.append((threading.current_thread().name, about["repr"])),
+    )
+    shape = write_shape(tmp_path, "qwen3-0.6b")
+    with engine(model=shape, load_format="dummy", dtype="bfloat16", cache_dir=tmp_path / "cache", max_num_seqs=100):
+        assert not [kernel for thread, kernel in compiled_by if thread == "MainThread"]
+    assert len(compiled_by) > 20
 
 
 def test_long_prompts_in_many_chunks_that_sample_nothing(bundled_model_path: Path, oracle: Any) -> None:

@@ -30,7 +30,7 @@ from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import Fetched, PendingStep, PendingSteps
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
-from compiled_engine.runner.rehearsal import rehearsal
+from compiled_engine.runner.rehearsal import rehearse
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.warm_up import warm_up
@@ -109,11 +109,10 @@ class Runner:
 
     @torch.inference_mode()
     def _start(self, progress: Progress) -> None:
+        if self.compiled and self.compiled.counts.compiles and self.config.device.type == "cuda":
+            with self.timeline.span("compile kernels"):
+                rehearse(self, progress)
         with self.timeline.span("warm up"):
-            if self.compiled and self.compiled.counts.compiles and self.config.device.type == "cuda":
-                # Kernels were never compiled: memory is measured after this, undisturbed.
-                with rehearsal(self.compiled, self.compiled.lookup.work.path, self.config.device):
-                    warm_up(self, progress)
             activation_bytes = warm_up(self, progress)
         with self.timeline.span("predict graph memory"):
             self.predicted_graph_bytes = self.graphs.predict() if self.graphs else 0

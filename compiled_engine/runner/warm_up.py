@@ -14,6 +14,7 @@ from compiled_engine.progress import Progress
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.runner.padded_step import sample_and_advance
+from compiled_engine.sampling.kernel_warm_up import WAYS, sample_once
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
@@ -21,7 +22,7 @@ from compiled_engine.sampling.token_mask import num_words
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
 
-# One of each kind of sampling, but for penalties and bad words, whose state is allocated when they are first used.
+# What takes the most memory, but for penalties, whose counts are allocated when they are first used.
 SAMPLING = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),
@@ -44,6 +45,8 @@ def warm_up(runner: Runner, progress: Progress) -> int:
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
+    for params in WAYS:
+        sample_once(params, torch.zeros(1, config.model.vocab_size, dtype=config.model.dtype, device=config.device))
     torch.cuda.empty_cache()
     return peak
 

@@ -216,5 +216,5 @@ def record_(
         tail_NL,
         tail_length,
         VOCAB_SIZE=0 if counts_NV is None else counts_NV.shape[1],
-        TILE_L=triton.next_power_of_2(max(tail_length, 1)),
+        TILE_L=triton.next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
     )

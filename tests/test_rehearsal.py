@@ -1,0 +1,32 @@
+"""The rehearsal of a cold start, on a CPU: every part runs beside the others, and nothing is left of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.progress import SilentProgress
+from compiled_engine.runner.rehearsal import rehearse
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"max_num_seqs": 9}])
+def test_it_leaves_no_trace(options: dict[str, int]) -> None:
+    with LLM(mode="eager", dtype="float32", progress=False, num_blocks=20, **options) as llm:
+        before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        assert llm._core is not None
+        runner = llm._core._executor._runner
+        rehearse(runner, SilentProgress())
+        runner.pending.resynchronise()  # as the start does: what ran were steps
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+
+
+def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(mode="eager", dtype="float32", progress=False) as llm:
+        assert llm._core is not None
+        runner = llm._core._executor._runner
+        monkeypatch.setattr(runner.forward, "run", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            rehearse(runner, SilentProgress())
