@@ -12,20 +12,20 @@ FOLDER = "kernels"
 
 
 @contextmanager
-def kernel_cache(cache_dir: Path | None) -> Iterator[None]:
+def kernel_cache(cache_dir: Path | None) -> Iterator[bool]:
     """Point Triton at `cache_dir`/kernels while the engine starts, which is when every kernel is compiled or loaded.
 
-    Triton's files are named by a digest of source, options and versions, so all models share the folder. Without a
-    cache_dir, or where it cannot be made, Triton's own setting stays.
+    Yields whether the folder is empty. Triton's files are named by a digest of source, options and versions, so all
+    models share it. Without a cache_dir, or where it cannot be made, Triton's own setting stays.
     """
     folder = _make(cache_dir)
     if folder is None:
-        yield
+        yield False
         return
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(folder)
     try:
-        yield
+        yield not any(folder.iterdir())
     finally:
         if before is None:
             os.environ.pop(VARIABLE, None)

@@ -103,13 +103,14 @@ class Runner:
         )
         keys = self.dispatcher.keys
         self.graphs = CudaGraphManager(keys, CudaCapture(config.device), self.padded_step) if keys else None
-        with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None):
-            self._start(progress)
+        with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None) as without_kernels:
+            newly_compiled = self.compiled is not None and self.compiled.counts.compiles > 0
+            self._start(progress, cold=without_kernels or newly_compiled)
         self.sampler.use(processors)  # not before: warm-up takes rows for requests that nobody made
 
     @torch.inference_mode()
-    def _start(self, progress: Progress) -> None:
-        if self.compiled and self.compiled.counts.compiles and self.config.device.type == "cuda":
+    def _start(self, progress: Progress, cold: bool) -> None:
+        if cold and self.config.device.type == "cuda":
             with self.timeline.span("compile kernels"):
                 rehearse(self, progress)
         with self.timeline.span("warm up"):

@@ -39,6 +39,7 @@ def rehearse(runner: Runner, progress: Progress) -> None:
             progressed(1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()  # one of each thread, kept until then
 
 
 def _use(device: torch.device) -> None:
