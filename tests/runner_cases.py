@@ -59,7 +59,8 @@ class Case:
         fill(self.states.num_computed_S, np.maximum(computed, 0))
         fill(self.states.last_token_S, generator.integers(0, 150_000, self.num_state_rows))
         fill(self.states.block_table_SB, generator.integers(0, 9999, (self.num_state_rows, blocks)))
-        self.states.known_ids[:] = generator.integers(0, 150_000, self.states.known_ids.shape)
+        fill(self.states.known_row_S, generator.permutation(2 * self.num_state_rows)[: self.num_state_rows])
+        fill(self.states.known_ids_KL, generator.integers(0, 150_000, self.states.known_ids_KL.shape))
         rows = np.full(self.num_rows, -1)
         rows[:count] = generator.permutation(self.num_state_rows)[:count]
         fill(self.buffers.rows_R[: self.num_rows], rows)

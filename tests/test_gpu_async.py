@@ -97,6 +97,19 @@ def test_tokens_are_the_same_one_step_ahead(num_blocks: int) -> None:
     assert different <= 4  # batches differ in their size, and with it the last bits of logits
 
 
+def test_a_device_that_is_behind_gets_each_prompt() -> None:
+    """Something else holds the device up, so rows are taken again while the prompts that had them are in flight."""
+    prompts, _ = random_requests(300, 5)
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    found = []
+    for cycles in (0, 1 << 31):
+        with engine(max_num_seqs=16, enable_prefix_caching=False) as llm:
+            torch.cuda._sleep(cycles)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([tuple(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+
+
 def test_logprobs_take_no_tensor_of_rows_times_vocabulary(tmp_path: Path) -> None:
     """256 rows of 151,936 logits: 20 log-probabilities of each, and of 256 prompt tokens."""
     shape = write_shape(tmp_path, "qwen3-0.6b")

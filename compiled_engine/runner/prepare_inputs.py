@@ -40,7 +40,8 @@ def prepare_reference(
     request_T = request_T[:covered]
     positions_T = np.arange(covered) - starts_R1[request_T] + computed_R[request_T]
     row_T = rows_R[request_T]
-    known_ids_T = states.known_ids[row_T, np.minimum(positions_T, states.known_ids.shape[1] - 1)]
+    known_ids_KL = states.known_ids_KL.numpy()
+    known_ids_T = known_ids_KL[states.known_row_S.numpy()[row_T], np.minimum(positions_T, known_ids_KL.shape[1] - 1)]
     ids_T = np.where(positions_T < known_R[request_T], known_ids_T, states.last_token_S.numpy()[row_T])
     table_SB = states.block_table_SB.numpy()
     block_T, offset_T = np.divmod(positions_T, states.block_size)

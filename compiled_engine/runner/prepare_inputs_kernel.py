@@ -20,6 +20,7 @@ def prepare_kernel(
     num_computed_ptr: tl.tensor,
     num_known_ptr: tl.tensor,
     last_token_ptr: tl.tensor,
+    known_row_ptr: tl.tensor,
     known_ids_ptr: tl.tensor,
     state_table_ptr: tl.tensor,
     input_ids_ptr: tl.tensor,
@@ -72,6 +73,7 @@ def prepare_kernel(
     state = row.to(tl.int64)
     computed = tl.load(num_computed_ptr + state)
     known = tl.load(num_known_ptr + state)
+    known_ids_ptr += tl.load(known_row_ptr + state).to(tl.int64) * known_ids_stride
     last_token = tl.load(last_token_ptr + state)
     seq_len = computed + end - start
     state_row_ptr = state_table_ptr + state * MAX_BLOCKS
@@ -80,7 +82,7 @@ def prepare_kernel(
         mask = token < end
         position = computed + token - start
         listed = mask & (position < known)
-        ids = tl.load(known_ids_ptr + state * known_ids_stride + position, mask=listed, other=0)
+        ids = tl.load(known_ids_ptr + position, mask=listed, other=0)
         ids = tl.where(listed, ids, last_token)
         block = tl.load(state_row_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
         tl.store(input_ids_ptr + token, ids.to(tl.int64), mask=mask)
@@ -106,7 +108,8 @@ def launch(states: RequestStates, buffers: InputBuffers, num_rows: int, num_toke
         states.num_computed_S,
         states.num_known_S,
         states.last_token_S,
-        states.known_ids_SL,
+        states.known_row_S,
+        states.known_ids_KL,
         states.block_table_SB,
         buffers.input_ids_T,
         buffers.positions_T,
@@ -117,7 +120,7 @@ def launch(states: RequestStates, buffers: InputBuffers, num_rows: int, num_toke
         buffers.sample_positions_R,
         num_rows,
         num_tokens,
-        states.known_ids_SL.stride(0),
+        states.known_ids_KL.stride(0),
         MAX_BLOCKS=states.block_table_SB.shape[1],
         BLOCK_SIZE=states.block_size,
         DECODES_ONLY=decodes_only,

@@ -42,7 +42,7 @@ def launch_prompt_logprobs(
         count = min(in_step, in_prompt - 1 - first)
         if params.prompt_logprobs is None or count <= 0:
             continue
-        targets_T = upload(states.known_ids[row, first + 1 : first + 1 + count].astype(np.int64), hidden_TD.device)
+        targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count].astype(np.int64), hidden_TD.device)
         chunks = []
         for begin in range(0, count, CHUNK):
             end = min(count, begin + CHUNK)

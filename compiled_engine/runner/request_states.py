@@ -20,10 +20,12 @@ class RequestStates:
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
-    last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
+    last_token_S: the newest sampled token. block_table_SB: KV blocks in order. known_row_S: see below.
 
-    On the host: known_ids_SL, int32 [rows, max_model_len + 1], the tokens that were known when the request came.
-    Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well.
+    On the host: known_ids_KL, int32 [2 * rows, max_model_len + 1], the tokens that were known when the request came.
+    Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A row has
+    two places for them in turn, since a step in flight may still have to read those of the request before; two steps
+    back, none is in flight.
     """
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device):
@@ -40,10 +42,12 @@ class RequestStates:
         self.num_known_S = self._num_known.tensor
         self.last_token_S = self._last_token.tensor
         self.block_table_SB = self._block_table.tensor
-        self.known_ids_SL = torch.zeros(
-            max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        self._known_row = self.writes.field(max_num_rows)
+        self.known_row_S = self._known_row.tensor
+        self.known_ids_KL = torch.zeros(
+            2 * max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        self.known_ids = self.known_ids_SL.numpy()
+        self._known_rows = np.arange(max_num_rows)
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
         self.sampling_params: list[SamplingParams | None] = [None] * max_num_rows
@@ -64,16 +68,22 @@ class RequestStates:
         row = self._free_rows.pop()
         self._row_of[request.request_id] = row
         params = request.sampling_params
-        self.known_ids[row, : len(request.token_ids)] = request.token_ids
+        self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self.known_ids_KL)
+        self.known_ids(row)[: len(request.token_ids)] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         self.sampling_params[row] = params
         if params.prompt_logprobs is not None:
             self.rows_with_prompt_logprobs.add(row)
         self._num_computed.stage_one(row, num_computed)
         self._num_known.stage_one(row, len(request.token_ids))
+        self._known_row.stage_one(row, known_row)
         self._num_blocks[row] = 0
         self.append_blocks(row, request.block_ids)
         return row
+
+    def known_ids(self, row: int) -> np.ndarray:
+        """int32 [max_model_len + 1]: the known tokens of the request that has the row."""
+        return self.known_ids_KL[self._known_rows[row]].numpy()
 
     def append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
         start = int(self._num_blocks[row])

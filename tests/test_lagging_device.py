@@ -1,0 +1,103 @@
+"""Steps launched ahead on a device that lags: no step in flight reads what the host wrote for a later one."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import pytest
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.engine_io import EngineRequest
+from tests.lagging_device import lagging_device
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.8},
+    {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.1},
+    {"temperature": 0.8, "logit_bias": {5: 2.0}, "bad_words_token_ids": ((7, 8), (9,)), "min_tokens": 2},
+    {"temperature": 0.8, "logprobs": 5},
+)
+
+
+def engine(**options: Any) -> LLM:
+    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 4, "num_blocks": 200}
+    return LLM(
+        device="cpu", mode="eager", dtype="float32", progress=False, **{"async_scheduling": True} | chosen | options
+    )
+
+
+def prompts(count: int) -> list[dict[str, list[int]]]:
+    random_ = random.Random(0)
+    return [
+        {"prompt_token_ids": [random_.randrange(4096) for _ in range(random_.randrange(9, 20))]} for _ in range(count)
+    ]
+
+
+def tokens(llm: LLM, max_tokens: int) -> list[list[int]]:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts(16), params, use_tqdm=False)]
+
+
+def test_a_row_is_taken_while_its_last_prompt_is_in_flight() -> None:
+    with engine() as llm:
+        expected, expected_later = tokens(llm, 1), tokens(llm, 8)
+    with engine() as llm:
+        with lagging_device():
+            found = tokens(llm, 1)
+        later = tokens(llm, 8)  # what the prefix cache has kept
+    assert found == expected
+    assert later == expected_later
+
+
+def random_requests(seed: int) -> list[EngineRequest]:
+    random_ = random.Random(seed)
+    requests = []
+    for i in range(60):
+        way = random_.choice(WAYS)
+        params = SamplingParams(
+            seed=i,
+            max_tokens=max(random_.randrange(1, 20), way.get("min_tokens", 1)),
+            stop_token_ids=random_.sample(range(4096), 300),
+            **way,
+        )
+        length = random_.randrange(1, 60)
+        ids = tuple(random_.randrange(4096) if random_.random() < 0.5 else i % 3 for _ in range(length))
+        requests.append(EngineRequest(str(i), ids, params))
+    return requests
+
+
+def run(llm: LLM, seed: int, aborts: bool) -> dict[str, list[int]]:
+    """The tokens of the requests that were not aborted."""
+    core = llm._core
+    assert core is not None
+    random_ = random.Random(seed + 1)
+    waiting = deque(random_requests(seed))
+    found: dict[str, list[int]] = {}
+    aborted: set[str] = set()
+    while core.has_unfinished() or waiting:
+        for _ in range(random_.randrange(3)):
+            if waiting:
+                core.add(waiting.popleft())
+        for output in core.step():
+            found.setdefault(output.request_id, []).extend(output.new_token_ids)
+        one = str(random_.randrange(60))
+        if aborts and random_.random() < 0.2 and core.abort(one):
+            aborted.add(one)
+        core.check_integrity()
+    return {request_id: ids for request_id, ids in found.items() if request_id not in aborted}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num_blocks", [200, 40])
+def test_random_requests(num_blocks: int, seed: int) -> None:
+    options = {"num_blocks": num_blocks, "enable_prefix_caching": seed % 2 == 1}
+    with engine(async_scheduling=False, **options) as llm:
+        expected = run(llm, seed, aborts=False)
+    for aborts in (False, True):
+        with lagging_device(), engine(**options) as llm:
+            found = run(llm, seed, aborts)
+        assert found == {request_id: expected[request_id] for request_id in found}
+        assert len(found) == 60 or aborts
