@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -11,9 +12,18 @@ import torch
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.graph_capture import Capture, Replayable
 from compiled_engine.graphs.graph_key import GraphKey, GraphKind
-from compiled_engine.graphs.graph_memory import MOST_SAMPLES, MemoryReading, enough_samples, families, total_bytes
+from compiled_engine.graphs.graph_memory import (
+    MOST_SAMPLES,
+    MemoryReading,
+    capture_order,
+    enough_samples,
+    families,
+    total_bytes,
+)
 from compiled_engine.graphs.graph_step import GraphStep
 from compiled_engine.progress import Progress
+
+log = logging.getLogger("compiled_engine")
 
 # Of the time that requests run, at most this share goes to captures in the background.
 BACKGROUND_SHARE = 0.25
@@ -33,12 +43,13 @@ class CudaGraphManager:
     reads the result before the next replay.
 
     Graphs that hold no attention are captured first and large ones before small ones: the pool is then as large as
-    the largest needs, and the others fit into it.
+    the largest needs, and the others fit into it. decodes_first: decodes gain the most, where requests run meanwhile.
     """
 
-    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep):
+    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep, decodes_first: bool = False):
         self._capture, self._step = capture, step
-        self._pending = sorted(keys, key=lambda key: (key.kind is not GraphKind.FULL, key.num_tokens))
+        self._decodes_first = decodes_first
+        self._pending = sorted(keys, key=lambda key: capture_order(key, decodes_first), reverse=True)
         self._graphs: dict[GraphKey, Captured] = {}
         self._lost: set[GraphKey] = set()
         self._captured_addresses: tuple[int, ...] = ()
@@ -54,13 +65,21 @@ class CudaGraphManager:
     @property
     def bytes_used(self) -> int:
         """Measured; memory that the driver kept ready for graphs included."""
-        of_graphs = (([self._memory[key] for key in family], len(family)) for family in families(self._memory))
+        of_graphs = (([self._memory[key] for key in family], len(family)) for family in self._families(self._memory))
         return total_bytes(of_graphs) + self._kept_by_driver
 
     @property
     def memory_by_key(self) -> dict[str, MemoryReading]:
         """What each capture took more, by the name of its key."""
         return {key.name: reading for key, reading in self._memory.items()}
+
+    def _families(self, keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
+        return families(keys, self._decodes_first)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no capture is to come."""
+        return not self._pending
 
     def has(self, key: GraphKey) -> bool:
         return key in self._graphs
@@ -81,7 +100,7 @@ class CudaGraphManager:
         self._capture.settle()
         before = self._capture.memory()
         with self._capture.session():
-            for family in families(self._pending):
+            for family in self._families(self._pending):
                 found: list[MemoryReading] = []
                 for key in _spread(family):
                     graph, reading = self._capture_one(key)
@@ -109,22 +128,28 @@ class CudaGraphManager:
         self._capture.settle()
 
     def capture_in_background(self) -> bool:
-        """Capture at most one graph, if it is time for one; whether graphs are still to come.
+        """Capture at most one graph, if it is time for one; whether anything ran.
 
         A capture holds up the requests that run, so the next one comes when they had three times as long for
-        themselves. A capture that fails is given up: its batches run without a graph.
+        themselves. A capture that fails is given up: its batches run without a graph. One that fails for anything but
+        memory was the last.
         """
         now = time.perf_counter()
-        if self._pending and now >= self._not_before:
-            key = self._pending[-1]
-            try:
-                with self._capture.session():
-                    self._capture_next()
-            except torch.cuda.OutOfMemoryError:
-                self._lost.add(key)
-            end = time.perf_counter()
-            self._not_before = end + (end - now) * (1 / BACKGROUND_SHARE - 1)
-        return bool(self._pending)
+        if not self._pending or now < self._not_before:
+            return False
+        key = self._pending[-1]
+        try:
+            with self._capture.session():
+                self._capture_next()
+        except RuntimeError as error:  # what torch raises when CUDA fails
+            self._lost.add(key)
+            log.warning("the capture of graph %s failed: %s", key.name, error)
+            if not isinstance(error, torch.cuda.OutOfMemoryError):
+                self._lost.update(self._pending)
+                self._pending.clear()
+        end = time.perf_counter()
+        self._not_before = end + (end - now) * (1 / BACKGROUND_SHARE - 1)
+        return True
 
     def _capture_next(self) -> None:
         key = self._pending.pop()

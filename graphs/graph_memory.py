@@ -44,9 +44,14 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
     return sum(plausible) / len(plausible) if plausible else 0.0
 
 
-def families(keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
-    """Keys whose graphs are alike but for the size, the largest first; those around attention come first."""
+def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int]:
+    """What to sort keys by, in the order of capture: those around attention come first, or decodes do."""
+    return (decodes_first or key.kind is GraphKind.FULL, key.is_decode is not decodes_first, -key.num_tokens)
+
+
+def families(keys: Iterable[GraphKey], decodes_first: bool) -> list[list[GraphKey]]:
+    """Keys whose graphs are alike but for the size, the largest first, in the order of capture."""
     found: dict[tuple[GraphKind, bool], list[GraphKey]] = {}
-    for key in sorted(keys, key=lambda key: (key.kind is GraphKind.FULL, key.is_decode, -key.num_tokens)):
+    for key in sorted(keys, key=lambda key: capture_order(key, decodes_first)):
         found.setdefault((key.kind, key.is_decode), []).append(key)
     return list(found.values())

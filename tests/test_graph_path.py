@@ -15,12 +15,15 @@ from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.engine_core import EngineCore
 from compiled_engine.engine_io import EngineRequest
 from compiled_engine.executor import InProcessExecutor
+from compiled_engine.graphs import cuda_graphs
+from compiled_engine.graphs.graph_counters import GraphCounters
 from compiled_engine.graphs.graph_key import GraphKey
 from compiled_engine.options import EngineOptions
 from compiled_engine.progress import SilentProgress
 from compiled_engine.resolve import resolve
 from compiled_engine.runner import model_runner
 from compiled_engine.runner.model_runner import Runner
+from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling import scheduler
 from tests.recorded_capture import RecordedCapture
@@ -209,11 +212,51 @@ def test_capture_in_the_background(mode: GraphMode, plain_tokens: dict[str, tupl
     assert run(core, make_requests(14, 1)) == plain_tokens
 
 
+def test_decodes_are_captured_first_in_the_background() -> None:
+    core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE, background=True))
+    graphs = runner_of(core).graphs
+    assert graphs is not None
+    while not graphs.complete:
+        run(core, make_requests(14, 1))
+    names = list(core.metrics()["graph_bytes_by_key"])
+    decodes = [name.startswith("decode") for name in names]
+    assert decodes == sorted(decodes, reverse=True)
+    sizes = [int(name.split()[-1]) for name, decode in zip(names, decodes, strict=True) if decode]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_only_a_capture_in_the_background_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "BACKGROUND_SHARE", 1e-9)  # after the first none is due
+    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, background=True))
+    waits = []
+    resynchronise = PendingSteps.resynchronise
+    monkeypatch.setattr(PendingSteps, "resynchronise", lambda steps: (waits.append(1), resynchronise(steps)))
+    run(core, make_requests(3, 10))
+    assert core.metrics()["captures"] == len(waits) == 1
+
+
+def test_an_interrupt_at_the_launch_shifts_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has counted a step then, and the host has not."""
+    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY))
+    expected = run(core, make_requests(3, 4))
+    replay = GraphCounters.replay
+
+    def interrupted(*args: Any) -> None:
+        monkeypatch.setattr(GraphCounters, "replay", replay)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GraphCounters, "replay", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(core, make_requests(3, 4))
+    assert run(core, make_requests(3, 4)) == expected
+
+
+@pytest.mark.parametrize("error", [torch.cuda.OutOfMemoryError("injected"), RuntimeError("CUDA error: injected")])
 def test_a_capture_that_fails_in_the_background_is_given_up(
-    plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+    error: Exception, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any) -> Any:
-        raise torch.cuda.OutOfMemoryError("injected")
+        raise error
 
     core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, background=True))
     monkeypatch.setattr(RecordedCapture, "whole", fail)
@@ -222,6 +265,9 @@ def test_a_capture_that_fails_in_the_background_is_given_up(
     metrics = core.metrics()
     assert metrics["captures"] == 0
     assert metrics["graph_fallbacks_by_reason"]["its capture failed"] > 0
+    graphs = runner_of(core).graphs
+    assert graphs is not None
+    assert graphs.complete
 
 
 def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:

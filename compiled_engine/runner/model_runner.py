@@ -88,6 +88,7 @@ class Runner:
             config.device,
         )
         self._clock = NoClock()
+        self._miscounted = False  # whether the device has counted steps that `pending` has not
         self.pending = PendingSteps(self.buffers, config.device)
         self.kv_caches = kv_cache.allocate(config, 1)
         self.dispatcher = Dispatcher(config.graph, scheduler)
@@ -102,7 +103,10 @@ class Runner:
             scheduler.max_model_len,
         )
         keys = self.dispatcher.keys
-        self.graphs = CudaGraphManager(keys, CudaCapture(config.device), self.padded_step) if keys else None
+        self.graphs = None
+        if keys:
+            capture = CudaCapture(config.device)
+            self.graphs = CudaGraphManager(keys, capture, self.padded_step, decodes_first=config.graph.background)
         with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None) as without_kernels:
             newly_compiled = self.compiled is not None and self.compiled.counts.compiles > 0
             self._start(progress, cold=without_kernels or newly_compiled)
@@ -121,8 +125,7 @@ class Runner:
         set_aside = penalty_bytes(self.config.scheduler.max_num_seqs, self.config.model.vocab_size)
         self.num_blocks = kv_cache.count_blocks(self.config, activation_bytes + set_aside, self.predicted_graph_bytes)
         self.kv_caches[:] = kv_cache.allocate(self.config, self.num_blocks)
-        self._captures_in_background = self.graphs is not None and self.config.graph.background
-        if self.graphs and not self._captures_in_background:
+        if self.graphs and not self.config.graph.background:
             with self.timeline.span("capture"):
                 self.graphs.capture_all(progress)
         self.pending.resynchronise()
@@ -140,17 +143,19 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep:
         """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device."""
         self.states.writes.discard()  # left over from a step that failed
+        if self._miscounted:
+            self.pending.resynchronise()
+            self._miscounted = False
         try:
             self._update_rows(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
                 pending = self._launch(step)
+            if self.graphs and not self.graphs.complete:
+                self._miscounted = self.graphs.capture_in_background()
         except BaseException:
             self.buffers.forget_staged()
+            self._miscounted = True  # it may have been interrupted just after a launch
             raise
-        if self._captures_in_background:
-            assert self.graphs is not None
-            self._captures_in_background = self.graphs.capture_in_background()
-            self.pending.resynchronise()
         return pending
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
@@ -236,7 +241,7 @@ class Runner:
             self.counters.no_key(num_tokens, decodes_only)
             return None
         assert self.graphs is not None
-        if hidden_wanted:
+        if hidden_wanted and (key.is_decode or self.forward.ends_at_logits(key.num_tokens)):
             reason = Fallback.PROMPT_LOGPROBS
         elif self.graphs.has(key):
             return key
