@@ -167,6 +167,9 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
     elif mode == "auto" and options.graph_mode == "breakable":
         mode = "eager"
         reasons["compile.enabled"] = "graph_mode is breakable, which captures eager code"
+    elif mode == "auto" and options.graph_mode == "none":
+        mode = "compiled"
+        reasons["compile.enabled"] = "graph_mode is none, so mode is compiled"
     elif mode == "auto":
         mode = "graphed" if device.type == "cuda" else "compiled"
         reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"

@@ -52,6 +52,13 @@ def resolve_graphs(
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
         return GraphConfig(mode)
     decode_sizes, token_sizes = _sizes(options, mode, scheduler, num_layers, reasons)
+    if not decode_sizes and not token_sizes:
+        asked = {name: getattr(options, name) for name in ("capture_sizes", "capture_token_sizes", "capture_histogram")}
+        given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+        raise ValueError(
+            f"graph_mode {mode.value!r} would capture nothing with {given}; allowed: sizes or batches of 1 to "
+            f"max_num_seqs ({scheduler.max_num_seqs}) decodes or {MAX_CAPTURED_TOKENS} tokens, or graph_mode none"
+        )
     return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture)
 
 
@@ -66,6 +73,7 @@ def _mode(
     support = get_backend(backend).graph_support
     if options.graph_mode == "auto":
         if not graphed:
+            reasons["graph.mode"] = "graphs come with mode graphed"
             return GraphMode.NONE
         if support is GraphSupport.NEVER:
             reasons["graph.mode"] = f"attention backend {backend} cannot be captured, so it runs between the graphs"
@@ -75,27 +83,34 @@ def _mode(
     if options.graph_mode not in GRAPH_MODES:
         raise ValueError(f"graph_mode is {options.graph_mode!r}; allowed: {', '.join(GRAPH_MODES)}")
     mode = GraphMode(options.graph_mode)
-    asked = f"graph_mode is {mode.value!r}"
-    if mode is GraphMode.NONE and options.mode == "graphed":
-        raise ValueError(f"{asked}, but mode is 'graphed'; allowed for no graphs: mode compiled or eager")
-    if mode is not GraphMode.NONE and device.type != "cuda":
-        raise ValueError(f"{asked}, which replays CUDA graphs and needs a CUDA GPU; allowed on {device.type}: none")
-    if not compiled and mode not in EAGER_GRAPH_MODES:
-        allowed = ", ".join(m.value for m in EAGER_GRAPH_MODES)
-        raise ValueError(f"{asked}, which captures compiled pieces, but mode is 'eager'; allowed with it: {allowed}")
-    if compiled and mode is GraphMode.BREAKABLE:
-        raise ValueError(f"{asked}, which captures eager code, but mode is {options.mode!r}; allowed: eager, auto")
-    if mode.captures_decodes and support is GraphSupport.NEVER:
-        raise ValueError(
-            f"{asked}, but attention_backend {backend!r} cannot be captured; allowed: piecewise, breakable"
-        )
-    if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
-        able = [name for name in BACKENDS if _always_captured(name)]
-        raise ValueError(
-            f"{asked}, but attention_backend {backend!r} can be captured for {support.value} alone; allowed: "
-            f"full_and_piecewise, full_decode_only, or attention_backend {', '.join(able)}"
-        )
+    obstacle = _obstacle(mode, options, compiled, backend, device)
+    if obstacle is not None:
+        allowed = [m.value for m in GraphMode if _obstacle(m, options, compiled, backend, device) is None]
+        if mode is GraphMode.FULL and device.type == "cuda":
+            able = [name for name in BACKENDS if _always_captured(name)]
+            allowed.append(f"attention_backend {', '.join(able)}")
+        raise ValueError(f"graph_mode is {mode.value!r}, {obstacle}; allowed: {', '.join(allowed) or 'another mode'}")
     return mode
+
+
+def _obstacle(
+    mode: GraphMode, options: EngineOptions, compiled: bool, backend: str, device: torch.device
+) -> str | None:
+    """Why there can be no such graphs, or None."""
+    if mode is GraphMode.NONE:
+        return "but mode is 'graphed'" if options.mode == "graphed" else None
+    if device.type != "cuda":
+        return "which replays CUDA graphs and needs a CUDA GPU"
+    if not compiled and mode not in EAGER_GRAPH_MODES:
+        return "which captures compiled pieces, but mode is 'eager'"
+    if compiled and mode is GraphMode.BREAKABLE:
+        return f"which captures eager code, but mode is {options.mode!r}"
+    support = get_backend(backend).graph_support
+    if mode.captures_decodes and support is GraphSupport.NEVER:
+        return f"but attention_backend {backend!r} cannot be captured"
+    if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
+        return f"but attention_backend {backend!r} can be captured for {support.value} alone"
+    return None
 
 
 def _always_captured(backend: str) -> bool:
@@ -109,7 +124,9 @@ def _sizes(
     options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, num_layers: int, reasons: dict[str, str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(decode sizes, token sizes)"""
-    most_tokens = min(MAX_CAPTURED_TOKENS, scheduler.max_num_batched_tokens)
+    # Without graphs of their own decodes use those of mixed batches.
+    most_decodes = 0 if mode.captures_decodes else scheduler.max_num_seqs
+    most_tokens = min(max(MAX_CAPTURED_TOKENS, most_decodes), scheduler.max_num_batched_tokens)
     families = (
         ("capture_sizes", "decode_sizes", mode.captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
         (

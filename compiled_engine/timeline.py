@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import psutil
 
@@ -20,12 +22,21 @@ class Span:
     parent: str | None = None
 
 
+def seconds_since_process_start() -> float:
+    """Age of this process; on Linux to a hundredth of a second, elsewhere to about one."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return time.time() - psutil.Process().create_time()
+    start = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # the line's 22nd field, since boot
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start
+
+
 class Timeline:
     """Collects spans; those without a parent follow one another and add up to the start-up."""
 
     def __init__(self) -> None:
-        since_start = time.time() - psutil.Process().create_time()
-        self._origin = time.perf_counter() - since_start
+        self._origin = time.perf_counter() - seconds_since_process_start()
         self._open: list[str] = []
         self.spans: list[Span] = []
 

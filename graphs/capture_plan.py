@@ -50,7 +50,7 @@ def plan_capture_sizes(families: Sequence[GraphFamily], budget: CaptureBudget) -
     one with fewer graphs is taken. Raises ValueError where the budget does not allow that.
     """
     most = max((len(family.histogram) for family in families), default=0)
-    limit = most if budget.graphs is None else min(most, int(budget.graphs))
+    limit = most if budget.graphs is None else int(min(most, budget.graphs))
     plans = [best_sizes(family.histogram, limit) for family in families]
     choices = [
         combination

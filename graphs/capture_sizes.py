@@ -12,6 +12,8 @@ from compiled_engine.graphs.capture_plan import CaptureBudget, GraphFamily, plan
 
 # The most tokens of a mixed batch that are captured: beyond, the device has work for longer than launching takes.
 MAX_CAPTURED_TOKENS = 512
+# Of a histogram's sizes and counts, so that their products stay within 64 bits.
+LIMIT = 1 << 40
 # What one more graph takes beside the memory that all share, for each layer of the model: (seconds, bytes), measured
 # on an H200 with the default passes.
 FULL_COST_PER_LAYER = (0.5e-3, 40 << 10)
@@ -70,13 +72,17 @@ def read_histogram(path: Path) -> dict[str, dict[int, int]]:
     return {name: _counts(path, name, data.get(name, {})) for name in ("decodes", "mixed")}
 
 
+def _is_natural(size: Any) -> bool:
+    return str(size).isdecimal() and len(str(size)) < len(str(LIMIT))
+
+
 def _counts(path: Path, name: str, counts: Any) -> dict[int, int]:
     found: dict[int, int] = {}
     for size, count in counts.items() if isinstance(counts, dict) else [(counts, None)]:
-        if not (str(size).isdecimal() and int(size) > 0 and isinstance(count, int) and count >= 0):
+        if not (_is_natural(size) and int(size) > 0 and isinstance(count, int) and 0 <= count < LIMIT):
             raise ValueError(
                 f"capture_histogram {str(path)!r} has {size!r}: {count!r} under {name!r}; allowed: a size of at least "
-                "1 and a count of at least 0"
+                f"1 and a count of at least 0, below {LIMIT}"
             )
         found[int(size)] = count
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from compiled_engine.bench.ablation import COUNTS, Preparation, measure
 from compiled_engine.bench.ablation_report import Asked, make_plan
 from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
 from compiled_engine.bench.fresh_process import WorkerError, run_worker
-from compiled_engine.bench.variants import chosen, variants
+from compiled_engine.bench.variants import Variant, chosen, variants
 from compiled_engine.bench.workloads import throughput_lengths
 from compiled_engine.cli.app import app
 from compiled_engine.progress import SilentProgress
@@ -70,14 +71,23 @@ def test_variants_on_a_gpu_are_all_combinations_and_each_pass_left_out() -> None
         "compiled + full without merge_linears",
         "compiled + full without silu_mul",
     ]
-    shared = {"seed": 1, "disable_passes": ["rms_norm"], "capture_sizes": [1], "compile_workers": 0}
+    shared = {
+        "seed": 1,
+        "disable_passes": ["rms_norm"],
+        "capture_sizes": [1],
+        "capture_token_sizes": [2],
+        "compile_workers": 0,
+    }
     options = {variant.name: variant.engine_options(shared) for variant in found}
     assert options["eager"] == {"seed": 1, "mode": "eager"}
-    breakable = {"seed": 1, "capture_sizes": [1], "mode": "eager", "graph_mode": "breakable"}
+    decodes = {"seed": 1, "capture_sizes": [1], "mode": "eager", "graph_mode": "full_decode_only"}
+    assert options["eager + full decode graphs"] == decodes
+    breakable = {"seed": 1, "capture_token_sizes": [2], "mode": "eager", "graph_mode": "breakable"}
     assert options["eager + breakable"] == breakable
-    no_graphs = {name: value for name, value in shared.items() if name != "capture_sizes"}
+    no_decodes = {name: value for name, value in shared.items() if name != "capture_sizes"}
+    no_graphs = {name: value for name, value in no_decodes.items() if name != "capture_token_sizes"}
     assert options["compiled"] == {**no_graphs, "mode": "compiled"}
-    assert options["compiled + piecewise"] == {**shared, "mode": "compiled", "graph_mode": "piecewise"}
+    assert options["compiled + piecewise"] == {**no_decodes, "mode": "compiled", "graph_mode": "piecewise"}
     assert options["compiled + full"] == {**shared, "mode": "graphed"}
     without = options["compiled + full without silu_mul"]
     assert without == {**shared, "mode": "graphed", "disable_passes": ["rms_norm", "silu_mul"]}
@@ -139,6 +149,28 @@ def test_a_variant_that_fails_is_marked_and_the_others_are_kept() -> None:
     assert "tpot_ms" not in records[2]
 
 
+def test_a_repeat_that_fails_costs_none_before_it() -> None:
+    calls = []
+
+    def fake(options: Any, workload: Any) -> dict[str, Any]:
+        calls.append(1)
+        if len(calls) > 2:
+            raise WorkerError("ended with exit code 1\nboom")
+        return a_result(1.0)
+
+    (found,) = chosen(variants("cpu", []), ["eager"])
+    (record,) = measure([found], {}, AblationWorkload(), 4, Preparation(1, 2, eager=False), SilentProgress(), fake)
+    assert (record["repeats"], len(calls)) == (2, 3)
+    assert record["error"].endswith("boom")
+
+
+def test_a_variant_that_cannot_be_is_refused_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    impossible = [Variant("eager", {"mode": "eager", "graph_mode": "piecewise"})]
+    monkeypatch.setattr("compiled_engine.bench.ablation_report.variants", lambda *about: impossible)
+    with pytest.raises(ValueError, match="variant 'eager' cannot be measured: graph_mode is 'piecewise'"):
+        make_plan({}, None, Asked(quick=True))
+
+
 def test_the_command_names_a_variant_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(options: Any, workload: Any, limit_s: float = 0) -> dict[str, Any]:
         raise WorkerError("ended with exit code 1\nboom")
@@ -154,6 +186,14 @@ def test_the_command_names_a_variant_that_failed(monkeypatch: pytest.MonkeyPatch
 def test_a_worker_that_fails_says_why() -> None:
     with pytest.raises(WorkerError, match=r"(?s)exit code 1.*max_num_seqs is 0"):
         run_worker({"mode": "eager", "max_num_seqs": 0}, None)
+
+
+def test_a_worker_killed_in_the_middle_of_a_line_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "half.py").write_text("import os; print('{\"first_to', flush=True); os._exit(9)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("compiled_engine.bench.fresh_process.WORKER", "half")
+    with pytest.raises(WorkerError, match="exit code 9"):
+        run_worker({}, None)
 
 
 def test_a_worker_that_takes_too_long_is_ended() -> None:

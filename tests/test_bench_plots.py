@@ -132,6 +132,19 @@ def test_light_and_dark_plots_differ_and_one_batch_has_no_lines(result: dict[str
     assert draw_all(result, LIGHT).keys() == {"step_batch_1"}
 
 
+def test_there_are_bars_without_the_whole_engine(result: dict[str, Any]) -> None:
+    whole = {"name": "compiled + full", "options": {}, "error": "ended with exit code 1"}
+    result["variants"] = [whole, record("compiled + full without silu_mul", 0.9)]
+    assert draw_all(result, LIGHT).keys() == {"step_batch_1", "step_batch_64", "step_by_batch"}
+    assert "failed" in render(result)
+
+
+def test_figures_of_a_variant_that_failed_later_are_shown(result: dict[str, Any]) -> None:
+    result["variants"] = [record("eager", 9.0) | {"error": "ended with exit code 1"}]
+    assert draw_all(result, LIGHT)
+    assert "9.000" in render(result)
+
+
 def test_without_any_figures_there_is_a_page_without_plots(result: dict[str, Any]) -> None:
     result["variants"] = [found for found in result["variants"] if "error" in found]
     page = Page()

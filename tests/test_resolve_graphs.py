@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,11 @@ SCHEDULER = SchedulerConfig(256, 8192, 4096, "fcfs")
 
 
 def resolved(
-    mode: str = "graphed", backend: str = "triton", device: str = "cuda", **options: Any
+    mode: str = "graphed",
+    backend: str = "triton",
+    device: str = "cuda",
+    scheduler: SchedulerConfig = SCHEDULER,
+    **options: Any,
 ) -> tuple[GraphConfig, dict[str, str]]:
     reasons: dict[str, str] = {}
     graph = resolve_graphs(
@@ -26,7 +31,7 @@ def resolved(
         compiled=mode != "eager",
         graphed=mode == "graphed",
         backend=backend,
-        scheduler=SCHEDULER,
+        scheduler=scheduler,
         num_layers=28,
         device=torch.device(device),
         reasons=reasons,
@@ -104,6 +109,13 @@ def test_planned_sizes(tmp_path: Path) -> None:
             ValueError,
             "graph mode 'full_decode_only' captures no such batches",
         ),
+        (
+            "graphed",
+            {"capture_sizes": (), "capture_token_sizes": ()},
+            ValueError,
+            "would capture nothing with capture_s",
+        ),
+        ("graphed", {"graph_mode": "full_decode_only", "capture_sizes": ()}, ValueError, "would capture nothing"),
         ("graphed", {"capture_budget": {"graphs": 2}}, ValueError, "but there is no capture_histogram"),
         ("graphed", {"capture_histogram": 3}, TypeError, "capture_histogram is 3; allowed: the path of a file"),
         ("graphed", {"capture_histogram": "none.json"}, ValueError, "capture_histogram is 'none.json', which cannot"),
@@ -133,14 +145,44 @@ def test_budgets(budget: Any, kind: type[Exception], message: str, tmp_path: Pat
         resolved(capture_histogram=path, capture_sizes=(8,))
 
 
+@pytest.mark.parametrize("counts", ["{}", '{"5": 0}', '{"9999": 3}'])
+def test_a_histogram_without_a_batch_to_capture_is_refused(counts: str, tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text(f'{{"decodes": {counts}}}')
+    with pytest.raises(ValueError, match="would capture nothing with capture_histogram"):
+        resolved(capture_histogram=path)
+
+
+@pytest.mark.parametrize("counts", ['{"5": 1e3}', '{"5": 10000000000000000}', '{"99999999999999999999": 1}'])
+def test_a_histogram_with_what_is_no_count_is_refused(counts: str, tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text(f'{{"decodes": {counts}}}')
+    with pytest.raises(ValueError, match="allowed: a size of at least 1 and a count of at least 0, below"):
+        resolved(capture_histogram=path)
+
+
+def test_no_limit_of_graphs(tmp_path: Path) -> None:
+    path = tmp_path / "h.json"
+    path.write_text('{"decodes": {"5": 9, "6": 9}}')
+    assert resolved(capture_histogram=path, capture_budget={"graphs": math.inf})[0].decode_sizes == (5, 6)
+
+
+def test_decodes_without_graphs_of_their_own_all_have_one() -> None:
+    graph, _ = resolved(graph_mode="piecewise", scheduler=SchedulerConfig(1024, 8192, 4096, "fcfs"))
+    assert graph.token_sizes[-1] == 1024
+
+
 def test_a_backend_that_captures_decodes_alone_has_no_full_mode() -> None:
-    with pytest.raises(ValueError, match="'torch' can be captured for uniform decode alone; allowed: full_and_piece"):
+    with pytest.raises(
+        ValueError,
+        match="'torch' can be captured for uniform decode alone; allowed: .*full_and_piecewise, attention_backend",
+    ):
         resolved(backend="torch", graph_mode="full")
     assert resolved(backend="torch")[0].mode is GraphMode.FULL_AND_PIECEWISE
 
 
 def test_graphs_on_a_cpu_are_an_error_that_names_cuda() -> None:
     for graph_mode in ("full", "piecewise", "breakable"):
-        with pytest.raises(ValueError, match="replays CUDA graphs and needs a CUDA GPU; allowed on cpu: none"):
+        with pytest.raises(ValueError, match="replays CUDA graphs and needs a CUDA GPU; allowed: none$"):
             resolve(EngineOptions(device="cpu", graph_mode=graph_mode))
     assert resolve(EngineOptions(device="cpu", graph_mode="none")).graph.mode is GraphMode.NONE

@@ -56,7 +56,7 @@ def measure(
     progress: Progress,
     run: Run = run_worker,
 ) -> list[dict[str, Any]]:
-    """A record for each variant, in order: {"name", "options", and the figures} or {"name", "options", "error"}.
+    """A record for each variant, in order: name, options, and figures, or error, or both where a later repeat failed.
 
     shared: engine options of all variants, as JSON. run: starts a worker.
 
@@ -81,8 +81,11 @@ def measure(
     records = []
     for variant in chosen:
         record: dict[str, Any] = {"name": variant.name, "options": dict(variant.options)}
-        failure = errors.get(variant.name)
-        records.append(record | ({"error": failure} if failure else figures(results[variant.name])))
+        if results[variant.name]:
+            record |= figures(results[variant.name])
+        if variant.name in errors:
+            record["error"] = errors[variant.name]
+        records.append(record)
     return records
 
 

@@ -16,10 +16,11 @@ ROW_INCHES, PANEL_INCHES, TITLE_INCHES = 0.34, 0.8, 0.6
 
 def draw_bars(result: Mapping[str, Any], records: Sequence[Mapping[str, Any]], batch: str, theme: Theme) -> Figure:
     """Bars of the parts of the engine and, on a scale of their own, of the engine without each pass."""
-    whole = whole_name(records)
+    whole = whole_name(result["variants"])
     parts = [record for record in records if WITHOUT not in record["name"]]
     without = [record for record in records if WITHOUT in record["name"]]
-    panels = [parts, [record for record in parts if record["name"] == whole] + without] if without else [parts]
+    compared = [record for record in parts if record["name"] == whole] + without if without else []
+    panels = [panel for panel in (parts, compared) if panel]
     heights = [ROW_INCHES * len(panel) + PANEL_INCHES for panel in panels]
     figure = new_figure(TITLE_INCHES + sum(heights))
     top = sum(heights)

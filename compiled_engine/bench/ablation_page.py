@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from compiled_engine.bench.ablation_plots import draw_all
-from compiled_engine.bench.ablation_subject import subtitle_of, whole_name
+from compiled_engine.bench.ablation_subject import measured, subtitle_of, whole_name
 from compiled_engine.bench.plot_style import DARK, LIGHT
 
 PAGE = """<!doctype html>
@@ -111,7 +111,7 @@ def render(result: Mapping[str, Any]) -> str:
     return environment.from_string(PAGE).render(
         result=result,
         subtitle=subtitle_of(result),
-        whole=whole_name([record for record in records if "error" not in record]),
+        whole=whole_name(records),
         plots=plots,
         headings=headings,
         bounds=bounds,
@@ -134,7 +134,7 @@ def _headings_and_bounds(result: Mapping[str, Any]) -> tuple[list[str], list[str
 
 
 def _row(record: Mapping[str, Any], batches: list[str]) -> dict[str, Any]:
-    if "error" in record:
+    if not measured(record):
         return {"name": record["name"], "error": record["error"]}
     memory = record["memory_bytes"] or {}
     cells = [_cell(record[name][batch], 3) for name in ("step_ms", "tpot_ms") for batch in batches]

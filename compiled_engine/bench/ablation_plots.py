@@ -8,6 +8,7 @@ from typing import Any
 
 from compiled_engine.bench.ablation_bars import draw_bars
 from compiled_engine.bench.ablation_lines import draw_lines
+from compiled_engine.bench.ablation_subject import measured
 from compiled_engine.bench.plot_style import LIGHT, Theme, png_of
 
 
@@ -22,9 +23,9 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def draw_all(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:
-    """Name -> PNG. Variants that failed are left out."""
+    """Name -> PNG. Variants without figures are left out."""
     batches = sorted(result["bound"]["step_ms"], key=int)
-    records = [record for record in result["variants"] if "error" not in record]
+    records = [record for record in result["variants"] if measured(record)]
     drawn: dict[str, bytes] = {}
     if not records:
         return drawn

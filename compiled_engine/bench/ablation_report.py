@@ -78,13 +78,16 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     passes = config.compile.passes
     if asked.quick and not asked.variants:
         passes = tuple(name for name in passes if name in QUICK_PASSES)
+    found = chosen(variants(config.device.type, passes), asked.variants)
+    for variant in found:
+        _resolve_variant(variant, shared)
     return Plan(
         config=config,
         given=options,
         shared=plain_options(shared),
         shape=shape,
         workload=workload,
-        variants=tuple(chosen(variants(config.device.type, passes), asked.variants)),
+        variants=tuple(found),
         sizes=model_sizes(config.model),
     )
 
@@ -119,6 +122,14 @@ def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) ->
     workload = replace(workload, **{name: value for name, value in asked_for.items() if value is not None})
     longest = min(config.model.max_model_len, options.get("max_model_len", MAX_MODEL_LEN))
     return replace(workload, prefill_len=max(1, min(workload.prefill_len, longest - 1)))
+
+
+def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
+    options = variant.engine_options(shared)
+    try:
+        resolve(make_options(options.get("model"), {name: value for name, value in options.items() if name != "model"}))
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"variant {variant.name!r} cannot be measured: {error}; --variant chooses others") from error
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:

@@ -9,6 +9,11 @@ from typing import Any
 WITHOUT = " without "
 
 
+def measured(record: Mapping[str, Any]) -> bool:
+    """Whether a variant's record has figures."""
+    return "step_ms" in record
+
+
 def whole_name(records: Sequence[Mapping[str, Any]]) -> str | None:
     """The variant with everything on: the last that leaves nothing out."""
     names = [record["name"] for record in records if WITHOUT not in record["name"]]

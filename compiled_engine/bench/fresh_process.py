@@ -67,7 +67,10 @@ def _talk(worker: subprocess.Popen[str], task: dict[str, Any], start: float) -> 
         return result
     with worker.stdout:
         for line in worker.stdout:
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError:  # it was killed in the middle of a line
+                break
             if "first_token" in record:
                 record = {"wall_s": time.perf_counter() - start}
             result |= record

@@ -8,6 +8,8 @@ from typing import Any
 
 from compiled_engine.resolve import COMPILE_OPTIONS
 
+# Modes without decode graphs, and without graphs of mixed batches.
+NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
 # What the variants themselves decide.
 RESERVED = ("mode", "graph_mode")
 GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes", "capture_histogram", "capture_budget", "background_capture")
@@ -35,6 +37,8 @@ class Variant:
         An option of the compiler means nothing where nothing is compiled, and one of graphs where none is captured.
         """
         left_out = [*(() if self.compiles else COMPILE_OPTIONS), *(() if self.captures else GRAPH_OPTIONS)]
+        left_out += ["capture_sizes"] if self.options.get("graph_mode") in NOT_OF_DECODES else []
+        left_out += ["capture_token_sizes"] if self.options.get("graph_mode") in NOT_OF_MIXED else []
         kept = {name: value for name, value in shared.items() if name not in left_out}
         if "disable_passes" in self.options:
             passes = [*kept.get("disable_passes", ()), *self.options["disable_passes"]]

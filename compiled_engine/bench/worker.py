@@ -28,13 +28,23 @@ def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str
         if task["workload"] is not None:
             from compiled_engine.bench.ablation_workload import workload_from
 
+            kernels = compiled_kernels() if llm.config.device.type == "cuda" else []
             result |= workload_from(task["workload"]).measure(llm)
             metrics = llm.metrics()
             result["memory_bytes"] = memory_bytes(llm.config, metrics)
-            result["compiles_after_start"] = metrics["compiles"] - started["compiles"]
+            result["compiles_after_start"] = len(kernels)
             for name in ("captures", "graph_fallbacks", "preemptions"):
                 result[name] = metrics[name]
         return result
+
+
+def compiled_kernels() -> list[str]:
+    """The Triton kernels that are compiled or loaded from now on: a list that grows."""
+    import triton
+
+    found: list[str] = []
+    triton.knobs.runtime.jit_cache_hook = lambda **about: found.append(about["repr"])
+    return found
 
 
 def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:

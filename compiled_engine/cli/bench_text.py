@@ -10,6 +10,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from compiled_engine.bench.ablation_subject import measured
+
 BAR_WIDTH = 40
 CACHES = "; a small model may stay in caches, and be faster"
 
@@ -54,7 +56,7 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
     title = f"{model['name']}, {model['dtype']}, {device}"
     table = _aligned(Table("variant", *headings, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
     for record in result["variants"]:
-        if "error" in record:
+        if not measured(record):
             table.add_row(record["name"], "failed")
             continue
         row = [_median(record[name][batch], 3) for name in ("step_ms", "tpot_ms") for batch in batches]
