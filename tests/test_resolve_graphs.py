@@ -175,7 +175,7 @@ def test_decodes_without_graphs_of_their_own_all_have_one() -> None:
 def test_a_backend_that_captures_decodes_alone_has_no_full_mode() -> None:
     with pytest.raises(
         ValueError,
-        match="'torch' can be captured for uniform decode alone; allowed: .*full_and_piecewise, attention_backend",
+        match=r"for uniform decode alone; allowed: .*full_and_piecewise, attention_backend",
     ):
         resolved(backend="torch", graph_mode="full")
     assert resolved(backend="torch")[0].mode is GraphMode.FULL_AND_PIECEWISE
@@ -183,6 +183,6 @@ def test_a_backend_that_captures_decodes_alone_has_no_full_mode() -> None:
 
 def test_graphs_on_a_cpu_are_an_error_that_names_cuda() -> None:
     for graph_mode in ("full", "piecewise", "breakable"):
-        with pytest.raises(ValueError, match="replays CUDA graphs and needs a CUDA GPU; allowed: none$"):
+        with pytest.raises(ValueError, match=r"replays CUDA graphs and needs a CUDA GPU; allowed: none$"):
             resolve(EngineOptions(device="cpu", graph_mode=graph_mode))
     assert resolve(EngineOptions(device="cpu", graph_mode="none")).graph.mode is GraphMode.NONE
