@@ -21,7 +21,7 @@ from compiled_engine.timeline import Timeline
 
 
 class EngineCore:
-    """Not thread-safe: one caller adds, aborts and steps."""
+    """Not thread-safe: one caller adds, aborts and steps. `num_slots`: tokens that the KV cache holds."""
 
     def __init__(
         self,
@@ -42,6 +42,7 @@ class EngineCore:
             config.model.vocab_size,
             self._steps_in_flight,
         )
+        self.num_slots = self._executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._clock = NoClock()
         self._seeds = random.Random(config.model.seed)

@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine_core import EngineCore
@@ -47,16 +47,17 @@ class LLM:
         model_path = self._config.model.path
         self._tokenizer = _load_tokenizer(engine_options.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
-        limits = InputLimits(
-            vocab_size=self._config.model.vocab_size,
-            max_model_len=self._config.model.max_model_len,
-            has_priorities=self._config.scheduler.policy == "priority",
-        )
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
-        self._inputs = InputProcessor(self._tokenizer, limits, eos_token_ids)
         self._progress = RichProgress() if progress else SilentProgress()
         processors = resolve_logits_processors(engine_options.logits_processors)
         self._core: EngineCore | None = EngineCore(self._config, self._progress, processors)
+        limits = InputLimits(
+            vocab_size=self._config.model.vocab_size,
+            max_model_len=self._config.model.max_model_len,
+            num_slots=self._core.num_slots,
+            has_priorities=self._config.scheduler.policy == "priority",
+        )
+        self._inputs = InputProcessor(self._tokenizer, limits, eos_token_ids)
         self._loop = EngineLoop(self._core, OutputProcessor(self._tokenizer))
 
     def generate(
@@ -149,6 +150,9 @@ class LLM:
             self._loop.close()
             self._core.close()
             self._core = None
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an LLM cannot be pickled: it holds a device; make one in each process")
 
     def __enter__(self) -> LLM:
         return self

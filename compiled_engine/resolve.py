@@ -42,6 +42,8 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
+# Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
+MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens": 1 << 20, "num_blocks": 2**31 - 1}
 # Up to how many tokens a version of its own is compiled by default.
 DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
 MIN_CORES_FOR_WORKERS = 4
@@ -53,7 +55,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     """Raises ValueError or TypeError naming the field, the value and what is allowed."""
     _check_types(options)
     reasons: dict[str, str] = {}
-    device = _device(options, reasons)
+    device = resolve_device(options.device, reasons)
     path = BUNDLED_MODEL_PATH if options.model is None else Path(options.model)
     if options.model is None:
         reasons["model.path"] = "no model was named: the bundled one"
@@ -93,8 +95,8 @@ def resolve(options: EngineOptions) -> EngineConfig:
 
 
 def _check_types(options: EngineOptions) -> None:
-    for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):
-        _require_positive(name, getattr(options, name), optional=True)
+    for name, most in MOST.items():
+        _require_positive(name, getattr(options, name), optional=True, most=most)
     if isinstance(options.seed, bool) or not isinstance(options.seed, int):
         raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
     for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture"):
@@ -111,22 +113,25 @@ def _check_types(options: EngineOptions) -> None:
     lists = ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes", "logits_processors")
     for name in lists:
         value = getattr(options, name)
-        if value is not None and not isinstance(value, tuple):
+        if not isinstance(value, tuple) and (value is not None or name == "disable_passes"):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
     resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     for name in ("model", "tokenizer", "cache_dir"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, str | Path):
             raise TypeError(f"{name} is {value!r}; allowed: the path of a folder, or None")
+        if value == "":
+            raise ValueError(f"{name} is ''; allowed: the path of a folder, or None")
 
 
-def _require_positive(name: str, value: Any, optional: bool = False) -> None:
+def _require_positive(name: str, value: Any, optional: bool = False, most: int | None = None) -> None:
     if value is None and optional:
         return
+    allowed = "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; allowed: an integer of at least 1")
-    if value < 1:
-        raise ValueError(f"{name} is {value!r}; allowed: an integer of at least 1")
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+    if value < 1 or (most is not None and value > most):
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
 
 
 def _require_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
@@ -134,25 +139,26 @@ def _require_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
 
 
-def _device(options: EngineOptions, reasons: dict[str, str]) -> torch.device:
-    if options.device == "auto":
+def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
+    """The device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for anything else, and what is not there."""
+    if asked == "auto":
         if torch.cuda.is_available():
             reasons["device"] = "an NVIDIA GPU is there"
             return torch.device("cuda", torch.cuda.current_device())
         reasons["device"] = "no NVIDIA GPU was found"
         return torch.device("cpu")
     try:
-        device = torch.device(options.device)
+        device = torch.device(asked)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {options.device!r}; allowed: auto, cpu, cuda, cuda:N") from error
+        raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N") from error
     if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
-        raise ValueError(f"device is {options.device!r}; allowed: auto, cpu, cuda, cuda:N")
+        raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {options.device!r}, but torch finds no CUDA GPU here; allowed: auto, cpu")
+        raise ValueError(f"device is {asked!r}, but torch finds no CUDA GPU here; allowed: auto, cpu")
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         if index >= torch.cuda.device_count():
-            raise ValueError(f"device is {options.device!r}; allowed: cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+            raise ValueError(f"device is {asked!r}; allowed: cuda:0 to cuda:{torch.cuda.device_count() - 1}")
         device = torch.device("cuda", index)
     return device
 
@@ -233,7 +239,7 @@ def _attention(
         min(windows, default=None),
     )
     if isinstance(options.block_size, bool):
-        raise TypeError(f"block_size is {options.block_size!r}; allowed: a positive integer or 'auto'")
+        raise TypeError(f"block_size is {options.block_size!r}; allowed: 1 to 65536, or 'auto'")
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
     reasons |= attention_reasons

@@ -86,5 +86,5 @@ def test_what_a_requested_backend_cannot_run_is_an_error() -> None:
 
 @pytest.mark.parametrize("block_size", [0, -16, 16.0, "16", "AUTO"])
 def test_block_sizes_that_are_none(block_size: object) -> None:
-    with pytest.raises(ValueError, match=r"block_size is .*; allowed: a positive integer or 'auto'"):
+    with pytest.raises(ValueError, match=r"block_size is .*; allowed: 1 to 65536, or 'auto'"):
         resolve_backend("auto", block_size, ON_CPU)  # type: ignore[arg-type]

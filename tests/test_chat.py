@@ -107,3 +107,15 @@ def test_one_conversation_or_many() -> None:
         split_conversations("hello")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="messages must not be empty"):
         split_conversations([])
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ([1], TypeError, r"chat_template_kwargs must be a dict or None, got \[1\]"),
+        ({"tokenize": True, "a": 1}, ValueError, "chat_template_kwargs must not have tokenize, got"),
+    ],
+)
+def test_what_a_template_may_not_get_is_refused(given: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        render([{"role": "user", "content": "x"}], chat_template_kwargs=given)

@@ -56,6 +56,9 @@ def test_without_arguments_there_is_help() -> None:
     result = run()
     assert result.exit_code == 0
     assert result.stdout == run("--help").stdout
+    for group in ("bench", "cache"):
+        result = run(group)
+        assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_version() -> None:
@@ -157,6 +160,19 @@ BAD_INPUT = [
     (["generate", *SMALL, "--prompt", "a", "--prompt", ""], "prompts[1] must have at least one token, got ''"),
     (["generate", *SMALL, "--prompt", "a", "--top-p", "2"], "top_p must be "),
     (["generate", *SMALL, "--prompt", "a", "--max-tokens", "0"], "max_tokens must be an integer >= 1, got 0"),
+    (["generate", *SMALL, "--num-blocks", "2", "--prompt", "a b " * 20], "prompts must have at most the 32 tokens"),
+    (["generate", *SMALL, "--num-blocks", "1000000000", "--prompt", "a"], "num_blocks is 1000000000, which take"),
+    (["config", "--num-blocks", str(10**23)], f"num_blocks is {10**23}; allowed: an integer from 1 to 2147483647"),
+    (["config", "--max-num-batched-tokens", str(10**12)], "allowed: an integer from 1 to 1048576"),
+    (["config", "--max-num-seqs", str(10**12)], "allowed: an integer from 1 to 65535"),
+    (["config", "--block-size", str(10**12)], "allowed: 1 to 65536, or 'auto'"),
+    (["bench", "passes", "--tokens", "0"], "Invalid value for '--tokens': "),
+    (["bench", "passes", "--tokens", "5000"], "tokens is 5000; allowed: 1 to max_num_batched_tokens (2048)"),
+    (
+        ["bench", "load", "--shape", "qwen3-0.6b", "--device", "foo"],
+        "device is 'foo'; allowed: auto, cpu, cuda, cuda:N",
+    ),
+    (["bench", "throughput", "--workload", "T"], "(workload T has max_num_seqs 256, max_model_len 4096)"),
 ]
 
 

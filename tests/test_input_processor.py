@@ -14,8 +14,10 @@ VOCAB_SIZE = len(byte_level().hf)
 MAX_MODEL_LEN = 20
 
 
-def make_processor(*, has_tokenizer: bool = True, has_priorities: bool = False) -> InputProcessor:
-    limits = InputLimits(VOCAB_SIZE, MAX_MODEL_LEN, has_priorities)
+def make_processor(
+    *, has_tokenizer: bool = True, has_priorities: bool = False, num_slots: int = MAX_MODEL_LEN
+) -> InputProcessor:
+    limits = InputLimits(VOCAB_SIZE, MAX_MODEL_LEN, num_slots, has_priorities)
     return InputProcessor(byte_level() if has_tokenizer else None, limits, EOS)
 
 
@@ -106,7 +108,7 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     (
         [[3] * 19, [3] * 20],
         ValueError,
-        r"prompts\[1\] must have at most 19 tokens \(max_model_len 20, less one to generate\), got 20; truncate_pr",
+        r"prompts\[1\] must have at most 19 tokens \(max_model_len 20, less one to generate\), got 20",
     ),
     (["a", "\ud800"], ValueError, r"prompts\[1\] must be valid Unicode, got '\\ud800'"),
 ]
@@ -235,3 +237,14 @@ def test_without_a_tokenizer_only_token_ids_can_be_run() -> None:
     with pytest.raises(ValueError, match=r"sampling_params: bad_words needs a tokenizer, got \('x',\) without one"):
         process([3], SamplingParams(bad_words=["x"]), processor=processor)
     assert process([3], processor=processor)[0].prompt_token_ids == (3,)
+
+
+def test_what_the_kv_cache_cannot_hold_is_refused_by_its_place() -> None:
+    processor = make_processor(num_slots=8)
+    with pytest.raises(ValueError, match=r"prompts\[1\] must have at most the 8 tokens that the KV cache holds, got 9"):
+        process([[3] * 8, [3] * 9], processor=processor)
+    with pytest.raises(
+        ValueError, match=r"min_tokens must be at most 3 after 6 prompt tokens \(tokens in the KV cache"
+    ):
+        process([[3] * 6], SamplingParams(min_tokens=4, max_tokens=9), processor=processor)
+    assert process([[3] * 6], SamplingParams(min_tokens=3, max_tokens=9), processor=processor)

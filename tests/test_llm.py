@@ -2,17 +2,21 @@ from __future__ import annotations
 
 import itertools
 import json
+import pickle
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.outputs import RequestOutput
+from compiled_engine.sampling.token_mask import num_words
 
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n", "for i in range("]
 SMALL: dict[str, Any] = {
@@ -241,3 +245,55 @@ def test_a_checkpoint_without_a_tokenizer_takes_token_ids(tmp_path: Path, bundle
             engine.get_tokenizer()
     with LLM(tmp_path, tokenizer=bundled_model_path, load_format="dummy", **SMALL) as engine:
         assert engine.generate("a", GREEDY)[0].prompt == "a"
+
+
+class Calling:
+    """A token mask that allows everything, and calls something first."""
+
+    def __init__(self, call: Callable[[], Any]):
+        self._call = call
+
+    def allowed(self, output_token_ids: Any) -> np.ndarray:
+        self._call()
+        return np.full(num_words(4096), -1, np.int32)
+
+
+def test_a_second_thread_is_refused_and_costs_nothing(llm: LLM) -> None:
+    expected = tokens(llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False))
+    inside, outside = threading.Event(), threading.Event()
+    found: list[list[list[int]]] = []
+
+    def wait() -> None:
+        inside.set()
+        assert outside.wait(60)
+
+    def first() -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, token_mask=Calling(wait))
+        found.append(tokens(llm.generate(PROMPTS[:1], params, use_tqdm=False)))
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert inside.wait(60)
+    stream = llm.stream(PROMPTS[1], GREEDY)
+    for call in (lambda: llm.generate(PROMPTS, GREEDY, use_tqdm=False), lambda: next(stream), llm.close):
+        with pytest.raises(RuntimeError, match="at work in another call; allowed: one call at a time, from one thread"):
+            call()
+    outside.set()
+    thread.join()
+    assert found == [expected]
+
+
+def test_a_token_mask_that_calls_its_engine_ends_its_own_request(llm: LLM) -> None:
+    def call() -> None:
+        llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+
+    params = [SamplingParams(temperature=0.0, max_tokens=4, token_mask=Calling(call)), GREEDY]
+    failed, other = llm.generate(PROMPTS[:2], params, use_tqdm=False)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "at work in another call" in str(failed.outputs[0].stop_reason)
+    assert len(other.outputs[0].token_ids) == 12
+
+
+def test_an_llm_is_not_pickled(llm: LLM) -> None:
+    with pytest.raises(TypeError, match="an LLM cannot be pickled"):
+        pickle.dumps(llm)

@@ -108,10 +108,11 @@ class Failing:
         if self.fails.pop(row) == "remove_row":
             raise KeyError("injected")
 
-    def apply(self, logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor) -> None:
+    def apply(self, logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor) -> Any:
         self.num_calls += 1
         if "apply" in self.fails.values() and self.num_calls % 3 == 0:
             raise KeyError("injected")
+        return logits_RV if "result" in self.fails.values() else None
 
 
 forbid, failing = Forbid(), Failing()
@@ -202,13 +203,14 @@ def test_a_preempted_request_takes_a_row_again(one_thread: None) -> None:
         assert got == list(range(start, start + 30))
 
 
-@pytest.mark.parametrize("where", ["add_row", "apply", "remove_row", "answer"])
+@pytest.mark.parametrize("where", ["add_row", "apply", "remove_row", "answer", "result"])
 def test_a_failure_is_told_and_the_engine_stays_usable(llm: LLM, where: str) -> None:
     plain = SamplingParams(**GREEDY)
     expected = generate(llm, PROMPTS[:1], [plain])
     bad = SamplingParams(**GREEDY | {"max_tokens": 5}, extra_args={"fail": where, "force": 1, "forbid": [2]})
     message = {
         "answer": "Failing.add_row must return True or False, got None",
+        "result": "Failing.apply must edit in place and return None, got Tensor",
         **{name: rf"logits processor .*Failing.{name} failed: KeyError: 'injected'" for name in ("add_row", "apply")},
         "remove_row": "Failing.remove_row failed: KeyError: 'injected'",
     }[where]

@@ -29,7 +29,7 @@ class Frontend:
     def __init__(self, text: str = SAID, tokenizer: Tokenizer | None = TOKENIZER, **core: Any) -> None:
         tokens = [*TOKENIZER.encode(text), EOS]
         self.core = ScriptedCore(lambda request: tokens, **core)
-        self.inputs = InputProcessor(tokenizer, InputLimits(len(TOKENIZER.hf), 400), frozenset({EOS}))
+        self.inputs = InputProcessor(tokenizer, InputLimits(len(TOKENIZER.hf), 400, 400), frozenset({EOS}))
         self.loop = EngineLoop(self.core, OutputProcessor(tokenizer))
 
     def prepare(self, prompts: Any = "hello", **params: Any) -> list[PreparedRequest]:

@@ -113,7 +113,8 @@ def test_greedy(temperature: float, greedy: bool) -> None:
 WRONG_TYPES: list[tuple[str, Any, str]] = [
     (field, value, allowed)
     for fields, values, allowed in [
-        (("n", "max_tokens"), ("1", 1.0, True), "an integer >= 1"),
+        (("n",), ("1", 1.0, True), "an integer from 1 to 16384"),
+        (("max_tokens",), ("1", 1.0, True), "an integer >= 1"),
         (("min_tokens",), ("1", 1.0, True, None), "an integer >= 0"),
         (("seed",), ("1", 1.0, True), "an integer from -9223372036854775808 to 18446744073709551615"),
         (("top_k", "logprobs", "prompt_logprobs"), ("1", 1.0, True), "an integer >= 0, or -1"),
@@ -171,7 +172,7 @@ def test_wrong_types(given: dict[str, Any], name: str, value: Any, allowed: str)
 @pytest.mark.parametrize(
     ("given", "name", "value", "allowed"),
     [
-        ({"n": 0}, "n", 0, "be an integer >= 1"),
+        ({"n": 0}, "n", 0, "be an integer from 1 to 16384"),
         ({"n": 2, "temperature": 0}, "n", 2, "be 1 when temperature is 0 (greedy)"),
         ({"presence_penalty": 2.1}, "presence_penalty", 2.1, "be a finite number >= -2 and <= 2"),
         ({"presence_penalty": NAN}, "presence_penalty", NAN, "be a finite number >= -2 and <= 2"),

@@ -9,6 +9,7 @@ from importlib import import_module
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase
 
 BACKENDS: tuple[str, ...] = ("torch", "triton", "flash_attn")
+MAX_BLOCK_SIZE = 1 << 16
 PACKAGES = {"torch": "torch", "triton": "triton", "flash_attn": "flash-attn"}
 
 
@@ -41,8 +42,10 @@ def resolve_backend(
     case: its block_size is ignored. Returns the backend, the block size, and the reasons for what was "auto".
     Raises ValueError with the backend's reason when a requested one cannot run the case.
     """
-    if requested_block_size != "auto" and (not isinstance(requested_block_size, int) or requested_block_size < 1):
-        raise ValueError(f"block_size is {requested_block_size!r}; allowed: a positive integer or 'auto'")
+    if requested_block_size != "auto" and not (
+        isinstance(requested_block_size, int) and 1 <= requested_block_size <= MAX_BLOCK_SIZE
+    ):
+        raise ValueError(f"block_size is {requested_block_size!r}; allowed: 1 to {MAX_BLOCK_SIZE}, or 'auto'")
     if requested not in ("auto", *BACKENDS):
         raise ValueError(f"attention_backend is {requested!r}; allowed: auto, {', '.join(BACKENDS)}")
 

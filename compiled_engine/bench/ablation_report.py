@@ -29,6 +29,7 @@ QUICK = AblationWorkload(
     prefill_prompts=2,
     prefill_len=200,
 )
+QUICK_NOTE = "a quick run: it shows that everything works; its figures are of few tokens, and noisy"
 # Of the passes, what a quick run leaves out, unless it is asked for other variants.
 QUICK_PASSES = ("merge_linears",)
 
@@ -55,6 +56,7 @@ class Plan:
     workload: AblationWorkload
     variants: tuple[Variant, ...]
     sizes: ModelSizes
+    notes: tuple[str, ...]
 
 
 def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Plan:
@@ -89,6 +91,7 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
         workload=workload,
         variants=tuple(found),
         sizes=model_sizes(config.model),
+        notes=(QUICK_NOTE,) if asked.quick else (),
     )
 
 
@@ -104,7 +107,7 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
         "bound": plan.workload.bound(plan.sizes, rates),
         "workload": plan.workload.as_record(),
         "repeats": repeats,
-        "notes": [] if plan.config.device.type == "cuda" else [GRAPHS_NEED_CUDA],
+        "notes": [*plan.notes, *([] if plan.config.device.type == "cuda" else [GRAPHS_NEED_CUDA])],
         **conditions(plan.config, plan.given, plan.shape, rates),
     }
 

@@ -82,6 +82,7 @@ def measure(folder: Path, device: torch.device, progress: Progress, repeats: int
     loads.sort()
     read, load = reads[repeats // 2], loads[repeats // 2]
     return {
+        "device": str(device),
         "bytes": total,
         "read_gb_per_s": [rate / 1e9 for rate in reads],
         "load_gb_per_s": [rate / 1e9 for rate in loads],

@@ -74,7 +74,7 @@ def load(
         str | None, typer.Option(help="Write and load a random checkpoint of this shape: qwen3-0.6b, qwen3-8b.")
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Where to write it; without it a temporary folder.")] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cuda",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     repeats: Annotated[int, typer.Option(min=1, help="Reads and loads.")] = 3,
     as_json: AsJson = False,
 ) -> None:
@@ -93,7 +93,7 @@ def load(
     if as_json:
         typer.echo(json.dumps(result, indent=2))
         return
-    table = Table("", "", title=f"{result['bytes'] / 1e9:.1f} GB to {device}")
+    table = Table("", "", title=f"{result['bytes'] / 1e9:.1f} GB to {result['device']}")
     table.add_row("read, GB/s", ", ".join(f"{rate:.2f}" for rate in result["read_gb_per_s"]))
     table.add_row("load, GB/s", ", ".join(f"{rate:.2f}" for rate in result["load_gb_per_s"]))
     table.add_row("load / read (medians)", f"{result['load_over_read']:.0%}")
@@ -108,7 +108,7 @@ def passes(
     *,
     engine: dict[str, Any],
     shape: ShapeName = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a step; may be repeated.")] = None,
+    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a step; may be repeated.")] = None,
     repeats: Repeats = 5,
     as_json: AsJson = False,
 ) -> None:
@@ -131,7 +131,12 @@ def passes(
         config = resolve(make_options(options.pop("model", None), {"mode": "compiled"} | options))
         if not config.compile.enabled:
             raise ValueError("mode is 'eager'; allowed: compiled, graphed: passes are part of compiling")
-        result = measure(config, tokens or [1, 8, 64, 512], repeats, RichProgress())
+        most = config.scheduler.max_num_batched_tokens
+        for count in tokens or ():
+            if count > most:
+                raise ValueError(f"tokens is {count}; allowed: 1 to max_num_batched_tokens ({most})")
+        counts = tokens or [count for count in (1, 8, 64, 512) if count <= most]
+        result = measure(config, counts, repeats, RichProgress())
     if as_json:
         typer.echo(json.dumps(result, indent=2))
         return
@@ -145,13 +150,12 @@ def passes(
 
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:
-    import torch
-
     from compiled_engine.bench.load_rate import measure, write_random_checkpoint
     from compiled_engine.progress import RichProgress
+    from compiled_engine.resolve import resolve_device
 
     progress = RichProgress()
-    target = torch.device(device)
+    target = resolve_device(device, {})
     if shape is not None:
         model = write_random_checkpoint(folder, shape, target, progress)
     assert model is not None

@@ -107,6 +107,8 @@ def plot(
             raise ValueError(f"results is {str(results)!r}, which is no JSON: {error}") from error
         if not isinstance(result, dict) or result.get("benchmark") != "ablation":
             raise ValueError(f"results is {str(results)!r}; allowed: a JSON file of bench ablation")
+        if not any("step_ms" in record for record in result.get("variants", ())):
+            raise ValueError(f"results is {str(results)!r}, which has no variant with figures")
         _check_output(output)
         try:
             paths = _write_plots(result, output)

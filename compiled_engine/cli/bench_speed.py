@@ -103,7 +103,11 @@ def throughput(
         asked = {"requests": requests, "shortest": shortest, "longest": longest}
         chosen = _throughput_workload(workload, {name: value for name, value in asked.items() if value is not None})
         options = given if workload is None else T_LIMITS | given
-        config = resolved(options)
+        try:
+            config = resolved(options)
+        except ValueError as error:
+            limits = ", ".join(f"{name} {value}" for name, value in T_LIMITS.items())
+            raise ValueError(f"{error} (workload {workload} has {limits})" if workload else str(error)) from error
         require_fit(config, 1, 2 * chosen["longest"])
 
         from compiled_engine.bench.bounds import workload_seconds

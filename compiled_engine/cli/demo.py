@@ -42,7 +42,9 @@ def demo(
         begin = time.perf_counter()
         outputs = []
         for prompt in PROMPTS:
-            outputs.append(print_stream(prompt, llm.stream(prompt, params)))
+            with bad_input_is_reported():
+                stream = llm.stream(prompt, params)
+            outputs.append(print_stream(prompt, stream))
             typer.echo()
         measured = speeds(outputs, time.perf_counter() - begin)
         counted = llm.metrics()

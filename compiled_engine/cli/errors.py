@@ -37,6 +37,8 @@ class OneLineErrors(TyperGroup):
         try:
             code = super().main(given or ["--help"], *more, **{**settings, "standalone_mode": False})
         except UsageError as error:
+            if not error.format_message():  # no command was given: its help was shown
+                sys.exit(0)
             _exit_with(error.format_message())
         except BadInputError as error:
             _exit_with(str(error))

@@ -49,13 +49,18 @@ def render_chat(
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt must be False when continue_final_message is True")
     settings: dict[str, Any] = {
-        **(chat_template_kwargs or {}),
         "tools": tools,
         "chat_template": chat_template,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message,
         "tokenize": False,
     }
+    further = {} if chat_template_kwargs is None else chat_template_kwargs
+    if not isinstance(further, Mapping):
+        raise TypeError(f"chat_template_kwargs must be a dict or None, got {further!r}")
+    if taken := sorted(settings.keys() & further.keys()):
+        raise ValueError(f"chat_template_kwargs must not have {', '.join(taken)}, got {further!r}")
+    settings |= further
     checked = _check_conversation(name, conversation, str(template))
     try:
         text: Any = tokenizer.hf.apply_chat_template(checked, **settings)

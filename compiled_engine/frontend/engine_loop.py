@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from compiled_engine.engine_io import EngineOutput, EngineRequest
@@ -30,6 +32,8 @@ class EngineLoop:
     Several runs may be under way, each an iterator: whichever is asked steps the core for all, and every run
     gives out what happened to its own requests. A run that ends early, by an exception, an interrupt or
     because its iterator is closed, aborts its requests, so that the core stays usable.
+
+    One iterator moves at a time. RuntimeError for a second thread, or for a token mask that calls the engine it serves.
     """
 
     def __init__(self, core: Core, outputs: OutputProcessor) -> None:
@@ -38,15 +42,47 @@ class EngineLoop:
         self._changed: dict[str, RequestState] = {}  # what no run has given out yet, by request id
         self._closed = False
         self._failure: BaseException | None = None
+        self._in_use = threading.Lock()
+        self._abandoned: list[Generator[RequestOutput, None, None]] = []  # ended while another one moved
 
     def close(self) -> None:
         """Let no run go on: the core is about to be closed."""
-        self._closed = True
+        with self._turn():
+            self._closed = True
 
     def run(
         self, requests: Sequence[PreparedRequest], *, partial: bool = False
     ) -> Generator[RequestOutput, None, None]:
         """Yield each request's output once it is finished; with `partial` also whenever it has grown."""
+        outputs = self._run(requests, partial)
+        try:
+            while True:
+                with self._turn():
+                    output = next(outputs, None)
+                if output is None:
+                    return
+                yield output
+        finally:
+            if self._in_use.acquire(blocking=False):
+                try:
+                    outputs.close()
+                finally:
+                    self._in_use.release()
+            else:
+                self._abandoned.append(outputs)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if not self._in_use.acquire(blocking=False):
+            raise RuntimeError("this LLM is at work in another call; allowed: one call at a time, from one thread")
+        try:
+            while self._abandoned:
+                self._abandoned.pop().close()
+            yield
+        finally:
+            self._in_use.release()
+
+    def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[RequestOutput, None, None]:
         running: dict[str, RequestState] = {}
         added: set[str] = set()
         try:

@@ -26,10 +26,12 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class InputLimits:
-    """What the engine can take: token ids below `vocab_size`, `max_model_len` tokens of prompt and output."""
+    """What the engine can take: token ids below `vocab_size`, `max_model_len` tokens of prompt and output, of which all
+    but the last need one of `num_slots` in the KV cache."""
 
     vocab_size: int
     max_model_len: int
+    num_slots: int
     has_priorities: bool = False
 
 
@@ -121,12 +123,20 @@ class InputProcessor:
         if len(token_ids) > longest:
             raise ValueError(
                 f"{prompt.name} must have at most {longest} tokens (max_model_len {max_model_len}, less one"
-                f" to generate), got {len(token_ids)}; truncate_prompt_tokens keeps the last ones"
+                f" to generate), got {len(token_ids)}; SamplingParams(truncate_prompt_tokens=...) keeps the last ones"
             )
-        if len(token_ids) + params.min_tokens > max_model_len:
+        num_slots = self._limits.num_slots
+        if len(token_ids) > num_slots:
             raise ValueError(
-                f"{prompt.name}: min_tokens must be at most {max_model_len - len(token_ids)} after"
-                f" {len(token_ids)} prompt tokens (max_model_len {max_model_len}), got {params.min_tokens}"
+                f"{prompt.name} must have at most the {num_slots} tokens that the KV cache holds, got {len(token_ids)};"
+                " a larger num_blocks holds more"
+            )
+        limits = {"max_model_len": max_model_len, "tokens in the KV cache, and one more": num_slots + 1}
+        limit = min(limits, key=lambda name: limits[name])
+        if len(token_ids) + params.min_tokens > limits[limit]:
+            raise ValueError(
+                f"{prompt.name}: min_tokens must be at most {limits[limit] - len(token_ids)} after"
+                f" {len(token_ids)} prompt tokens ({limit} {limits[limit]}), got {params.min_tokens}"
             )
         return token_ids
 

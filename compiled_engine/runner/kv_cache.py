@@ -30,20 +30,29 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
 
     activation_bytes: peak of a step beyond the weights; graph_bytes: what CUDA graphs are predicted to take.
     Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
-    gave may be smaller, since requests that cannot fit are then refused one by one.
+    gave may be smaller, since requests that cannot fit are then refused one by one, or larger, as long as the device
+    has the memory.
     """
-    if config.cache.num_blocks is not None:
-        return config.cache.num_blocks
     size = block_bytes(config)
     if config.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(config.device)
         reserved_idle = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
-        budget = int(total * config.cache.gpu_memory_utilization) - (total - free - reserved_idle)
+        free += reserved_idle
+        budget = int(total * config.cache.gpu_memory_utilization) - (total - free)
         available = budget - activation_bytes - graph_bytes
         count = available // size
     else:
-        available = min(CPU_LIMIT_BYTES, psutil.virtual_memory().available // 2)
+        free = psutil.virtual_memory().available
+        available = min(CPU_LIMIT_BYTES, free // 2)
         count = min(available // size, blocks_wanted(config))
+    given = config.cache.num_blocks
+    if given is not None:
+        if given * size > free:
+            raise InsufficientMemoryError(
+                f"num_blocks is {given}, which take {given * size / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; "
+                f"allowed: at most {free // size}"
+            )
+        return given
     needed = -(-config.scheduler.max_model_len // config.cache.block_size)
     if count < needed:
         raise InsufficientMemoryError(

@@ -57,7 +57,8 @@ def _choose(
     for chunk in row_chunks(len(whole), logits.shape[1], MAX_NOISE_ELEMENTS):
         rows = whole[chunk]
         scores = gumbel(splitmix64(keys[rows, None], vocab_ids))
-        scores += logits[rows] * inverse_temperature[rows, None]
+        with np.errstate(over="ignore"):  # to infinity, as on the device
+            scores += logits[rows] * inverse_temperature[rows, None]
         token_ids[rows] = scores.argmax(axis=-1)
 
     rows = np.flatnonzero(random & filtered)
@@ -66,7 +67,8 @@ def _choose(
         segments, kept_ids = np.divmod(np.flatnonzero(kept), logits.shape[1])
         kept_rows = rows[segments]
         scores = gumbel(splitmix64(keys[kept_rows], kept_ids.view(np.uint64)))
-        scores += logits[kept_rows, kept_ids] * inverse_temperature[kept_rows]
+        with np.errstate(over="ignore"):
+            scores += logits[kept_rows, kept_ids] * inverse_temperature[kept_rows]
         token_ids[rows] = kept_ids[_segment_argmax(scores, segments, len(rows))]
     return token_ids
 

@@ -10,14 +10,13 @@ from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
 
-# What makes the logits float32 copies, to be edited.
-_EDITED = {"logit_bias": {0: 0.0}}
+# A bias makes the logits float32 copies, to be edited.
 WAYS = (
     SamplingParams(temperature=0.0),
     SamplingParams(top_k=20, top_p=0.9),
     SamplingParams(logprobs=1),
-    SamplingParams(**_EDITED),
-    SamplingParams(top_k=20, top_p=0.9, **_EDITED),
+    SamplingParams(logit_bias={0: 0.0}),
+    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
     SamplingParams(repetition_penalty=1.1),
     SamplingParams(bad_words_token_ids=((0, 0),)),
     SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),

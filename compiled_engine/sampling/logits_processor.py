@@ -38,7 +38,7 @@ class LogitsProcessor(Protocol):
         ...
 
     def apply(self, logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor) -> None:
-        """Edit logits in place; all rows are of requests for which `add_row` returned True.
+        """Edit logits in place, and return nothing; all rows are of requests for which `add_row` returned True.
 
         logits_RV: float32 [R, vocabulary]. row_index_R: int32 [R], each request's row, to look up what the processor
         keeps by row. positions_R: int64 [R], the position that the token to be chosen will have, from 0 at the start

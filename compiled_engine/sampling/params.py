@@ -24,6 +24,7 @@ from compiled_engine.sampling.value_checks import (
 
 # Below this a request is greedy: the logits divided by the temperature could leave the range of float32.
 SMALLEST_TEMPERATURE = 1e-5
+MAX_COMPLETIONS = 16384
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class SamplingParams:
     Fields have vLLM's names, defaults and meaning. Sequences are stored as tuples, None as an empty one, and
     numbers of numpy as Python's.
 
-    n: how many completions to generate from the prompt; 1 if greedy.
+    n: how many completions to generate from the prompt, at most 16384; 1 if greedy.
     presence_penalty, frequency_penalty: subtracted from the logits of tokens generated so far, once, or once
         for each occurrence; in [-2, 2].
     repetition_penalty: logits of tokens in the prompt or the output are divided by it if positive, multiplied
@@ -114,7 +115,7 @@ class SamplingParams:
 
 
 _CHECKS: dict[str, Check] = {
-    "n": integer(1),
+    "n": integer(1, MAX_COMPLETIONS),
     "presence_penalty": number(-2, 2),
     "frequency_penalty": number(-2, 2),
     "repetition_penalty": number(0, above_low=True),

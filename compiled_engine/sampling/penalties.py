@@ -35,5 +35,6 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, counts_NV: tor
         token_ids = np.flatnonzero(words_V)
         counts = (words_V[token_ids] & MAX_COUNT).astype(np.float32)
         logits = logits_V[token_ids]
-        logits = np.where(logits > 0, logits / repetition, logits * repetition)
+        with np.errstate(over="ignore"):  # to infinity, as on the device
+            logits = np.where(logits > 0, logits / repetition, logits * repetition)
         logits_V[token_ids] = logits - (frequency * counts + presence * (counts > 0))

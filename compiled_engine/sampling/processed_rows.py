@@ -52,12 +52,19 @@ class ProcessedRows:
         for processor, applies_N in self._processors:
             chosen = np.flatnonzero(applies_N[rows_R])
             if len(chosen) == len(rows_R):
-                _call(processor, "apply", logits_RV, row_index_R, positions_R)
+                _apply(processor, logits_RV, row_index_R, positions_R)
             elif len(chosen) > 0:
                 index = upload(chosen, logits_RV.device)
                 part_RV, *rest = (each.index_select(0, index) for each in (logits_RV, row_index_R, positions_R))
-                _call(processor, "apply", part_RV, *rest)
+                _apply(processor, part_RV, *rest)
                 logits_RV.index_copy_(0, index, part_RV)
+
+
+def _apply(processor: LogitsProcessor, *arguments: torch.Tensor) -> None:
+    returned = _call(processor, "apply", *arguments)
+    if returned is not None:
+        name = f"{processor_name(processor)}.apply"
+        raise RuntimeError(f"logits processor {name} must edit in place and return None, got {type(returned).__name__}")
 
 
 def _call(processor: LogitsProcessor, method: str, *arguments: Any) -> Any:
