@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.runner.staged_writes import CAPACITY, NUM_BUFFERS, StagedWrites
+from tests.interpreter import loops_to_a_loaded_bound
 from tests.runner_cases import check
 
 
+@loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
     run = subprocess.run(
