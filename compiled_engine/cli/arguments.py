@@ -50,8 +50,8 @@ def budget(text: str) -> dict[str, float]:
 
 
 ENGINE_ARGUMENTS = (
-    Argument("model", Path, "Checkpoint folder in Hugging Face layout. Without it: the bundled model."),
-    Argument("tokenizer", Path, "Folder with the tokenizer, when it is not the model's."),
+    Argument("model", Path, "Checkpoint folder in Hugging Face layout. Without it: the bundled model.", convert=str),
+    Argument("tokenizer", Path, "Folder with the tokenizer, when it is not the model's.", convert=str),
     Argument("mode", str, "eager, compiled, graphed, or auto: graphed on CUDA, compiled on CPU."),
     Argument("dtype", str, "auto, float32, bfloat16 or float16."),
     Argument("device", str, "auto, cpu, cuda or cuda:N."),
@@ -115,7 +115,7 @@ ENGINE_ARGUMENTS = (
         flag="--capture-token-size",
         convert=tuple,
     ),
-    Argument("capture_histogram", Path, "JSON file of batch sizes that occurred, to plan the sizes from."),
+    Argument("capture_histogram", Path, "JSON file of batch sizes that occurred, to plan from.", convert=str),
     Argument(
         "capture_budget",
         str,
@@ -128,7 +128,7 @@ ENGINE_ARGUMENTS = (
         "Capture between the steps of the first requests, not before them.",
         flag="--background-capture",
     ),
-    Argument("cache_dir", Path, "Where compiled artifacts are kept."),
+    Argument("cache_dir", Path, "Where compiled artifacts are kept.", convert=str),
     Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
     Argument(

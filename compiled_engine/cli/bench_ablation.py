@@ -18,9 +18,10 @@ from compiled_engine.cli.bench_engine import (
     ShapeName,
     command_line,
     engine_options,
+    make_folder,
     print_json,
 )
-from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.errors import bad_input_is_reported
 
 Output = Annotated[
     Path | None,
@@ -119,16 +120,13 @@ def plot(
 
 
 def _check_output(output: Path | None) -> None:
-    """The folder is made now: an hour later is too late to hear that it cannot be."""
     if output is None:
         return
     if importlib.util.find_spec("matplotlib") is None:
-        raise BadInputError(
+        raise ValueError(
             f"output is {str(output)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"
         )
-    if output.exists() and not output.is_dir():
-        raise BadInputError(f"output is {str(output)!r}, a file; allowed: a folder")
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder("output", output)
 
 
 def _write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -14,7 +14,9 @@ from compiled_engine.cli.bench_engine import (
     Repeats,
     ShapeName,
     WarmUp,
+    command_line,
     engine_options,
+    make_folder,
     print_json,
     require_fit,
     resolved,
@@ -57,7 +59,6 @@ def step(
     from compiled_engine.bench.machine import conditions
     from compiled_engine.bench.step_split import CONTEXT, step_split
     from compiled_engine.bench.step_split import profile as write_profile
-    from compiled_engine.cli.bench_engine import command_line
     from compiled_engine.progress import RichProgress
 
     with bad_input_is_reported(), engine_options(engine, shape) as options:
@@ -65,7 +66,7 @@ def step(
         sizes = sorted(batch or [size for size in (1, 8, 64, 256) if size <= config.scheduler.max_num_seqs])
         require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps))
         if profile is not None:
-            profile.mkdir(parents=True, exist_ok=True)
+            make_folder("profile", profile)
         rates = device_rates(config.device, config.model.dtype)
         with started(options) as llm:
             results = step_split(llm, sizes, steps, rounds(warm_up, repeats, config.model.seed), RichProgress())
