@@ -27,6 +27,7 @@ FLAGS = (
     "_added_to_N",
     "_processed_N",
     "_edited_N",
+    "_general_N",
     "_remembered_N",
     "_num_logprobs_N",
 )

@@ -17,12 +17,13 @@ from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbe
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
 from compiled_engine.sampling.history import IN_PROMPT, MAX_COUNT, record_
 from compiled_engine.sampling.logit_additions import LogitAdditions, add_, row_additions
-from compiled_engine.sampling.logprobs import token_logprobs
+from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.step_masks import StepMasks, forbid_
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
+from compiled_engine.scheduling.step import TokenLogprobs
 
 NUM_ROWS = 320
 EOS = 2
@@ -224,12 +225,19 @@ def logprobs_match(device: str, num_samples: int, vocab_size: int, dtype: torch.
     wanted = np.arange(0, num_samples, 2)
     counts = np.array([0, 3, 20, -1])[np.arange(len(wanted)) % 4]
     arguments = (wanted, counts)
-    got = token_logprobs(to_device(logits_SV, device), token_ids_S.to(device), *arguments, triton=True).read()
-    for one, other in zip(got, token_logprobs(logits_SV, token_ids_S, *arguments).read(), strict=True):
+    got = token_logprobs(to_device(logits_SV, device), token_ids_S.to(device), *arguments, triton=True)
+    for one, other in zip(entries(got), token_logprobs(logits_SV, token_ids_S, *arguments).entries(), strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def entries(logprobs: BatchLogprobs) -> list[TokenLogprobs | None]:
+    """Once they have come from the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return logprobs.entries()
 
 
 def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) -> None:
@@ -247,7 +255,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         SamplingParams(temperature=0, logit_bias={3: 9.0}, token_mask=ByLastToken(vocab_size)),
     ]
     masks = [params.token_mask for params in requests]
-    samplers = [Sampler(num_rows, vocab_size, 64, "cpu"), Sampler(num_rows, vocab_size, 64, device, triton=True)]
+    samplers = [Sampler(num_rows, vocab_size, "cpu"), Sampler(num_rows, vocab_size, device, triton=True)]
     generator = np.random.default_rng(vocab_size)
     outputs: dict[int, list[int]] = {}
     mask_of: dict[int, TokenMask | None] = {-1: None}
@@ -282,7 +290,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         assert got.token_ids_S.tolist() == token_ids
         assert (expected.logprobs is None) == (got.logprobs is None)
         if expected.logprobs is not None and got.logprobs is not None:
-            for one, other in zip(got.logprobs.read(), expected.logprobs.read(), strict=True):
+            for one, other in zip(entries(got.logprobs), expected.logprobs.entries(), strict=True):
                 assert (one is None) == (other is None)
                 if one is not None and other is not None:
                     assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
@@ -295,7 +303,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
 def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) -> None:
     """A row alone, and among others at other places with padding: the same token."""
     logits_SV = strided_logits(num_samples, vocab_size, torch.float32, 9)
-    sampler = Sampler(NUM_ROWS, vocab_size, 64, device, triton=True)
+    sampler = Sampler(NUM_ROWS, vocab_size, device, triton=True)
     requests = [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temperature=0)]
     for row in range(NUM_ROWS):
         sampler.add_row(row, requests[row % 3], row % 40, [1], 1, set())
@@ -319,7 +327,7 @@ def degenerate_logits_give_some_token(device: str, vocab_size: int) -> None:
     """Minus infinity for all but one: that one. For all, or NaN, or the largest floats: any of the vocabulary."""
     filters: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
     requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 3e38) for each in filters]
-    sampler = Sampler(len(requests), vocab_size, 64, device, triton=True)
+    sampler = Sampler(len(requests), vocab_size, device, triton=True)
     for row, params in enumerate(requests):
         sampler.add_row(row, params, row, [1], 1, set())
     rows = np.arange(len(requests))
@@ -344,7 +352,7 @@ def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.nda
     """Counts of 25 tokens and their exact probabilities."""
     logits_V = torch.randn(25, generator=torch.Generator().manual_seed(4))
     requested = SamplingParams(**params)
-    sampler = Sampler(NUM_ROWS, 25, 64, device, triton=True)
+    sampler = Sampler(NUM_ROWS, 25, device, triton=True)
     for row in range(NUM_ROWS):
         sampler.add_row(row, requested, row, [1], 1, set())
     rows = np.arange(NUM_ROWS)

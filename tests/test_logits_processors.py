@@ -236,22 +236,18 @@ def test_on_a_gpu(temperature: float) -> None:
 
 
 def test_what_makes_a_batch_general() -> None:
-    sampler = Sampler(4, 40, 64, "cpu")
-    sampler.use([Forbid()])
+    sampler = Sampler(4, 40, "cpu", processors=[Forbid()])
     for row, extra_args in enumerate([None, {"forbid": [1]}, {"force": 1}]):
         sampler.add_row(row, SamplingParams(extra_args=extra_args), 0, [1], 1, set())
     assert sampler.sampler_class(np.array([0, 2, -1])) is SamplerClass.PLAIN
     assert sampler.sampler_class(np.array([0, 1])) is SamplerClass.GENERAL
-    with pytest.raises(RuntimeError, match=r"rows \[0, 1, 2\] are taken"):
-        sampler.use([])
 
 
 def test_a_large_batch_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row in one of them, whatever the order; padding in none."""
     monkeypatch.setattr(row_chunks, "__defaults__", (3 * 40,))
     (processor,) = build_processors([ByPosition], 12, 40, torch.device("cpu"))
-    sampler = Sampler(12, 40, 64, "cpu")
-    sampler.use([processor, Forbid()])
+    sampler = Sampler(12, 40, "cpu", processors=[processor, Forbid()])
     for row in range(12):
         extra_args: dict[str, Any] = {"force": row} if row % 3 else {"forbid": [1]}
         sampler.add_row(row, SamplingParams(temperature=0, extra_args=extra_args), 0, [1], 1, set())

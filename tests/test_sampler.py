@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
+from compiled_engine.sampling.logprobs import token_logprobs
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.scheduling.step import TokenLogprobs
@@ -44,15 +44,14 @@ class Output:
 
 
 def sample(sampler: Sampler, logits_SV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Output:
-    device = logits_SV.device
     row_index_S, positions_S = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions.astype(np.int64))
-    sampled = sampler.sample(logits_SV, rows, row_index_S.to(device), positions_S.to(device))
-    logprobs = sampled.logprobs.read() if sampled.logprobs else [None] * len(rows)
+    sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S)
+    logprobs = sampled.logprobs.entries() if sampled.logprobs else [None] * len(rows)
     return Output(sampled.token_ids_S.tolist(), logprobs)
 
 
-def make_sampler(vocab_size: int = VOCAB_SIZE, max_num_rows: int = 16, device: str = "cpu") -> Sampler:
-    return Sampler(max_num_rows, vocab_size, MAX_MODEL_LEN, device)
+def make_sampler(vocab_size: int = VOCAB_SIZE, max_num_rows: int = 16) -> Sampler:
+    return Sampler(max_num_rows, vocab_size, "cpu")
 
 
 def random_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
@@ -449,12 +448,18 @@ def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
         )
 
 
+def all_logprobs(logits_TV: torch.Tensor, token_ids_T: torch.Tensor, k: int) -> list[TokenLogprobs | None]:
+    """As of a prompt: every position's, k each."""
+    count = len(token_ids_T)
+    return token_logprobs(logits_TV, token_ids_T, np.arange(count), np.full(count, k)).entries()
+
+
 def test_prompt_logprobs_are_the_log_softmax() -> None:
     logits_TV = random_logits(9, 3).bfloat16()
     targets_T = torch.arange(9) * 4
     expected_TV = logits_TV.float().log_softmax(dim=1)
     for k in (0, 3):
-        entries = prompt_logprobs(logits_TV, targets_T, k).read()
+        entries = all_logprobs(logits_TV, targets_T, k)
         for entry, target, expected_V in zip(entries, targets_T.tolist(), expected_TV, strict=True):
             assert entry is not None
             assert entry.token_ids[0] == target
@@ -462,9 +467,7 @@ def test_prompt_logprobs_are_the_log_softmax() -> None:
             assert entry.rank == 1 + int((expected_V > expected_V[target]).sum())
             np.testing.assert_allclose(entry.logprobs, expected_V[list(entry.token_ids)], atol=1e-5)
         in_parts = [
-            entry
-            for part in (slice(4), slice(4, None))
-            for entry in prompt_logprobs(logits_TV[part], targets_T[part], k).read()
+            entry for part in (slice(4), slice(4, None)) for entry in all_logprobs(logits_TV[part], targets_T[part], k)
         ]
         assert in_parts == entries
 
@@ -505,33 +508,3 @@ def test_an_empty_batch_and_a_slice_of_padded_logits() -> None:
     padded_RV = torch.cat([random_logits(2, 2), torch.full((2, 8), 99.0)], dim=1)
     sliced = sample(sampler, padded_RV[1:, :VOCAB_SIZE], np.array([0]), np.array([5])).token_ids
     assert sliced == sample(sampler, random_logits(2, 2)[1:], np.array([0]), np.array([5])).token_ids
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("vocab_size", [40, 151_936])
-def test_gpu_gives_the_tokens_of_the_cpu(vocab_size: int) -> None:
-    requests = [
-        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=3),
-        SamplingParams(temperature=0.8),
-        SamplingParams(temperature=0.8, top_p=0.9),
-        SamplingParams(temperature=1.1, top_k=20, top_p=0.95, logprobs=0),
-        SamplingParams(min_p=0.1, logit_bias={3: 2.0}),
-        SamplingParams(frequency_penalty=0.5, presence_penalty=0.5, min_tokens=4, bad_words_token_ids=((5,),)),
-    ]
-    rows = np.array([4, 0, 7, 2, 9, 1])
-    samplers = {device: make_sampler(vocab_size, device=device) for device in ("cpu", "cuda")}
-    for sampler in samplers.values():
-        for row, params in zip(rows.tolist(), requests, strict=True):
-            sampler.add_row(row, params, row, [1, 2, 3], 2, {EOS})
-    for step in range(6):
-        logits_RV = random_logits(len(rows), step, vocab_size)
-        outputs = {
-            device: sample(sampler, logits_RV.to(device), rows, np.full(len(rows), 3 + step))
-            for device, sampler in samplers.items()
-        }
-        assert outputs["cuda"].token_ids == outputs["cpu"].token_ids
-        for on_gpu, on_cpu in zip(outputs["cuda"].logprobs, outputs["cpu"].logprobs, strict=True):
-            assert (on_gpu is None) == (on_cpu is None)
-            if on_gpu is not None and on_cpu is not None:
-                assert (on_gpu.token_ids, on_gpu.rank) == (on_cpu.token_ids, on_cpu.rank)
-                np.testing.assert_allclose(on_gpu.logprobs, on_cpu.logprobs, atol=1e-5)

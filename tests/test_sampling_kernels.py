@@ -168,7 +168,7 @@ def test_compiled_for_hopper() -> None:
     ],
 )
 def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
-    sampler = Sampler(4, 40, 64, "cpu")
+    sampler = Sampler(4, 40, "cpu")
     sampler.add_row(1, SamplingParams(), 0, [1], 1, set())
     sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID})
     expected = SamplerClass.PLAIN if plain else SamplerClass.GENERAL
@@ -178,7 +178,7 @@ def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
 
 
 def test_plain_sampling_gives_the_tokens_of_sample() -> None:
-    sampler = Sampler(8, 40, 64, "cpu")
+    sampler = Sampler(8, 40, "cpu")
     for row in range(8):
         sampler.add_row(row, SamplingParams(temperature=row / 4), row, [1], 1, set())
     logits_SV = cases.strided_logits(9, 40, torch.float32, 0)
@@ -192,7 +192,7 @@ def test_plain_sampling_gives_the_tokens_of_sample() -> None:
 
 
 def test_one_request_may_have_several_rows_of_logits() -> None:
-    sampler = Sampler(8, 40, 64, "cpu")
+    sampler = Sampler(8, 40, "cpu")
     sampler.add_row(3, SamplingParams(top_p=0.9, logit_bias={1: 2.0}, logprobs=1), 5, [1], 1, set())
     logits_SV = cases.strided_logits(4, 40, torch.float32, 0)
     rows, positions_S = np.full(4, 3), torch.arange(4) + 1
@@ -204,7 +204,7 @@ def test_one_request_may_have_several_rows_of_logits() -> None:
 
 
 def test_penalties_take_memory_when_they_are_first_asked_for() -> None:
-    sampler = Sampler(16, 40, 64, "cpu")
+    sampler = Sampler(16, 40, "cpu")
     sampler.add_row(0, SamplingParams(bad_words_token_ids=((1, 2),)), 0, [1], 1, set())
     assert sampler._history.counts_NV is None
     sampler.add_row(1, SamplingParams(presence_penalty=1), 0, [1], 1, set())
@@ -216,7 +216,7 @@ def test_longer_bad_words_leave_other_tails_alone() -> None:
     """A request with longer bad words comes while others are under way."""
     logits_V = torch.zeros(40)
     logits_V[[7, 8]] = torch.tensor([9.0, 5.0])
-    sampler = Sampler(4, 40, 64, "cpu")
+    sampler = Sampler(4, 40, "cpu")
     sampler.add_row(0, SamplingParams(temperature=0, bad_words_token_ids=((5, 7),)), 0, [1, 5], 1, set())
     sampler.add_row(
         1, SamplingParams(temperature=0, bad_words_token_ids=((3, 4, 5, 6, 7),)), 0, [1, 3, 4, 5, 6], 1, set()
@@ -293,7 +293,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
     row_index_S = torch.arange(num_rows, dtype=torch.int32, device="cuda")
     positions_S = torch.full((num_rows,), 4, device="cuda")
     for attempt in range(2):  # what is allocated and compiled the first time may wait
-        sampler = Sampler(num_rows, vocab_size, 64, "cuda")
+        sampler = Sampler(num_rows, vocab_size, "cuda")
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:
             for row in range(num_rows):
@@ -302,21 +302,21 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
                 masks = StepMasks.of(asked, torch.device("cuda"))
                 sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)
                 assert sampled.logprobs is not None
-                host = sampled.logprobs.to_host()
+                logprobs = sampled.logprobs
             sampler.remove_row(3)
             sampler.add_row(3, requests[2], 9, [1, 2, 3], 2, {EOS_ID})
             sampler.sample(logits_SV, rows, row_index_S, positions_S)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        assert sum(entry is not None for entry in host.entries()) == num_rows // 2
+        assert sum(entry is not None for entry in logprobs.entries()) == num_rows // 2
 
 
 @pytest.mark.gpu
 def test_plain_sampling_in_a_cuda_graph() -> None:
     """Captured once with padding alone; replayed with other rows, parameters and positions."""
     vocab_size, size = 32_001, 16
-    sampler = Sampler(32, vocab_size, 64, "cuda")
+    sampler = Sampler(32, vocab_size, "cuda")
     logits_SV = torch.full((size, vocab_size), torch.nan, dtype=torch.bfloat16, device="cuda")
     row_index_S = torch.full((size,), -1, dtype=torch.int32, device="cuda")
     positions_S, token_ids_S = (torch.zeros(size, dtype=torch.int64, device="cuda") for _ in range(2))
@@ -353,7 +353,7 @@ def test_a_step_in_flight_keeps_its_parameters() -> None:
     second = SamplingParams(temperature=0, logit_bias={8: 100.0, 9: 99.0})
     expected = []
     for busy in (False, True):
-        sampler = Sampler(4, vocab_size, 64, "cuda")
+        sampler = Sampler(4, vocab_size, "cuda")
         for row in range(4):
             sampler.add_row(row, first, row, [1, 2], 1, set())
         sampler.sample(logits_SV, rows, row_index_S, positions_S)

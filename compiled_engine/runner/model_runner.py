@@ -28,7 +28,7 @@ from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.kernel_cache import kernel_cache
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
-from compiled_engine.runner.pending_steps import Fetched, PendingStep, PendingSteps
+from compiled_engine.runner.pending_steps import PendingStep, PendingSteps
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rehearsal import rehearse
 from compiled_engine.runner.request_states import RequestStates
@@ -36,6 +36,7 @@ from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
+from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.transfer import upload
@@ -76,7 +77,7 @@ class Runner:
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
         self.forward = ModelForward(model, self.compiled, named, self._on_attention)
 
-        self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, scheduler.max_model_len, config.device)
+        self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
@@ -110,7 +111,6 @@ class Runner:
         with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None) as without_kernels:
             newly_compiled = self.compiled is not None and self.compiled.counts.compiles > 0
             self._start(progress, cold=without_kernels or newly_compiled)
-        self.sampler.use(processors)  # not before: warm-up takes rows for requests that nobody made
 
     @torch.inference_mode()
     def _start(self, progress: Progress, cold: bool) -> None:
@@ -208,7 +208,7 @@ class Runner:
         self.counters.replay(batch.key, batch.num_tokens)
         return output
 
-    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> Fetched | None:
+    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> BatchLogprobs | None:
         """Where a row asks for more than temperature and seed: other tokens for those that sample, and the
         log-probabilities that were asked for."""
         rows_R = np.where(batch.samples, batch.rows, -1)
@@ -230,7 +230,7 @@ class Runner:
             again=True,
         )
         self.pending.launched()
-        return Fetched(sampled.logprobs) if sampled.logprobs else None
+        return sampled.logprobs
 
     def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
         """The graph to replay for a batch; why there is none is counted."""

@@ -9,21 +9,9 @@ import torch
 
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
-from compiled_engine.sampling.logprobs import DeviceLogprobs, HostLogprobs
+from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.scheduling.step import RunnerOutput, TokenLogprobs
 from compiled_engine.step_clock import NoClock
-
-
-class Fetched:
-    """Log-probabilities on their way to the host: to be read once the stream has come this far."""
-
-    def __init__(self, logprobs: DeviceLogprobs):
-        self._source = logprobs  # has to live as long as it is copied from
-        self._host: HostLogprobs = logprobs.to_host()
-
-    def entries(self) -> list[TokenLogprobs | None]:
-        """By row, None where nobody asked."""
-        return self._host.entries()
 
 
 @dataclass(frozen=True)
@@ -31,7 +19,7 @@ class PromptLogprobs:
     """Of one request: the position of the first entry, and the chunks that they come in."""
 
     first: int
-    chunks: list[Fetched]
+    chunks: list[BatchLogprobs]
 
     def entries(self) -> list[TokenLogprobs]:
         return [entry for chunk in self.chunks for entry in chunk.entries() if entry is not None]
@@ -60,7 +48,7 @@ class PendingSteps:
         """Take the number from the device, after steps of which nobody was told."""
         self._number = int(self._buffers.num_steps_1)
 
-    def step(self, batch: InputBatch, logprobs: Fetched | None, prompt: dict[str, PromptLogprobs]) -> PendingStep:
+    def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, prompt: dict[str, PromptLogprobs]) -> PendingStep:
         """The step whose tokens were launched last."""
         event = None
         if self._device.type == "cuda":
@@ -78,7 +66,7 @@ class PendingStep:
         number: int,
         event: torch.cuda.Event | None,
         batch: InputBatch,
-        logprobs: Fetched | None,
+        logprobs: BatchLogprobs | None,
         prompt: dict[str, PromptLogprobs],
         clock: NoClock,
     ):

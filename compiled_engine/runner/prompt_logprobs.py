@@ -7,9 +7,9 @@ import torch
 
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_forward import ModelForward
-from compiled_engine.runner.pending_steps import Fetched, PromptLogprobs
+from compiled_engine.runner.pending_steps import PromptLogprobs
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.prompt_logprobs import prompt_logprobs
+from compiled_engine.sampling.logprobs import token_logprobs
 from compiled_engine.sampling.transfer import upload
 from compiled_engine.scheduling.step import SchedulerOutput
 
@@ -47,6 +47,7 @@ def launch_prompt_logprobs(
         for begin in range(0, count, CHUNK):
             end = min(count, begin + CHUNK)
             logits_TV = forward.logits(hidden_TD[start + begin : start + end])
-            chunks.append(Fetched(prompt_logprobs(logits_TV, targets_T[begin:end], params.prompt_logprobs)))
+            rows_T, counts_T = np.arange(end - begin), np.full(end - begin, params.prompt_logprobs)
+            chunks.append(token_logprobs(logits_TV, targets_T[begin:end], rows_T, counts_T))
         found[request_id] = PromptLogprobs(first + 1, chunks)
     return found

@@ -23,7 +23,7 @@ from compiled_engine.sampling.kernel_warm_up import WAYS, sample_once
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
 
-Job = Callable[[], None]
+Job = Callable[[], object]
 
 
 def rehearse(runner: Runner, progress: Progress) -> None:

@@ -7,27 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from compiled_engine.progress import Progress
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.runner.padded_step import sample_and_advance
-from compiled_engine.sampling.kernel_warm_up import WAYS, sample_once
-from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.step_masks import StepMasks
-from compiled_engine.sampling.token_mask import num_words
+from compiled_engine.sampling.kernel_warm_up import MOST_MEMORY, WAYS, sample_once
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
-
-# What takes the most memory, but for penalties, whose counts are allocated when they are first used.
-SAMPLING = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=1.0),
-    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1),
-)
 
 
 def warm_up(runner: Runner, progress: Progress) -> int:
@@ -77,14 +66,5 @@ def _run_empty(runner: Runner, num_tokens: int, num_requests: int) -> None:
     if runner.forward.ends_at_logits(num_tokens):
         logits_RV = runner.padded_step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
     sample_and_advance(logits_RV, runner.sampler, states, buffers, batch)
-    row_index_R = torch.arange(num_requests, dtype=torch.int32, device=runner.config.device)
-    every_token = np.full(num_words(logits_RV.shape[1]), -1, np.int32)
-    masks = StepMasks.of([every_token, *[None] * (num_requests - 1)], logits_RV.device)
-    for params in SAMPLING:
-        for row in range(num_requests):
-            runner.sampler.add_row(row, params, 0, (0,), 1, frozenset())
-        positions_R = torch.ones_like(row_index_R, dtype=torch.int64)
-        sampled = runner.sampler.sample(logits_RV, np.arange(num_requests), row_index_R, positions_R, masks)
-        advance(states, buffers, sampled.token_ids_S, num_requests, decodes_only=batch.decodes_only, again=True)
-        for row in range(num_requests):
-            runner.sampler.remove_row(row)
+    sampled = sample_once(MOST_MEMORY, logits_RV)
+    advance(states, buffers, sampled.token_ids_S, num_requests, decodes_only=batch.decodes_only, again=True)

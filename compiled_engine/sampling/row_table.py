@@ -11,19 +11,18 @@ import torch
 
 # Name -> type. inverse_temperature is 0 for greedy rows; the additions' fields are described in logit_additions.py.
 FIELDS = {
-    "inverse_temperature": np.float32,
-    "seed": np.int64,
-    "top_k": np.int32,
-    "top_p": np.float32,
-    "min_p": np.float32,
-    "repetition_penalty": np.float32,
-    "frequency_penalty": np.float32,
-    "presence_penalty": np.float32,
-    "additions_start": np.int32,
-    "additions_count": np.int32,
-    "prefixes_start": np.int32,
+    "inverse_temperature": torch.float32,
+    "seed": torch.int64,
+    "top_k": torch.int32,
+    "top_p": torch.float32,
+    "min_p": torch.float32,
+    "repetition_penalty": torch.float32,
+    "frequency_penalty": torch.float32,
+    "presence_penalty": torch.float32,
+    "additions_start": torch.int32,
+    "additions_count": torch.int32,
+    "prefixes_start": torch.int32,
 }
-TORCH_TYPES = {np.float32: torch.float32, np.int64: torch.int64, np.int32: torch.int32}
 ALIGNMENT = 256
 
 
@@ -34,15 +33,15 @@ class RowTable:
         offsets, size = {}, 0
         for name, dtype in FIELDS.items():
             offsets[name] = size
-            size += -(-num_rows * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+            size += -(-num_rows * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         self._host = torch.zeros(size, dtype=torch.uint8)
         self._device = self._host.to(device)
         self.host: dict[str, np.ndarray] = {}
         self.device: dict[str, torch.Tensor] = {}
         for name, dtype in FIELDS.items():
-            part = slice(offsets[name], offsets[name] + num_rows * np.dtype(dtype).itemsize)
-            self.host[name] = self._host[part].numpy().view(dtype)
-            self.device[name] = self._device[part].view(TORCH_TYPES[dtype])
+            part = slice(offsets[name], offsets[name] + num_rows * dtype.itemsize)
+            self.host[name] = self._host[part].view(dtype).numpy()
+            self.device[name] = self._device[part].view(dtype)
         self._changed = False
 
     def set_row(self, row: int | slice, **values: float) -> None:

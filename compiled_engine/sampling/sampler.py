@@ -19,7 +19,7 @@ from compiled_engine.sampling.filters import filter_fields, has_filters
 from compiled_engine.sampling.history import History
 from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
 from compiled_engine.sampling.logits_processor import LogitsProcessor
-from compiled_engine.sampling.logprobs import DeviceLogprobs, token_logprobs
+from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import has_penalties
 from compiled_engine.sampling.processed_rows import ProcessedRows
@@ -45,47 +45,47 @@ class SampledTokens:
     """token_ids_S: int64 [S] on the device, a token for each row of logits; logprobs: None if no row wants them."""
 
     token_ids_S: torch.Tensor
-    logprobs: DeviceLogprobs | None
+    logprobs: BatchLogprobs | None
 
 
 class Sampler:
     """Rows are added and removed as requests come and go; `sample` serves any subset of them in any order.
 
     A row's tokens depend on its own logits, parameters, seed and positions alone. `device` is where the logits
-    are; max_model_len bounds a request's tokens. triton: whether to launch kernels, by default on CUDA; the
-    same is done in numpy otherwise.
+    are. triton: whether to launch kernels, by default on CUDA; the same is done in numpy otherwise. processors: the
+    user's, in the order of their calls.
     """
 
     def __init__(
         self,
         max_num_rows: int,
         vocab_size: int,
-        max_model_len: int,
         device: torch.device | str,
         triton: bool | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         self._triton = self._device.type == "cuda" if triton is None else triton
         self._steps = sampling_steps(self._triton)
-        self._present_N = np.zeros(max_num_rows, dtype=bool)
-        self._filtered_N = np.zeros(max_num_rows, dtype=bool)
-        self._penalised_N = np.zeros(max_num_rows, dtype=bool)
-        self._added_to_N = np.zeros(max_num_rows, dtype=bool)
-        self._processed_N = np.zeros(max_num_rows, dtype=bool)
-        self._edited_N = np.zeros(max_num_rows, dtype=bool)  # any of the three, or a token mask
-        self._remembered_N = np.zeros(max_num_rows, dtype=bool)
-        self._num_logprobs_N = np.full(max_num_rows, NO_LOGPROBS)
+        self._num_rows = max_num_rows
+
+        def flags() -> np.ndarray:
+            return np.zeros(max_num_rows + 1, dtype=bool)  # the last is that of padding, row -1, and stays False
+
+        self._present_N = flags()
+        self._filtered_N = flags()
+        self._penalised_N = flags()
+        self._added_to_N = flags()
+        self._processed_N = flags()
+        self._edited_N = flags()  # any of the three, or a token mask
+        self._general_N = flags()  # anything beyond temperature and seed
+        self._remembered_N = flags()
+        self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
         self._table = RowTable(max_num_rows, self._device)
         self._additions = LogitAdditions(self._table, self._device)
         self._history = History(max_num_rows, vocab_size, self._device)
-        self._processors = ProcessedRows(max_num_rows)
-
-    def use(self, processors: Sequence[LogitsProcessor]) -> None:
-        """Have these process logits, of rows that are added from now on. Raises RuntimeError if a row is taken."""
-        if self._present_N.any():
-            raise RuntimeError(f"rows {np.flatnonzero(self._present_N).tolist()} are taken")
-        self._processors = ProcessedRows(len(self._present_N), processors)
+        self._processors = ProcessedRows(max_num_rows, processors)
 
     def add_row(
         self,
@@ -104,8 +104,8 @@ class Sampler:
         it has to be known. Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits
         processor fails; the row is free then.
         """
-        if not 0 <= row < len(self._present_N) or self._present_N[row]:
-            raise ValueError(f"row must be a free one from 0 to {len(self._present_N) - 1}, got {row}")
+        if not 0 <= row < self._num_rows or self._present_N[row]:
+            raise ValueError(f"row must be a free one from 0 to {self._num_rows - 1}, got {row}")
         additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocab_size)
         penalised, longest_prefix = has_penalties(params), additions.longest_prefix if additions else 0
         output_ids = token_ids[num_prompt_tokens:]
@@ -132,22 +132,20 @@ class Sampler:
         self._edited_N[row] = penalised or additions is not None or processed or masked
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
+        self._general_N[row] = has_filters(params) or self._edited_N[row] or params.logprobs is not None
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
         """Free a row. Raises ValueError if it is free; RuntimeError, when it is freed, if a logits processor fails."""
-        if not 0 <= row < len(self._present_N) or not self._present_N[row]:
+        if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
         self._additions.set_row(row, None)
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
-        """What these rows need together; rows below 0 are padding and need nothing."""
-        rows = rows[rows >= 0]
-        general = self._filtered_N[rows] | self._edited_N[rows]
-        general |= self._num_logprobs_N[rows] != NO_LOGPROBS
-        return SamplerClass.GENERAL if general.any() else SamplerClass.PLAIN
+        """What these rows need together; -1 is padding and needs nothing."""
+        return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.PLAIN
 
     def publish(self) -> None:
         """Bring the parameters on the device up to date, without waiting: before a graph with sample_plain is replayed.
@@ -201,7 +199,7 @@ class Sampler:
         if not self._triton:
             logits_SV = logits_SV.float().contiguous()
         token_ids_S = torch.empty(num_samples, dtype=torch.int64, device=self._device)
-        edited = np.flatnonzero(self._flags(self._edited_N, rows_S))
+        edited = np.flatnonzero(self._edited_N[rows_S])
         if len(edited) == 0:
             self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S)
         else:
@@ -215,13 +213,9 @@ class Sampler:
                 part_masks = masks.select(index_R) if masks else None
                 token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2], part_masks)
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
-        if self._flags(self._remembered_N, rows_S).any():
+        if self._remembered_N[rows_S].any():
             self._steps.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
         return SampledTokens(token_ids_S, self._logprobs(logits_SV, token_ids_S, rows_S))
-
-    @staticmethod
-    def _flags(flags_N: np.ndarray, rows_S: np.ndarray) -> np.ndarray:
-        return flags_N[rows_S] & (rows_S >= 0)
 
     def _choose_edited(
         self,
@@ -239,7 +233,8 @@ class Sampler:
             self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
         if masks is not None:
             self._steps.forbid_(logits_RV, masks)
-        if self._penalised_N[rows_R].any() and self._history.counts_NV is not None:
+        if self._penalised_N[rows_R].any():
+            assert self._history.counts_NV is not None
             self._steps.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
         self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
@@ -254,17 +249,15 @@ class Sampler:
         token_ids_S: torch.Tensor,
     ) -> None:
         threshold_S = None
-        if self._flags(self._filtered_N, rows_S).any():
+        if self._filtered_N[rows_S].any():
             threshold_S = self._steps.thresholds(logits_SV, row_index_S, self._table)
         fields = self._table.device
         self._steps.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
         )
 
-    def _logprobs(
-        self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, rows_S: np.ndarray
-    ) -> DeviceLogprobs | None:
-        wanted = np.flatnonzero(self._flags(self._num_logprobs_N != NO_LOGPROBS, rows_S))
+    def _logprobs(self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, rows_S: np.ndarray) -> BatchLogprobs | None:
+        wanted = np.flatnonzero(self._num_logprobs_N[rows_S] != NO_LOGPROBS)
         if len(wanted) == 0:
             return None
         return token_logprobs(logits_SV, token_ids_S, wanted, self._num_logprobs_N[rows_S[wanted]], self._triton)
