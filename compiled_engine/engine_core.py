@@ -16,12 +16,16 @@ from compiled_engine.progress import Progress
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.scheduling.scheduler import Scheduler
 from compiled_engine.scheduling.step import SchedulerOutput
-from compiled_engine.step_clock import NoClock
+from compiled_engine.step_clock import StepClock
 from compiled_engine.timeline import Timeline
 
 
 class EngineCore:
-    """Not thread-safe: one caller adds, aborts and steps. `num_slots`: tokens that the KV cache holds."""
+    """Not thread-safe: one caller adds, aborts and steps.
+
+    num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
+    launch, wait and output.
+    """
 
     def __init__(
         self,
@@ -33,7 +37,8 @@ class EngineCore:
         start_s = timeline.now()
         timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
         self.config = config
-        self._executor: Executor = InProcessExecutor(config, progress, timeline, logits_processors)
+        self.clock = StepClock(config.device)
+        self._executor: Executor = InProcessExecutor(config, progress, timeline, self.clock, logits_processors)
         self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._scheduler = Scheduler(
             config.scheduler,
@@ -44,7 +49,6 @@ class EngineCore:
         )
         self.num_slots = self._executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
-        self._clock = NoClock()
         self._seeds = random.Random(config.model.seed)
         self._start_seconds = timeline.now() - start_s
 
@@ -73,15 +77,15 @@ class EngineCore:
         """
         try:
             while len(self._pending) < self._steps_in_flight and (step := self._scheduler.schedule()) is not None:
-                self._clock.lap("schedule")
+                self.clock.lap("schedule")
                 self._pending.append((step, self._executor.submit(step)))
-                self._clock.lap("launch")
+                self.clock.lap("launch")
             if not self._pending:
                 return self._scheduler.take_failed()
             step, pending = self._pending.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result) + self._scheduler.take_failed()
-            self._clock.lap("output")
+            self.clock.lap("output")
         except BaseException:
             self._scheduler.fail_step()
             self._drain()
@@ -95,11 +99,6 @@ class EngineCore:
             _, pending = self._pending.popleft()
             with suppress(Exception):
                 pending.result()
-
-    def measure_with(self, clock: NoClock) -> None:
-        """Have a clock told where the time of steps goes: schedule, prepare, launch, wait, output."""
-        self._clock = clock
-        self._executor.measure_with(clock)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

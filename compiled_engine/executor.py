@@ -13,7 +13,7 @@ from compiled_engine.progress import Progress
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
-from compiled_engine.step_clock import NoClock
+from compiled_engine.step_clock import StepClock
 from compiled_engine.timeline import Timeline
 
 
@@ -34,8 +34,6 @@ class Executor(Protocol):
         """Have a step executed after all those submitted before. Raises what fails before it is under way."""
         ...
 
-    def measure_with(self, clock: NoClock) -> None: ...
-
     def metrics(self) -> dict[str, Any]: ...
 
     def close(self) -> None: ...
@@ -49,19 +47,17 @@ class InProcessExecutor:
         config: EngineConfig,
         progress: Progress,
         timeline: Timeline,
+        clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
     ):
         self._device = config.device
         with self._own_context():
-            self._runner = Runner(config, progress, timeline, logits_processors)
+            self._runner = Runner(config, progress, timeline, clock, logits_processors)
         self.num_blocks = self._runner.num_blocks
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
         with self._own_context():
             return self._runner.submit(step)
-
-    def measure_with(self, clock: NoClock) -> None:
-        self._runner.measure_with(clock)
 
     def metrics(self) -> dict[str, Any]:
         return self._runner.metrics()

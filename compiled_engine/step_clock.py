@@ -1,4 +1,4 @@
-"""Where the time of a step goes: laps of the host, and what the device works. Off unless somebody measures."""
+"""Where the time of a step goes: laps of the host, and what the device works. Stopped unless somebody measures."""
 
 from __future__ import annotations
 
@@ -8,20 +8,7 @@ from collections import defaultdict
 import torch
 
 
-class NoClock:
-    """Takes no time and keeps none."""
-
-    def lap(self, name: str) -> None:
-        """The host has done this since the lap before."""
-
-    def device_begins(self) -> None:
-        """What a step launches on the device comes now."""
-
-    def device_ends(self) -> None:
-        """All of it is launched."""
-
-
-class StepClock(NoClock):
+class StepClock:
     """Sums over steps; `start` begins, `stop` ends a measurement."""
 
     def __init__(self, device: torch.device):
@@ -40,18 +27,21 @@ class StepClock(NoClock):
         self._running = False
 
     def lap(self, name: str) -> None:
+        """The host has done this since the lap before."""
         if self._running:
             now = time.perf_counter()
             self._laps[name] += now - self._last
             self._last = now
 
     def device_begins(self) -> None:
+        """What a step launches on the device comes now."""
         if self._running and self._on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             self._events.append(events)
 
     def device_ends(self) -> None:
+        """All of it is launched."""
         if self._running and self._on_gpu:
             self._events[-1][1].record()
 

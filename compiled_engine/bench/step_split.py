@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from compiled_engine.bench.engine_steps import decodes, outputs_needed
-from compiled_engine.bench.workloads import Rounds, summary
+from compiled_engine.bench.workloads import Rounds, repeated, summary
 from compiled_engine.llm import LLM
 from compiled_engine.progress import Progress
-from compiled_engine.step_clock import NoClock, StepClock
 
 CONTEXT = 128
 # The host's laps in their order; `wait` is for the device.
@@ -20,42 +20,33 @@ LAPS = ("schedule", "prepare", "launch", "wait", "output")
 
 
 def step_split(
-    llm: LLM, batch_sizes: Sequence[int], num_steps: int, repeated: Rounds, progress: Progress
+    llm: LLM, batch_sizes: Sequence[int], num_steps: int, rounds: Rounds, progress: Progress
 ) -> list[dict[str, Any]]:
     """For each batch size: microseconds a step of each lap, `host` (all but wait), `step` (wall), `device` (first to
     last kernel; None without CUDA), and `device_idle`, the share of the wall time in which no step was on the device;
     each as median and spread of the rounds, which are means over num_steps steps."""
     found = []
-    with progress.stage("steps", total=len(batch_sizes) * (repeated.warm_up + repeated.repeats)) as advance:
-        for batch_size in batch_sizes:
-            samples = []
-            for number in range(repeated.warm_up + repeated.repeats):
-                sample = _sample(llm, random.Random(repeated.seed + number), batch_size, num_steps)
-                if number >= repeated.warm_up:
-                    samples.append(sample)
-                advance(1)
-            record: dict[str, Any] = {"batch_size": batch_size}
-            for name in samples[0]:
-                values = [sample[name] for sample in samples]
-                record[name] = None if values[0] is None else summary([v for v in values if v is not None])
-            found.append(record)
+    for batch_size in batch_sizes:
+        once = partial(_sample, llm, random.Random(rounds.seed), batch_size, num_steps)
+        samples = repeated(once, rounds, progress)
+        record: dict[str, Any] = {"batch_size": batch_size}
+        for name in samples[0]:
+            values = [sample[name] for sample in samples]
+            record[name] = None if values[0] is None else summary(values)
+        found.append(record)
     return found
 
 
 def _sample(llm: LLM, generator: random.Random, batch_size: int, num_steps: int) -> dict[str, float | None]:
-    clock = StepClock(llm.config.device)
     with decodes(llm, generator, batch_size, CONTEXT, outputs_needed(2 * num_steps)) as core:
-        core.measure_with(clock)
-        try:
-            for _ in range(num_steps):
-                core.step()
-            clock.start()
-            for _ in range(num_steps):
-                core.step()
-            clock.stop()
-        finally:
-            core.measure_with(NoClock())
-    return split(clock.host_seconds(), clock.device_seconds() if llm.config.device.type == "cuda" else None, num_steps)
+        for _ in range(num_steps):
+            core.step()
+        core.clock.start()
+        for _ in range(num_steps):
+            core.step()
+        core.clock.stop()
+        device_s = core.clock.device_seconds() if llm.config.device.type == "cuda" else None
+        return split(core.clock.host_seconds(), device_s, num_steps)
 
 
 def split(host_s: dict[str, float], device_s: float | None, num_steps: int) -> dict[str, float | None]:

@@ -70,7 +70,7 @@ def latency(
     def once() -> list[float]:
         return [tpot_ms(llm, generator, batch_size, prompt_len, output_len) for batch_size in batch_sizes]
 
-    columns = zip(*_repeated(once, rounds, progress), strict=True)
+    columns = zip(*repeated(once, rounds, progress), strict=True)
     return [
         {"batch_size": batch_size, "tpot_ms": summary(values)}
         for batch_size, values in zip(batch_sizes, columns, strict=True)
@@ -110,7 +110,7 @@ def throughput(llm: LLM, num_requests: int, low: int, high: int, rounds: Rounds,
         return rates[-1]
 
     rates: list[float] = []
-    _repeated(once, Rounds(0, rounds.repeats), progress)
+    repeated(once, Rounds(0, rounds.repeats), progress)
     return {
         "requests": num_requests,
         "input_tokens": sum(map(len, prompts)),
@@ -130,11 +130,11 @@ def prefill(llm: LLM, num_prompts: int, prompt_len: int, rounds: Rounds, progres
         prompts = random_prompts(llm, generator, [prompt_len] * num_prompts)
         return num_prompts * prompt_len / generate_seconds(llm, prompts, [1] * num_prompts)
 
-    rates = _repeated(once, rounds, progress)
+    rates = repeated(once, rounds, progress)
     return {"prompts": num_prompts, "prompt_len": prompt_len, "tokens_per_s": summary(rates)}
 
 
-def _repeated(once: Callable[[], T], rounds: Rounds, progress: Progress) -> list[T]:
+def repeated(once: Callable[[], T], rounds: Rounds, progress: Progress) -> list[T]:
     """The results of the measured rounds."""
     results = []
     with progress.stage("measure", total=rounds.warm_up + rounds.repeats) as advance:

@@ -108,7 +108,9 @@ def plot(
             raise ValueError(f"results is {str(results)!r}, which is no JSON: {error}") from error
         if not isinstance(result, dict) or result.get("benchmark") != "ablation":
             raise ValueError(f"results is {str(results)!r}; allowed: a JSON file of bench ablation")
-        if not any("step_ms" in record for record in result.get("variants", ())):
+        from compiled_engine.bench.ablation_subject import measured
+
+        if not any(measured(record) for record in result.get("variants", ())):
             raise ValueError(f"results is {str(results)!r}, which has no variant with figures")
         _check_output(output)
         try:

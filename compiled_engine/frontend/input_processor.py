@@ -131,12 +131,11 @@ class InputProcessor:
                 f"{prompt.name} must have at most the {num_slots} tokens that the KV cache holds, got {len(token_ids)};"
                 " a larger num_blocks holds more"
             )
-        limits = {"max_model_len": max_model_len, "tokens in the KV cache, and one more": num_slots + 1}
-        limit = min(limits, key=lambda name: limits[name])
-        if len(token_ids) + params.min_tokens > limits[limit]:
+        most, why = min((max_model_len, "max_model_len"), (num_slots + 1, "tokens in the KV cache, and one more"))
+        if len(token_ids) + params.min_tokens > most:
             raise ValueError(
-                f"{prompt.name}: min_tokens must be at most {limits[limit] - len(token_ids)} after"
-                f" {len(token_ids)} prompt tokens ({limit} {limits[limit]}), got {params.min_tokens}"
+                f"{prompt.name}: min_tokens must be at most {most - len(token_ids)} after"
+                f" {len(token_ids)} prompt tokens ({why} {most}), got {params.min_tokens}"
             )
         return token_ids
 

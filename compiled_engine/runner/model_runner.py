@@ -28,7 +28,7 @@ from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.kernel_cache import kernel_cache
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
-from compiled_engine.runner.pending_steps import PendingStep, PendingSteps
+from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rehearsal import rehearse
 from compiled_engine.runner.request_states import RequestStates
@@ -40,19 +40,20 @@ from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.transfer import upload
-from compiled_engine.scheduling.step import NewRequest, RunnerOutput, SchedulerOutput
-from compiled_engine.step_clock import NoClock
+from compiled_engine.scheduling.step import NewRequest, SchedulerOutput
+from compiled_engine.step_clock import StepClock
 from compiled_engine.timeline import Timeline
 
 
 class Runner:
-    """Everything on the device. `execute` is the only way in once it stands; it is not thread-safe."""
+    """Everything on the device. `submit` is the only way in once it stands; it is not thread-safe."""
 
     def __init__(
         self,
         config: EngineConfig,
         progress: Progress,
         timeline: Timeline,
+        clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
     ):
         """Load, compile, size the KV cache, capture.
@@ -88,9 +89,8 @@ class Runner:
             self.states.writes,
             config.device,
         )
-        self._clock = NoClock()
-        self._miscounted = False  # whether the device has counted steps that `pending` has not
-        self.pending = PendingSteps(self.buffers, config.device)
+        self._clock = clock
+        self.pending = PendingSteps(self.buffers, config.device, clock)
         self.kv_caches = kv_cache.allocate(config, 1)
         self.dispatcher = Dispatcher(config.graph, scheduler)
         self.counters = GraphCounters(self.dispatcher)
@@ -128,12 +128,6 @@ class Runner:
         if self.graphs and not self.config.graph.background:
             with self.timeline.span("capture"):
                 self.graphs.capture_all(progress)
-        self.pending.resynchronise()
-
-    def measure_with(self, clock: NoClock) -> None:
-        """Have a clock told where the time of steps goes."""
-        self._clock = clock
-        self.pending.measure_with(clock)
 
     def _on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         assert self.graphs is not None
@@ -143,24 +137,18 @@ class Runner:
     def submit(self, step: SchedulerOutput) -> PendingStep:
         """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device."""
         self.states.writes.discard()  # left over from a step that failed
-        if self._miscounted:
-            self.pending.resynchronise()
-            self._miscounted = False
+        self.pending.catch_up()
         try:
             self._update_rows(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
                 pending = self._launch(step)
-            if self.graphs and not self.graphs.complete:
-                self._miscounted = self.graphs.capture_in_background()
+            if self.graphs and not self.graphs.complete and self.graphs.capture_in_background():
+                self.pending.lose_count()
         except BaseException:
             self.buffers.forget_staged()
-            self._miscounted = True  # it may have been interrupted just after a launch
+            self.pending.lose_count()  # it may have been interrupted just after a launch
             raise
         return pending
-
-    def execute(self, step: SchedulerOutput) -> RunnerOutput:
-        """Run one step, and wait for it."""
-        return self.submit(step).result()
 
     def _launch(self, step: SchedulerOutput) -> PendingStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
@@ -173,19 +161,19 @@ class Runner:
         return pending
 
     def _run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
-        key = batch.key
         self.states.writes.apply()
         self.sampler.publish()
-        if key is not None and key.is_decode:
+        prompt: dict[str, PromptLogprobs] = {}
+        if batch.key is not None and batch.key.is_decode:
             logits_RV = self._replay(batch).tensor
-            self.pending.launched()
         else:
             prepare(batch, self.states, self.buffers)
-            if key is None:
+            if batch.key is None:
                 output = self.padded_step.forward(batch, hidden_wanted=hidden_wanted)
             else:
-                output = self.padded_step.output(key, self._replay(batch).tensor)
-            prompt = {} if output.is_logits else launch_prompt_logprobs(batch, output.tensor, self.states, self.forward)
+                output = self._replay(batch)
+            if hidden_wanted:
+                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.forward)
             if not batch.samples.any():
                 nobody_R = self.buffers.sample_positions_R
                 advance(self.states, self.buffers, nobody_R, batch.num_rows, decodes_only=batch.decodes_only)
@@ -194,9 +182,8 @@ class Runner:
             wanted = output.tensor[self.buffers.logits_index_R[: batch.num_rows]]
             logits_RV = wanted if output.is_logits else self.forward.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
-            self.pending.launched()
-            return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
-        return self.pending.step(batch, self._sample_generally(batch, logits_RV), {})
+        self.pending.launched()
+        return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
 
     def _replay(self, batch: InputBatch) -> ForwardOutput:
         assert self.graphs is not None

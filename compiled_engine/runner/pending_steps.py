@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import compress
 
+import numpy as np
 import torch
 
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.scheduling.step import RunnerOutput, TokenLogprobs
-from compiled_engine.step_clock import NoClock
+from compiled_engine.step_clock import StepClock
 
 
 @dataclass(frozen=True)
@@ -31,22 +32,25 @@ class PendingSteps:
     Fewer steps may be pending than the ring holds, as a step may write to it twice.
     """
 
-    def __init__(self, buffers: InputBuffers, device: torch.device):
-        self._buffers, self._device = buffers, device
+    def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):
+        self._buffers, self._device, self._clock = buffers, device, clock
+        self._ring_KR1 = buffers.tokens_KR1.numpy()
         self._number = 0
-        self._clock = NoClock()
-
-    def measure_with(self, clock: NoClock) -> None:
-        """Have a clock told how long results are waited for."""
-        self._clock = clock
+        self._is_known = False  # whether that is the device's number
 
     def launched(self) -> None:
         """Tokens are on their way into the ring."""
         self._number += 1
 
-    def resynchronise(self) -> None:
-        """Take the number from the device, after steps of which nobody was told."""
-        self._number = int(self._buffers.num_steps_1)
+    def lose_count(self) -> None:
+        """The device may have counted steps of which nobody was told."""
+        self._is_known = False
+
+    def catch_up(self) -> None:
+        """Take the number from the device, where it is not known: waits for it."""
+        if not self._is_known:
+            self._number = int(self._buffers.num_steps_1)
+            self._is_known = True
 
     def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, prompt: dict[str, PromptLogprobs]) -> PendingStep:
         """The step whose tokens were launched last."""
@@ -54,7 +58,7 @@ class PendingSteps:
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return PendingStep(self._buffers, self._number, event, batch, logprobs, prompt, self._clock)
+        return PendingStep(self._ring_KR1, self._number, event, batch, logprobs, prompt, self._clock)
 
 
 class PendingStep:
@@ -62,16 +66,16 @@ class PendingStep:
 
     def __init__(
         self,
-        buffers: InputBuffers,
+        ring_KR1: np.ndarray,
         number: int,
         event: torch.cuda.Event | None,
         batch: InputBatch,
         logprobs: BatchLogprobs | None,
         prompt: dict[str, PromptLogprobs],
-        clock: NoClock,
+        clock: StepClock,
     ):
         self._clock = clock
-        self._buffers, self._number, self._event = buffers, number, event
+        self._ring_KR1, self._number, self._event = ring_KR1, number, event
         self._batch, self._logprobs, self._prompt = batch, logprobs, prompt
 
     def result(self) -> RunnerOutput:
@@ -79,7 +83,7 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         self._clock.lap("wait")
-        ring_row = self._buffers.tokens_KR1[self._number % RING].numpy()
+        ring_row = self._ring_KR1[self._number % RING]
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch

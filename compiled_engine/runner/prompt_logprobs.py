@@ -19,7 +19,7 @@ CHUNK = 256
 
 def owes_prompt_logprobs(step: SchedulerOutput, states: RequestStates) -> bool:
     """Whether a request of the step is in its prompt and wants the log-probabilities of the prompt's tokens."""
-    rows = states.rows_with_prompt_logprobs
+    rows = states.prompt_logprobs
     return bool(rows) and any(
         (row := states.row(request_id)) in rows and start < states.num_prompt_tokens[row] - 1
         for request_id, start in zip(step.request_ids, step.starts, strict=True)
@@ -31,23 +31,20 @@ def launch_prompt_logprobs(
 ) -> dict[str, PromptLogprobs]:
     """For the requests that want them and are in their prompt: the tokens after those of this step."""
     found: dict[str, PromptLogprobs] = {}
-    if not states.rows_with_prompt_logprobs:
-        return found
     for i, request_id in enumerate(batch.request_ids):
         row = int(batch.rows[i])
-        params = states.sampling_params[row]
-        assert params is not None
+        wanted = states.prompt_logprobs.get(row)
         first, start = int(batch.num_computed[i]), int(batch.query_starts[i])
         in_step, in_prompt = int(batch.query_starts[i + 1]) - start, int(states.num_prompt_tokens[row])
         count = min(in_step, in_prompt - 1 - first)
-        if params.prompt_logprobs is None or count <= 0:
+        if wanted is None or count <= 0:
             continue
         targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count].astype(np.int64), hidden_TD.device)
         chunks = []
         for begin in range(0, count, CHUNK):
             end = min(count, begin + CHUNK)
             logits_TV = forward.logits(hidden_TD[start + begin : start + end])
-            rows_T, counts_T = np.arange(end - begin), np.full(end - begin, params.prompt_logprobs)
+            rows_T, counts_T = np.arange(end - begin), np.full(end - begin, wanted)
             chunks.append(token_logprobs(logits_TV, targets_T[begin:end], rows_T, counts_T))
         found[request_id] = PromptLogprobs(first + 1, chunks)
     return found

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from compiled_engine.runner.staged_writes import StagedWrites
-from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.step import NewRequest
 
 
@@ -20,12 +19,13 @@ class RequestStates:
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
-    last_token_S: the newest sampled token. block_table_SB: KV blocks in order. known_row_S: see below.
+    last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
+    known_row_S: which of known_ids_KL is the row's.
 
     On the host: known_ids_KL, int32 [2 * rows, max_model_len + 1], the tokens that were known when the request came.
     Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A row has
     two places for them in turn, since a step in flight may still have to read those of the request before; two steps
-    back, none is in flight.
+    back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are.
     """
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device):
@@ -50,8 +50,7 @@ class RequestStates:
         self._known_rows = np.arange(max_num_rows)
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
-        self.sampling_params: list[SamplingParams | None] = [None] * max_num_rows
-        self.rows_with_prompt_logprobs: set[int] = set()
+        self.prompt_logprobs: dict[int, int] = {}
         self._num_blocks = np.zeros(max_num_rows, np.int64)
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
@@ -67,13 +66,11 @@ class RequestStates:
         """Take a row for a request of which num_computed tokens are in the cache, and fill it; returns the row."""
         row = self._free_rows.pop()
         self._row_of[request.request_id] = row
-        params = request.sampling_params
         self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self.known_ids_KL)
         self.known_ids(row)[: len(request.token_ids)] = request.token_ids
         self.num_prompt_tokens[row] = request.num_prompt_tokens
-        self.sampling_params[row] = params
-        if params.prompt_logprobs is not None:
-            self.rows_with_prompt_logprobs.add(row)
+        if (wanted := request.sampling_params.prompt_logprobs) is not None:
+            self.prompt_logprobs[row] = wanted
         self._num_computed.stage_one(row, num_computed)
         self._num_known.stage_one(row, len(request.token_ids))
         self._known_row.stage_one(row, known_row)
@@ -95,7 +92,6 @@ class RequestStates:
         row = self._row_of.pop(request_id, None)
         if row is None:
             return None
-        self.sampling_params[row] = None
-        self.rows_with_prompt_logprobs.discard(row)
+        self.prompt_logprobs.pop(row, None)
         self._free_rows.append(row)
         return row
