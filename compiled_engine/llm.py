@@ -42,7 +42,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
-        engine_options = make_options(model, options)
+        engine_options = make_options({"model": model, **options})
         self._config = resolve(engine_options)
         model_path = self._config.model.path
         self._tokenizer = _load_tokenizer(engine_options.tokenizer, model_path)
@@ -197,7 +197,7 @@ class LLM:
         return self._tokenizer
 
 
-def make_options(model: str | Path | None, options: Mapping[str, Any]) -> EngineOptions:
+def make_options(options: Mapping[str, Any]) -> EngineOptions:
     """The options as a dataclass; TypeError for an unknown one, with the nearest that is known."""
     known = [*(field.name for field in fields(EngineOptions)), "progress"]
     values: dict[str, Any] = {}
@@ -206,7 +206,7 @@ def make_options(model: str | Path | None, options: Mapping[str, Any]) -> Engine
             nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
             raise TypeError(f"LLM has no option {name!r}; the nearest is {nearest!r}")
         values[name] = tuple(value) if isinstance(value, list) else value
-    return EngineOptions(model=model, **values)
+    return EngineOptions(**values)
 
 
 def _load_tokenizer(given: str | Path | None, model_path: Path) -> Tokenizer | None:

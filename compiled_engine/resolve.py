@@ -16,6 +16,7 @@ import torch
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import resolve_backend
 from compiled_engine.config import (
+    POLICIES,
     CacheConfig,
     CompileConfig,
     EngineConfig,
@@ -29,7 +30,6 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve_graphs import resolve_graphs
 from compiled_engine.resolve_logits_processors import resolve_logits_processors
-from compiled_engine.scheduling.limits import POLICIES
 
 MODES = ("auto", "eager", "compiled", "graphed")
 DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
@@ -238,8 +238,6 @@ def _attention(
         0,
         min(windows, default=None),
     )
-    if isinstance(options.block_size, bool):
-        raise TypeError(f"block_size is {options.block_size!r}; allowed: 1 to 65536, or 'auto'")
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
     reasons |= attention_reasons

@@ -5,7 +5,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from compiled_engine.sampling.logits_processor import METHODS, LogitsProcessor, LogitsProcessorFactory, is_processor
+from compiled_engine.sampling.logits_processor import (
+    METHODS,
+    LogitsProcessor,
+    LogitsProcessorFactory,
+    has_methods,
+    is_processor,
+)
 
 ALLOWED = f"objects with {', '.join(METHODS)}, classes or functions that make one, and 'package.module:Name'"
 
@@ -19,7 +25,7 @@ def _resolve(name: str, given: Any) -> Any:
     found = _imported(name, given) if isinstance(given, str) else given
     usable = is_processor(found) or callable(found)
     if isinstance(found, type):
-        usable = all(callable(getattr(found, method, None)) for method in METHODS)
+        usable = has_methods(found)
     if not usable:
         what = f"{given!r}, which is {found!r}" if isinstance(given, str) else repr(given)
         raise TypeError(f"{name} is {what}; allowed: {ALLOWED}")

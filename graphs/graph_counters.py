@@ -10,7 +10,7 @@ from typing import Any
 from compiled_engine.graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.graph_key import GraphKey
 
-_logger = logging.getLogger(__name__)
+log = logging.getLogger("compiled_engine")
 
 
 class Fallback(Enum):
@@ -59,7 +59,7 @@ class GraphCounters:
         """A batch runs without a graph. `batch`: what it was, for the warning."""
         self._fallbacks[reason] += 1
         if reason in _UNEXPECTED and self._fallbacks[reason] == 1:
-            _logger.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
+            log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
 
     def metrics(self) -> dict[str, Any]:
         """Counts since the start; `batch_histogram` is what capture_histogram takes."""

@@ -13,7 +13,7 @@ from compiled_engine.attention.op import ATTENTION_OPS
 
 OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
 # Where the attention ops take what AttentionInputs holds: counted from the end, since only the tensors before differ.
-_INPUTS = slice(-8, -2)
+INPUTS = slice(-8, -2)
 
 
 class Graph(Protocol):
@@ -36,7 +36,7 @@ class SegmentedGraph:
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """An attention op's function with the arguments of the capture; a replay puts its own inputs into them."""
-        self._calls.append((function, arguments[: _INPUTS.start], arguments[_INPUTS.stop :]))
+        self._calls.append((function, arguments[: INPUTS.start], arguments[INPUTS.stop :]))
 
     def replay(self, inputs: AttentionInputs | None) -> None:
         *stretches, last = self._graphs
@@ -64,11 +64,6 @@ def input_arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
         inputs.host_3,
         inputs.backend,
     )
-
-
-def with_inputs(arguments: tuple[Any, ...], inputs: AttentionInputs) -> tuple[Any, ...]:
-    """The arguments of an attention op, for another batch of the same padded size."""
-    return *arguments[: _INPUTS.start], *input_arguments(inputs), *arguments[_INPUTS.stop :]
 
 
 class AttentionsOfEagerCode(TorchDispatchMode):

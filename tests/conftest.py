@@ -73,3 +73,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def bundled_tokenizer(bundled_model_path: Path) -> Tokenizer:
     return load_tokenizer(bundled_model_path)
+
+
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """On a GPU float32 products are float32, not TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before

@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.graph_memory import MemoryReading
-from compiled_engine.graphs.segments import with_inputs
+from compiled_engine.graphs.segments import INPUTS, input_arguments
 
 Work = Callable[[], torch.Tensor]
 
@@ -56,7 +56,7 @@ class RecordedCapture:
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self.inputs is not None:
-            function(*with_inputs(arguments, self.inputs))
+            function(*arguments[: INPUTS.start], *input_arguments(self.inputs), *arguments[INPUTS.stop :])
         elif not self._capturing:
             function(*arguments)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import compress
+from typing import Any
 
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes
 
@@ -31,6 +32,14 @@ class Record:
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
     num_admissions: int = 0
+
+
+def new_ids(step: SchedulerOutput) -> list[str]:
+    return [request.request_id for request in step.new]
+
+
+def outputs_of(max_tokens: int | None, **rest: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **rest)
 
 
 class SimulatedEngine:

@@ -16,7 +16,7 @@ from compiled_engine.bench.shapes import write_shape
 from compiled_engine.engine_core import EngineCore
 from compiled_engine.engine_io import EngineRequest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 # One of each kind of sampling.
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,14 +37,6 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def engine(**options: Any) -> LLM:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,12 @@ from transformers import AutoModelForCausalLM
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.shapes import write_shape
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 MODES = ("eager", "compiled", "graphed")
 BACKENDS = ("torch", "triton", "flash_attn")
 # Of log-probabilities that bf16 engine and fp32 transformers give the same text: most and mean difference.
 BF16_TOLERANCE = (0.35, 0.02)
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def engine(**options: Any) -> LLM:

@@ -7,7 +7,6 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from compiled_engine.executor import InProcessExecutor
 from compiled_engine.graphs.graph_key import GraphKey
 from compiled_engine.runner.model_runner import Runner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 BATCH_SIZES = (1, 2, 7, 8, 9, 31, 64, 123, 256)
 # (mode, graph mode): eager and compiled alone, and every mode of graphs that each can have.
@@ -41,14 +40,6 @@ SIZES: dict[str, Any] = {
     "capture_sizes": (1, 2, 8, 16, 64, 128, 256),
     "capture_token_sizes": (1, 4, 8, 32, 64, 128, 256, 512),
 }
-
-
-@pytest.fixture(autouse=True)
-def _exact_float32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def engine(mode: str, graph_mode: str, dtype: str = "float32", **options: Any) -> LLM:

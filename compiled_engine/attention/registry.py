@@ -42,9 +42,8 @@ def resolve_backend(
     case: its block_size is ignored. Returns the backend, the block size, and the reasons for what was "auto".
     Raises ValueError with the backend's reason when a requested one cannot run the case.
     """
-    if requested_block_size != "auto" and not (
-        isinstance(requested_block_size, int) and 1 <= requested_block_size <= MAX_BLOCK_SIZE
-    ):
+    is_integer = isinstance(requested_block_size, int) and not isinstance(requested_block_size, bool)
+    if requested_block_size != "auto" and not (is_integer and 1 <= int(requested_block_size) <= MAX_BLOCK_SIZE):
         raise ValueError(f"block_size is {requested_block_size!r}; allowed: 1 to {MAX_BLOCK_SIZE}, or 'auto'")
     if requested not in ("auto", *BACKENDS):
         raise ValueError(f"attention_backend is {requested!r}; allowed: auto, {', '.join(BACKENDS)}")

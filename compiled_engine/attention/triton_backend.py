@@ -27,8 +27,8 @@ class TritonBackend:
     """See the module's docstring. The first one-query requests go to the decode kernel, the others to prefill.
 
     Kernels read everything that changes between batches from the device; grids follow from tensor shapes and
-    host_3, so every batch can be captured. A model needs each kernel
-    once, that of decodes twice: with small tiles and with large ones.
+    host_3, so every batch can be captured. A model needs each kernel once, that of decodes twice: with small tiles
+    and with large ones.
     """
 
     name = "triton"

@@ -128,17 +128,15 @@ def _workload(config: EngineConfig, options: Mapping[str, Any], asked: Asked) ->
 
 
 def _resolve_variant(variant: Variant, shared: Mapping[str, Any]) -> None:
-    options = variant.engine_options(shared)
     try:
-        resolve(make_options(options.get("model"), {name: value for name, value in options.items() if name != "model"}))
+        resolve(make_options(variant.engine_options(shared)))
     except (TypeError, ValueError) as error:
         raise type(error)(f"variant {variant.name!r} cannot be measured: {error}; --variant chooses others") from error
 
 
 def _resolve(options: Mapping[str, Any]) -> EngineConfig:
     """The configuration of the whole engine: what the variants lack is taken from it."""
-    rest = {name: value for name, value in options.items() if name != "model"}
-    config = resolve(make_options(options.get("model"), rest))
+    config = resolve(make_options(options))
     if not config.compile.enabled:
         raise ValueError(f"mode cannot be 'compiled' here: {config.reasons['compile.enabled']}")
     return config

@@ -31,8 +31,8 @@ def step_split(
         samples = repeated(once, rounds, progress)
         record: dict[str, Any] = {"batch_size": batch_size}
         for name in samples[0]:
-            values = [sample[name] for sample in samples]
-            record[name] = None if values[0] is None else summary(values)
+            values = [value for sample in samples if (value := sample[name]) is not None]
+            record[name] = summary(values) if values else None
         found.append(record)
     return found
 

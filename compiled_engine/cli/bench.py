@@ -128,7 +128,7 @@ def passes(
     from compiled_engine.resolve import resolve
 
     with bad_input_is_reported(), engine_options(engine, shape) as options:
-        config = resolve(make_options(options.pop("model", None), {"mode": "compiled"} | options))
+        config = resolve(make_options({"mode": "compiled"} | options))
         if not config.compile.enabled:
             raise ValueError("mode is 'eager'; allowed: compiled, graphed: passes are part of compiling")
         most = config.scheduler.max_num_batched_tokens

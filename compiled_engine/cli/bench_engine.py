@@ -52,8 +52,7 @@ def resolved(options: Mapping[str, Any]) -> Any:
     from compiled_engine.llm import make_options
     from compiled_engine.resolve import resolve
 
-    rest = {name: value for name, value in options.items() if name != "model"}
-    return resolve(make_options(options.get("model"), rest))
+    return resolve(make_options(options))
 
 
 def rounds(warm_up: int, repeats: int, seed: int) -> Rounds:

@@ -125,7 +125,7 @@ def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
         from compiled_engine.llm import make_options
         from compiled_engine.resolve import resolve
 
-        config = resolve(make_options(engine.pop("model", None), engine))
+        config = resolve(make_options(engine))
         if not config.compile.enabled:
             raise ValueError("mode is eager: nothing is compiled, so nothing is looked up; allowed: compiled, graphed")
         if config.compile.cache_dir is None:

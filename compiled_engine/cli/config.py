@@ -43,7 +43,7 @@ def config(
         from compiled_engine.llm import make_options
         from compiled_engine.resolve import resolve
 
-        resolved = resolve(make_options(engine.pop("model", None), engine))
+        resolved = resolve(make_options(engine))
     if as_json:
         typer.echo(json.dumps(plain(resolved), indent=2))
     else:

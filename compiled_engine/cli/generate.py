@@ -46,7 +46,7 @@ def generate(
             from compiled_engine.llm import LLM, make_options
             from compiled_engine.resolve import resolve
 
-            resolve(make_options(engine.get("model"), {k: v for k, v in engine.items() if k != "model"}))
+            resolve(make_options(engine))
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)

@@ -61,7 +61,7 @@ def inspect(
             from compiled_engine.resolve import resolve
 
             progress = SilentProgress() if quiet else RichProgress()
-            config = resolve(make_options(engine.get("model"), {k: v for k, v in engine.items() if k != "model"}))
+            config = resolve(make_options(engine))
         if depyf is not None:
             _write_depyf(config, depyf, progress)
         if output or text or as_json:

@@ -71,14 +71,14 @@ def thresholds(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
             part = rows[chunk]
             if len(part) == len(chosen):
                 return compute(logits_RV, filters)
-            index = torch.from_numpy(part).to(logits_RV.device)
+            index = torch.from_numpy(part)
             threshold_R[index] = compute(logits_RV[index], filters.of(part))
     return threshold_R
 
 
 def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
     """min-p alone needs no sort: p >= min_p * p_max where logit >= max + log(min_p) * temperature."""
-    margin_R1 = _column(np.log(filters.min_p) / filters.inverse_temperature, logits_RV.device)
+    margin_R1 = _column(np.log(filters.min_p) / filters.inverse_temperature)
     return logits_RV.amax(dim=1) + margin_R1[:, 0]
 
 
@@ -87,27 +87,27 @@ def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
     Each filter says from which index on it keeps tokens; the last of these indices counts.
     """
-    device, vocab_size = logits_RV.device, logits_RV.shape[1]
+    vocab_size = logits_RV.shape[1]
     top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, vocab_size), vocab_size)
     k = int(top_k.max())
     logits_RK = largest(logits_RV, k)
-    first_R1 = _column(k - top_k, device)
+    first_R1 = _column(k - top_k)
     has_min_p, has_top_p = (filters.min_p > 0).any(), (filters.top_p < 1).any()
     if has_min_p or has_top_p:
-        scaled_RK = (logits_RK - logits_RK[:, -1:]).mul_(_column(filters.inverse_temperature, device))
+        scaled_RK = (logits_RK - logits_RK[:, -1:]).mul_(_column(filters.inverse_temperature))
         weights_RK = scaled_RK.exp_()
     if has_min_p:
-        by_min_p_R1 = torch.searchsorted(weights_RK, _column(filters.min_p, device))
+        by_min_p_R1 = torch.searchsorted(weights_RK, _column(filters.min_p))
         first_R1 = torch.maximum(first_R1, by_min_p_R1)
     if has_top_p:
         # Of the tokens that remain, leave out the least likely as long as they sum to 1 - top_p at most.
         sums_RK = weights_RK.cumsum_(dim=1)
         before_R1 = sums_RK.gather(1, (first_R1 - 1).clamp_(0, k - 1)).masked_fill_(first_R1 == 0, 0)
-        limit_R1 = torch.lerp(before_R1, sums_RK[:, -1:], _column(1 - filters.top_p, device))
+        limit_R1 = torch.lerp(before_R1, sums_RK[:, -1:], _column(1 - filters.top_p))
         by_top_p_R1 = torch.searchsorted(sums_RK, limit_R1, right=True)
         first_R1 = torch.maximum(first_R1, by_top_p_R1)
     return logits_RK.gather(1, first_R1.clamp_(max=k - 1))[:, 0]
 
 
-def _column(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)[:, None]
+def _column(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(values)[:, None]

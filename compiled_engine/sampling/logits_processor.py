@@ -61,7 +61,12 @@ class LogitsProcessorFactory(Protocol):
 
 def is_processor(value: Any) -> bool:
     """Whether it has the methods of a LogitsProcessor; a class is not its instance."""
-    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in METHODS)
+    return not isinstance(value, type) and has_methods(value)
+
+
+def has_methods(value: Any) -> bool:
+    """Those of a LogitsProcessor, also where it is a class that has them."""
+    return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
 def processor_name(value: Any) -> str:

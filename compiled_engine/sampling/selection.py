@@ -1,7 +1,4 @@
-"""The k largest of logits.
-
-On the CPU numpy does it: for 32 x 4096 float32 its sort takes 0.2 ms against torch's 17.
-"""
+"""The k largest of logits, on the CPU, by numpy: for 32 x 4096 float32 its sort takes 0.2 ms against torch's 17."""
 
 from __future__ import annotations
 
@@ -11,12 +8,7 @@ import torch
 
 def largest(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
     """Each row's k largest elements in ascending order: [R, k]."""
-    vocab_size = logits_RV.shape[-1]
-    if logits_RV.device.type == "cpu":
-        values = logits_RV.numpy()
-        if k < vocab_size:
-            values = np.partition(values, vocab_size - k, axis=-1)[:, vocab_size - k :]
-        return torch.from_numpy(np.sort(values, axis=-1))
+    values, vocab_size = logits_RV.numpy(), logits_RV.shape[-1]
     if k < vocab_size:
-        return logits_RV.topk(k, dim=-1).values.flip(-1)
-    return logits_RV.sort(dim=-1).values
+        values = np.partition(values, vocab_size - k, axis=-1)[:, vocab_size - k :]
+    return torch.from_numpy(np.sort(values, axis=-1))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from compiled_engine.config import SchedulerConfig
+from compiled_engine.config import POLICIES, SchedulerConfig
 from compiled_engine.engine_io import EngineRequest
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
-
-POLICIES = ("fcfs", "priority")
 
 
 def check_limits(limits: SchedulerConfig, steps_in_flight: int) -> None:
