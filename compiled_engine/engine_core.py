@@ -81,10 +81,10 @@ class EngineCore:
                 self._pending.append((step, self._executor.submit(step)))
                 self.clock.lap("launch")
             if not self._pending:
-                return self._scheduler.take_failed()
+                return []
             step, pending = self._pending.popleft()
             result = pending.result()
-            outputs = self._scheduler.update(step, result) + self._scheduler.take_failed()
+            outputs = self._scheduler.update(step, result)
             self.clock.lap("output")
         except BaseException:
             self._scheduler.fail_step()

@@ -130,7 +130,6 @@ class SimulatedEngine:
         records = [self.live[request_id] for request_id in step.request_ids]
         self._check_order(step)
         self._check_masked(records)
-        self._take_failed()
         self.in_flight.append((step, self.runner.execute(step), records))
         return step
 
@@ -150,14 +149,6 @@ class SimulatedEngine:
                 assert not (served and in_flight), "a mask is asked for before the token before it is known"
                 waits = record.request.request_id in self.waiting
                 assert served or in_flight or waits, "a request is left out whose tokens are all known"
-
-    def _take_failed(self) -> None:
-        for output in self.scheduler.take_failed():
-            record = self.live.pop(output.request_id)
-            assert (output.new_token_ids, output.finish_reason) == ((), "error")
-            assert (record.token_ids, output.finish_reason, output.stop_reason) == record.expected
-            record.finish_reason, record.stop_reason = output.finish_reason, output.stop_reason
-            self.ended.append(record)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -210,7 +201,6 @@ class SimulatedEngine:
             if step is not None:
                 records = [self.live[request_id] for request_id in step.request_ids]
                 self._check_order(step)
-                self._take_failed()
                 self._forget(records)
             else:
                 self._note_preemptions()
@@ -264,7 +254,7 @@ class SimulatedEngine:
             record = self.live[output.request_id]
             assert record is record_of[output.request_id], "an output goes to a request that took over an id"
             params = record.request.sampling_params
-            assert output.new_token_ids or output.prompt_logprobs
+            assert output.new_token_ids or output.prompt_logprobs or output.finish_reason == "error"
             assert output.num_cached_tokens == record.num_cached_tokens
             record.token_ids += output.new_token_ids
             record.logprobs += output.logprobs or ()

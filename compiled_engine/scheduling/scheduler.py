@@ -27,7 +27,7 @@ from compiled_engine.scheduling.request import Request, RequestStatus
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
-from compiled_engine.scheduling.step_outputs import prompt_outputs, token_output
+from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 _new_tuple = tuple.__new__  # what a NamedTuple's constructor calls, at half the cost
@@ -65,7 +65,6 @@ class Scheduler:
         self._in_flight: deque[StepInFlight] = deque()
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
-        self._failed: list[EngineOutput] = []
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest) -> None:
@@ -94,13 +93,8 @@ class Scheduler:
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        """Whether a request runs or waits, or its end is still to be told by `take_failed`."""
-        return bool(self._requests or self._failed)
-
-    def take_failed(self) -> list[EngineOutput]:
-        """Of requests that `schedule` has ended since this was last called, because their token mask failed."""
-        failed, self._failed = self._failed, []
-        return failed
+        """Whether a request runs or waits."""
+        return bool(self._requests)
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
@@ -120,14 +114,10 @@ class Scheduler:
         counts = self._counts
         counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
         counts.steps += 1
-        masks, failed = ask_for_masks(draft.masked, self._vocab_size)
+        masks, errors = ask_for_masks(draft.masked, self._vocab_size)
         removed, self._removed = self._removed, []
-        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered(), masks)
+        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered(), masks, errors)
         self._in_flight.append(step)
-        for request, output in failed:  # as if it were aborted right after: what the step yields for it is ignored
-            self._drop(request)
-            counts.aborted += 1
-            self._failed.append(output)
         return step.output
 
     def _retire(self) -> None:
@@ -225,9 +215,14 @@ class Scheduler:
         outputs = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # Everything else is for requests that sample, and nearly always no more than the next token.
         finished, add = RequestStatus.FINISHED, outputs.append
-        plain = not (result.logprobs or result.prompt_logprobs)
+        plain, mask_errors = not (result.logprobs or result.prompt_logprobs), in_flight.mask_errors
         for request, token_id in zip(in_flight.sampling, result.token_ids, strict=True):
             if request.status is finished:
+                continue
+            if mask_errors and request.request_id in mask_errors:
+                self._drop(request)
+                self._counts.aborted += 1
+                add(error_output(request, mask_errors[request.request_id], result))
                 continue
             token_ids = request.token_ids
             token_ids.append(token_id)

@@ -56,12 +56,14 @@ class StepInFlight:
 
     requests: in the order of the step, ended ones too. `sampling`: those of them that sample.
     registered_blocks: those that are in the prefix cache only because this step, or one before it, fills them.
+    mask_errors: by request id, why a token mask failed; what the step yields for these is not used.
     """
 
     output: SchedulerOutput
     requests: list[Request]
     sampling: list[Request]
     registered_blocks: list[int]
+    mask_errors: dict[str, str]
 
     @classmethod
     def of(
@@ -71,6 +73,7 @@ class StepInFlight:
         removed: list[str],
         registered_blocks: list[int],
         token_masks: dict[str, np.ndarray],
+        mask_errors: dict[str, str],
     ) -> StepInFlight:
         shares = draft.single + draft.several if draft.several.requests else draft.single
         output = SchedulerOutput(
@@ -84,4 +87,5 @@ class StepInFlight:
             new_block_ids=draft.new_block_ids,
             token_masks=token_masks,
         )
-        return cls(output, shares.requests, list(compress(shares.requests, shares.samples)), registered_blocks)
+        sampling = list(compress(shares.requests, shares.samples))
+        return cls(output, shares.requests, sampling, registered_blocks, mask_errors)

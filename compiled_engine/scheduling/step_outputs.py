@@ -32,6 +32,12 @@ def token_output(request: Request, token_id: int, result: RunnerOutput) -> Engin
     return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached)
 
 
+def error_output(request: Request, why: str, result: RunnerOutput) -> EngineOutput:
+    """The end of a request that cannot go on: it gets no token."""
+    cached = request.num_cached_tokens or 0
+    return EngineOutput(request.request_id, (), None, _prompt_logprobs(request, result), "error", why, cached)
+
+
 def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
     """What of the request's prompt log-probabilities is new, if anything."""
     found = result.prompt_logprobs.get(request.request_id)
