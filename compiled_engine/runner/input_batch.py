@@ -19,12 +19,14 @@ from compiled_engine.scheduling.step import SchedulerOutput
 class InputBatch:
     """Host arrays are per request, in batch order, real requests only; rows are those of RequestStates.
 
+    `order`: int [R], where the batch has each request of the step; None if it has them in the step's order.
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
     `token_masks` are those of SchedulerOutput.
     """
 
     request_ids: list[str]
+    order: np.ndarray | None
     rows: np.ndarray
     query_starts: np.ndarray
     num_computed: np.ndarray
@@ -50,14 +52,21 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
     """The batch of a step, padded to `key`; what the device has to know of it is staged.
 
     Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Where
-    attention is not captured it gets the requests as they are, with the padding tokens behind theirs.
+    attention is not captured it gets the requests as they are, with the padding tokens behind theirs. Decodes come with
+    the longest context first: its attention takes the longest, so it should not be the last to start.
     """
     count, lens = len(step.request_ids), step.counts
-    rows_R = states.rows(step.request_ids)
+    request_ids, order = step.request_ids, None
+    num_computed_R, samples_R = np.array(step.starts, np.int32), np.array(step.samples, bool)
     num_tokens = sum(lens)
     decodes_only = num_tokens == count and (key is None or key.is_decode)
     padded_tokens = key.num_tokens if key else num_tokens
-    num_computed_R = np.array(step.starts, np.int32)
+    if decodes_only and (num_computed_R[:-1] < num_computed_R[1:]).any():
+        longest_first = np.argsort(-num_computed_R, kind="stable")
+        order = np.argsort(longest_first)
+        request_ids = [request_ids[i] for i in longest_first.tolist()]
+        num_computed_R, samples_R = num_computed_R[longest_first], samples_R[longest_first]
+    rows_R = states.rows(request_ids)
     if decodes_only:
         num_rows = padded_tokens
         starts_R1 = np.arange(count + 1, dtype=np.int32)
@@ -76,11 +85,12 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
             host = (lens.count(1), max(lens), int((num_computed_R + lens_R).max()))
             buffers.stage_batch(rows_R, starts_R1)
     return InputBatch(
-        step.request_ids,
+        request_ids,
+        order,
         rows_R,
         starts_R1,
         num_computed_R,
-        np.array(step.samples, bool),
+        samples_R,
         num_tokens,
         key,
         decodes_only,
@@ -103,7 +113,18 @@ def empty_batch(
     else:
         buffers.stage_batch(nobody, starts_R1)
     return InputBatch(
-        [], nobody[:0], starts_R1[:1], nobody[:0], nobody[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
+        [],
+        None,
+        nobody[:0],
+        starts_R1[:1],
+        nobody[:0],
+        nobody[:0] > 0,
+        0,
+        key,
+        decodes_only,
+        num_rows,
+        num_tokens,
+        host,
     )
 
 

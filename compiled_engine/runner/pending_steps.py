@@ -87,9 +87,12 @@ class PendingStep:
         if ring_row[0] != self._number:
             raise RuntimeError(f"the tokens of step {self._number} were overwritten by step {ring_row[0]}")
         batch = self._batch
-        token_ids = ring_row[1 : batch.num_requests + 1].tolist()
-        if not batch.samples.all():
-            token_ids = list(compress(token_ids, batch.samples.tolist()))
+        tokens_R, samples_R = ring_row[1 : batch.num_requests + 1], batch.samples
+        if batch.order is not None:
+            tokens_R, samples_R = tokens_R[batch.order], samples_R[batch.order]
+        token_ids = tokens_R.tolist()
+        if not samples_R.all():
+            token_ids = list(compress(token_ids, samples_R.tolist()))
         logprobs = {}
         if self._logprobs is not None:
             entries = zip(batch.request_ids, self._logprobs.entries(), strict=True)
