@@ -85,9 +85,12 @@ def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputB
     step = (scheduled("a", 2, 1), scheduled("b", 4, 1))
     batch, attention = gathered(step, states, buffers, decode_key(5, MAX_MODEL_LEN))
     assert (batch.num_tokens, batch.num_requests, batch.num_rows) == (2, 2, 5)
-    assert buffers.input_ids_T[:5].tolist() == [3, 9, 0, 0, 0]
-    assert attention.slot_mapping_T.tolist() == [4 * 4 + 2, 3 * 4, -1, -1, -1]
-    assert attention.seq_lens_R.tolist() == [3, 5, 0, 0, 0]
+    assert batch.request_ids == ["b", "a"]  # the longest context first
+    assert batch.order is not None
+    assert batch.order.tolist() == [1, 0]
+    assert buffers.input_ids_T[:5].tolist() == [9, 3, 0, 0, 0]
+    assert attention.slot_mapping_T.tolist() == [3 * 4, 4 * 4 + 2, -1, -1, -1]
+    assert attention.seq_lens_R.tolist() == [5, 3, 0, 0, 0]
     assert attention.query_start_loc_R1.tolist() == [0, 1, 2, 3, 4, 5]
     assert attention.host_3.tolist() == [5, 1, MAX_MODEL_LEN]
 
@@ -167,11 +170,12 @@ def test_sampled_tokens_and_blocks_are_read_by_the_next_step(states: RequestStat
     assert buffers.tokens_KR1[1, :3].tolist() == [1, 50, -1]  # b is in its prompt
     states.append_blocks(row, (2,))
     batch, attention = gathered((scheduled("a", 4, 1), scheduled("b", 7, 1, samples=False)), states, buffers)
-    assert buffers.input_ids_T[:2].tolist() == [50, 7]
-    assert attention.slot_mapping_T.tolist() == [2 * 4, 2 * 4 + 3]
-    advance(states, buffers, torch.tensor([51, 78]), batch.num_rows, decodes_only=True)
-    advance(states, buffers, torch.tensor([52, 79]), batch.num_rows, decodes_only=True, again=True)
-    assert buffers.tokens_KR1[2:4, :3].tolist() == [[2, 51, -1], [3, 52, -1]]
+    assert batch.request_ids == ["b", "a"]
+    assert buffers.input_ids_T[:2].tolist() == [7, 50]
+    assert attention.slot_mapping_T.tolist() == [2 * 4 + 3, 2 * 4]
+    advance(states, buffers, torch.tensor([78, 51]), batch.num_rows, decodes_only=True)
+    advance(states, buffers, torch.tensor([79, 52]), batch.num_rows, decodes_only=True, again=True)
+    assert buffers.tokens_KR1[2:4, :3].tolist() == [[2, -1, 51], [3, -1, 52]]
     assert states.num_computed_S[:].tolist().count(8) == 1
     gathered((scheduled("a", 5, 1),), states, buffers)
     assert buffers.input_ids_T[0] == 52
