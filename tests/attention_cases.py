@@ -31,7 +31,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch in outline. The leading requests with one query are the decodes."""
+    """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts."""
 
     name: str
     requests: tuple[Request, ...]
@@ -40,6 +40,7 @@ class Case:
     head_dim: int = 64
     block_size: int = 16
     sliding_window: int = 0
+    bound: int = 0
 
     def facts(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
         return AttentionCase(
@@ -75,6 +76,7 @@ def decodes(*seq_lens: int) -> tuple[Request, ...]:
 
 
 PADDING = Request(0, 1)
+PREFILLS = tuple(Request(length, length) for length in (1, 2, 15, 16, 17, 70))
 MIXED = (*decodes(1, 33, 150), Request(5, 5), Request(61, 20), Request(32, 1), Request(47, 16), Request(0, 3))
 
 CASES = (
@@ -84,9 +86,7 @@ CASES = (
     Case("decodes with padding rows", (*decodes(40, 7), PADDING, PADDING)),
     Case("padding rows alone", (PADDING, PADDING)),
     Case("a prefill", (Request(100, 100),)),
-    Case(
-        "prefills", (Request(1, 1), Request(2, 2), Request(15, 15), Request(16, 16), Request(17, 17), Request(70, 70))
-    ),
+    Case("prefills", PREFILLS),
     Case("chunks after context", (Request(96, 16), Request(97, 16), Request(95, 16), Request(130, 1), Request(200, 2))),
     Case("chunk borders on block borders", (Request(32, 16), Request(64, 32), Request(48, 48))),
     Case("mixed", MIXED),
@@ -94,6 +94,13 @@ CASES = (
     Case("mixed, block size 64", MIXED, block_size=64),
     Case("mixed, block size 256", MIXED, block_size=256),
     Case("mixed, block size 24", MIXED, block_size=24),
+    Case("prefills, bound of 4096", PREFILLS, bound=4096),
+    Case("mixed, bound of 4096", MIXED, bound=4096),
+    Case("mixed, block size 256, bound of 4096", MIXED, block_size=256, bound=4096),
+    Case("window, mixed, bound of 4096", MIXED, sliding_window=20, bound=4096),
+    Case("heads 7:1, bound of 4096", MIXED, num_heads=14, num_kv_heads=2, bound=4096),
+    Case("head size 80, bound of 4096", MIXED, head_dim=80, bound=4096),
+    Case("head size 128, bound of 4096", MIXED, head_dim=128, bound=4096),
     Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), block_size=256),
     Case("decodes over two large blocks", (*decodes(256, 257, 300), PADDING), block_size=256),
     Case("window, decodes", (*decodes(5, 20, 21, 100, 300), PADDING), sliding_window=20),
@@ -117,7 +124,11 @@ CASES = (
     Case("head size 256, block size 256", MIXED, head_dim=256, block_size=256),
 )
 # Cases with padding rows, partly filled blocks and unused blocks.
-WITH_GARBAGE = tuple(case for case in CASES if case.name in ("decodes with padding rows", "mixed", "window, decodes"))
+WITH_GARBAGE = tuple(
+    case
+    for case in CASES
+    if case.name in ("decodes with padding rows", "mixed", "mixed, bound of 4096", "window, decodes")
+)
 
 
 def build(
@@ -169,7 +180,8 @@ def build(
         block_table_RB=block_table_RB.to(device),
         slot_mapping_T=slot_mapping_T.to(device),
         host_3=torch.tensor(
-            [num_decodes, max(queries), max(request.seq_len for request in case.requests)], dtype=torch.int32
+            [num_decodes, max(queries), max(case.bound, *(request.seq_len for request in case.requests), 0)],
+            dtype=torch.int32,
         ),
         backend="",
     )

@@ -167,10 +167,15 @@ def test_captured_decodes_follow_the_device_data(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_triton_compiles_nothing_after_its_first_batches() -> None:
-    """A decode of one request, one of some and a prefill: no size nor unaligned view makes a further variant."""
+    """A decode of one request, one of some and two prefills: no size nor unaligned view makes a further variant."""
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
-    for requests in (decodes(40), decodes(*[40] * 20), (Request(40, 40),)):
-        case = Case("", requests, **shape)
+    for requests, bound in (
+        (decodes(40), 0),
+        (decodes(*[40] * 20), 0),
+        ((Request(40, 40),), 0),
+        ((Request(40, 40),), 4096),
+    ):
+        case = Case("", requests, bound=bound, **shape)
         batch = build(case, torch.bfloat16, "cuda")
         step("triton", case, batch)
     compiled: list[str] = []
@@ -182,7 +187,8 @@ def test_triton_compiles_nothing_after_its_first_batches() -> None:
             queries = [min(int(n), int(torch.randint(1, 20, (), generator=generator))) for n in lens]
             num_decodes = int(torch.randint(0, len(queries) + 1, (), generator=generator))
             queries[:num_decodes] = [1] * num_decodes
-            case = Case("", tuple(map(Request, lens.tolist(), queries)), **shape)
+            bound = int(torch.randint(0, 4096, (), generator=generator))
+            case = Case("", tuple(map(Request, lens.tolist(), queries)), bound=bound, **shape)
             batch = build(case, torch.bfloat16, "cuda")
             unaligned = {
                 name: torch.nn.functional.pad(getattr(batch.inputs, name), (1, 0))[..., 1:]

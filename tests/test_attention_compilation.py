@@ -17,7 +17,7 @@ from triton.compiler import ASTSource
 from compiled_engine.attention.decode_splits import GRAIN, MAX_SPLITS
 from compiled_engine.attention.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.triton_decode import combine_kernel, decode_kernel, decode_tiles
-from compiled_engine.attention.triton_prefill import prefill_kernel, prefill_tiles
+from compiled_engine.attention.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
 from compiled_engine.attention.triton_write_kv import write_kv_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -85,9 +85,10 @@ def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) 
     }
 
 
+@pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
-    tiles = prefill_tiles(shape[2], dtype.itemsize)
+def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int) -> None:
+    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
     chosen = constants(*shape, TILE_M=tiles.rows, TILE_N=tiles.keys)
     ptx = check(prefill_kernel, dtype, chosen, num_warps=tiles.num_warps, num_stages=tiles.num_stages)
     assert ("wgmma" in ptx) == (dtype != torch.float32)

@@ -27,8 +27,8 @@ class TritonBackend:
     """See the module's docstring. The first one-query requests go to the decode kernel, the others to prefill.
 
     Kernels read everything that changes between batches from the device; grids follow from tensor shapes and
-    host_3, so every batch can be captured. A model needs each kernel once, that of decodes twice: with small tiles
-    and with large ones.
+    host_3, so every batch can be captured. A model needs each kernel once, those of decodes and of prompts twice: with
+    small tiles and with large ones.
     """
 
     name = "triton"
@@ -94,7 +94,7 @@ class TritonBackend:
                 dependent_launch,
             )
         if inputs.seq_lens_R.shape[0] > num_decodes:
-            prefill(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scale, sliding_window)
+            prefill(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, max_seq_len, scale, sliding_window)
 
 
 def _require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:

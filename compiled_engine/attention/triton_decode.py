@@ -116,6 +116,8 @@ def decode_kernel(
     max_M = tl.full([TILE_M], LOWEST, tl.float32)
     sum_M = tl.zeros([TILE_M], tl.float32)
     for key in range(first_key, end_key, TILE_N):
+        keys_N = key + tl.arange(0, TILE_N)
+        block_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=keys_N < end_key, other=0)
         acc_MD, max_M, sum_M = attend_tile(
             q_MD,
             acc_MD,
@@ -124,7 +126,7 @@ def decode_kernel(
             positions_M,
             key,
             end_key,
-            table_ptr,
+            block_N,
             head_cache_ptr,
             scale_log2,
             True,

@@ -38,7 +38,7 @@ def attend_tile(
     positions_M: tl.tensor,
     first_key: tl.tensor,
     end_key: tl.tensor,
-    block_table_ptr: tl.tensor,
+    block_N: tl.tensor,
     head_cache_ptr: tl.tensor,
     scale_log2: tl.tensor,
     MASKED: tl.constexpr,
@@ -51,16 +51,13 @@ def attend_tile(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Fold the keys first_key .. first_key + TILE_N - 1 into the running (acc, max, sum) of every query row.
 
-    block_table_ptr is the request's row of the table, head_cache_ptr the cache [N, 2, P, K, d] offset to the head.
+    block_N is each key's block, any that exists from end_key on; head_cache_ptr the cache [N, 2, P, K, d] offset to the
+    head.
     Without MASKED the caller promises that every row sees every key of the tile. max_M holds unscaled scores;
     scale_log2 is the softmax scale times log2(e).
     """
     keys_N = first_key + tl.arange(0, TILE_N)
     stored_N = keys_N < end_key
-    if MASKED:
-        block_N = tl.load(block_table_ptr + keys_N // BLOCK_SIZE, mask=stored_N, other=0)
-    else:
-        block_N = tl.load(block_table_ptr + keys_N // BLOCK_SIZE)
     # 64 bits: a cache may hold more than 2**31 elements.
     rows_N = block_N.to(tl.int64) * (2 * BLOCK_SIZE) + keys_N % BLOCK_SIZE
     k_ptrs_N = head_cache_ptr + rows_N * (NUM_KV_HEADS * HEAD_DIM)
