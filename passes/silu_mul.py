@@ -21,6 +21,9 @@ from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacem
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor
 from compiled_engine.passes.op_library import define_op
 
+# Up to so many tokens, smaller programs reach every multiprocessor.
+FEW_TOKENS = 128
+
 
 @triton.jit
 def _kernel(
@@ -53,7 +56,7 @@ def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
-    block = 512 if num_tokens <= 128 else 1024
+    block = 512 if num_tokens <= FEW_TOKENS else 1024
     early = may_launch_early(gate_up_TI2.device)
     _kernel[(num_tokens, triton.cdiv(width, block))](
         gate_up_TI2,

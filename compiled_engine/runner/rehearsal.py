@@ -1,45 +1,49 @@
 """Compiles the Triton kernels of a cold start side by side: a warm-up would compile one after the other.
 
-Compiling a kernel takes a third of a second, nine tenths of it outside of Python, so threads help. Each runs padding
-through a part of the engine: the inputs of a step, a forward of one size, a way of sampling.
+Compiling a kernel takes a third of a second and more, nine tenths of it outside of Python, so threads help. A step
+would wait for each of its kernels in turn, so here it goes on without them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.passes.silu_mul import FEW_TOKENS
 from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
 from compiled_engine.progress import Progress
 from compiled_engine.runner.advance import advance
+from compiled_engine.runner.compile_ahead import compiled_by
 from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.sampling.kernel_warm_up import WAYS, sample_once
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
 
-Job = Callable[[], object]
-
 
 def rehearse(runner: Runner, progress: Progress) -> None:
-    """Run every part once, all at the same time. Raises what a part raises; leaves no trace."""
-    device = runner.config.device
-    jobs = list(_jobs(runner))
-    with (
-        progress.stage("compile kernels", total=len(jobs)) as progressed,
-        ThreadPoolExecutor(len(jobs), initializer=_use, initargs=(device,)) as threads,
-    ):
-        for future in as_completed([threads.submit(job) for job in jobs]):
-            future.result()
-            progressed(1)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch._C._cuda_clearCublasWorkspaces()  # one of each thread, kept until then
+    """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
+    config = runner.config
+    with ThreadPoolExecutor(initializer=_use, initargs=(config.device,)) as threads:
+        # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
+        jobs: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
+        if config.device.type == "cuda":
+            with compiled_by(threads) as compilations:
+                _go_through(runner)
+            jobs += compilations
+        else:
+            _go_through(runner)
+        with progress.stage("compile kernels", total=len(jobs)) as progressed:
+            for job in as_completed(jobs):
+                job.result()
+                progressed(1)
+    if config.device.type == "cuda":
+        torch.cuda.synchronize(config.device)
 
 
 def _use(device: torch.device) -> None:
@@ -47,28 +51,32 @@ def _use(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _jobs(runner: Runner) -> Iterator[Job]:
-    """The longest first."""
+def _ways_of_sampling(runner: Runner) -> Iterator[Callable[[], object]]:
     config = runner.config
-    max_tokens, max_requests = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    # Kernels differ by these sizes; above the last of them they do not.
-    for size in sorted({min(size, max_requests) for size in (*TOKEN_BUCKETS, max_requests)}, reverse=True):
-        yield partial(_forward, runner, size, size)
-    if max_tokens > 1:
-        yield partial(_forward, runner, min(max_tokens, 2 * TOKEN_BUCKETS[-1]), 1)
     for params in WAYS:
         logits_1V = torch.zeros(1, config.model.vocab_size, dtype=config.model.dtype, device=config.device)
         yield partial(sample_once, params, logits_1V)
-    yield partial(_inputs, runner)
+
+
+def _go_through(runner: Runner) -> None:
+    scheduler = runner.config.scheduler
+    max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    # Kernels differ by these sizes; above the last of them they do not.
+    for size in sorted({min(size, max_requests) for size in (*TOKEN_BUCKETS, 2 * FEW_TOKENS, max_requests)}):
+        _forward(runner, size, size, scheduler.max_model_len)
+    for size, max_seq_len in ((2 * TOKEN_BUCKETS[-1], 1), (2 * FEW_TOKENS, scheduler.max_model_len)):
+        if max_tokens > 1:
+            _forward(runner, min(max_tokens, size), 1, max_seq_len)
+    _inputs(runner)
 
 
 @torch.inference_mode()
-def _forward(runner: Runner, num_tokens: int, num_requests: int) -> None:
-    """Requests without slots and with empty contexts, on tensors that no other thread writes to."""
+def _forward(runner: Runner, num_tokens: int, num_requests: int, max_seq_len: int) -> None:
+    """Requests without slots and with empty contexts, on tensors of its own."""
     config, device = runner.config, runner.config.device
     decodes = num_requests if num_tokens == num_requests else 0
     starts_R1 = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * (num_tokens // num_requests)
-    host = (decodes, num_tokens // num_requests, config.scheduler.max_model_len)
+    host = (decodes, num_tokens // num_requests, max_seq_len)
     inputs = AttentionInputs(
         query_start_loc_R1=starts_R1,
         seq_lens_R=torch.zeros(num_requests, dtype=torch.int32, device=device),

@@ -1,0 +1,110 @@
+"""Kernels that are asked for are compiled by threads: on a machine without a GPU, for one."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+
+from compiled_engine.runner.compile_ahead import compiled_by  # noqa: E402
+
+if triton.knobs.runtime.interpret:
+    pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
+
+
+class Hopper:
+    """As much of a driver as Triton needs to compile; a launch fails."""
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Where what is compiled for it is kept."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
+    return tmp_path
+
+
+def make_kernel() -> Any:
+    @triton.jit(do_not_specialize=["count"])
+    def double_kernel(x_ptr, count, scale, BLOCK: tl.constexpr, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
+        index = tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + index, mask=index < count)
+        tl.store(x_ptr + index, x * scale + 1 if FLAG else x * scale, mask=index < count)
+
+    return double_kernel
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The threads that compiled, a name for each kernel."""
+    names: list[str] = []
+    monkeypatch.setattr(
+        triton.knobs.runtime, "jit_cache_hook", lambda **about: names.append(threading.current_thread().name)
+    )
+    return names
+
+
+def test_each_kernel_is_compiled_once_by_a_thread_and_launched_by_nobody(hopper: Path, compiled: list[str]) -> None:
+    kernel, x = make_kernel(), torch.ones(64)
+    hook = triton.knobs.runtime.jit_cache_hook
+    with ThreadPoolExecutor(2, thread_name_prefix="compiler") as threads:
+        with compiled_by(threads) as compilations:
+            for count in (3, 4):
+                assert kernel[(1,)](x, count, 2.0, BLOCK=64, FLAG=True) is None
+            kernel[(1,)](x, 3, 0.5, BLOCK=32, FLAG=False, num_warps=2)
+        assert len(compilations) == 2
+        assert all(compilation.result() is not None for compilation in compilations)
+    assert triton.knobs.runtime.jit_cache_hook is hook
+    assert len(compiled) == 2
+    assert all(name.startswith("compiler") for name in compiled)
+    # The launches to come find what was compiled.
+    for arguments in ((x, 5, 2.0, 64, True), (x, 6, 2.0, 64, True)):
+        kernel.warmup(*arguments, grid=(1,))
+    kernel.warmup(x, 7, 3.0, BLOCK=32, FLAG=False, num_warps=2, grid=(1,))
+    assert len(compiled) == 2
+    kernel.warmup(x, 7, 3.0, BLOCK=128, FLAG=False, grid=(1,))
+    assert len(compiled) == 3
+
+
+def test_a_later_process_finds_them_on_disk(hopper: Path, compiled: list[str]) -> None:
+    x = torch.ones(64)
+    with ThreadPoolExecutor(1) as threads, compiled_by(threads):
+        make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
+    kept = sorted(hopper.iterdir())
+    assert kept
+    make_kernel().warmup(x, 3, 2.0, BLOCK=64, FLAG=True, grid=(1,))
+    assert sorted(hopper.iterdir()) == kept
+
+
+def test_other_threads_launch_as_ever(hopper: Path, compiled: list[str]) -> None:
+    kernel = make_kernel()
+    with ThreadPoolExecutor(1, thread_name_prefix="other") as threads, compiled_by(threads) as compilations:
+        launch = threads.submit(kernel.warmup, torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True, grid=(1,))
+        assert launch.result() is not None
+        assert not compilations
+    assert len(compiled) == 1
+
+
+def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[str]) -> None:
+    hook = triton.knobs.runtime.jit_cache_hook
+    with ThreadPoolExecutor(1) as threads, pytest.raises(ZeroDivisionError), compiled_by(threads):
+        raise ZeroDivisionError
+    assert triton.knobs.runtime.jit_cache_hook is hook
