@@ -48,7 +48,7 @@ MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens
 DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
 MIN_CORES_FOR_WORKERS = 4
 # Three pieces for each of two ranges.
-MAX_WORKERS = 6
+MAX_WORKERS = 8
 
 
 def resolve(options: EngineOptions) -> EngineConfig:

@@ -1,18 +1,12 @@
-"""A process that compiles pieces: one JSON line in for each piece key, one JSON line out.
-
-It is a fresh process, not a fork, so it inherits no threads, no CUDA context and nothing that the caller's own
-torch.compile has left behind.
-"""
+"""A process that compiles pieces: one JSON line in for each piece key, one JSON line out."""
 
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import sys
 import traceback
 from pathlib import Path
-from typing import Any
+
+from compiled_engine.graphs.worker_process import messages_and_answer
 
 
 def main() -> None:
@@ -21,9 +15,8 @@ def main() -> None:
     Answers {"ready": true}, then {"seconds": s}, {"unknown": message} for an op that is not known here, or
     {"error": text}.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a compiler prints is not an answer
-    order = json.loads(sys.stdin.readline())
+    messages, answer = messages_and_answer()
+    order = next(messages)
     import torch._inductor.config as inductor_config
 
     from compiled_engine.graphs.compile_piece import compile_piece
@@ -32,16 +25,12 @@ def main() -> None:
     for module in order["modules"]:
         importlib.import_module(module)
 
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
     answer({"ready": True})
     # Workers are many already: Inductor starts none of its own.
     with inductor_config.patch(order["settings"] | {"compile_threads": 1}):
-        for line in sys.stdin:
+        for message in messages:
             try:
-                answer({"seconds": compile_piece(Path(order["entry"]), json.loads(line)["key"])})
+                answer({"seconds": compile_piece(Path(order["entry"]), message["key"])})
             except UnknownTarget as error:
                 answer({"unknown": str(error)})
             except Exception:

@@ -20,8 +20,10 @@ from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens.
 TOKEN_BUCKETS = (1, 8, 32, 64)
-# Up to this many bytes a weight is asked into the L2 cache as a whole, before the kernel may start.
-ASK_AHEAD_BYTES = 16 << 20
+# Before a kernel may start, a weight of up to so many bytes is asked into the L2 cache as a whole; of a larger one each
+# program asks for the first bytes of its part.
+WHOLE_AHEAD_BYTES = 16 << 20
+FIRST_AHEAD_BYTES = 16 << 10
 # Tiles of one launch that may be waiting for their splits.
 MAX_TILES = 1 << 16
 
@@ -132,7 +134,7 @@ def launch(
         partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
         stream = torch.cuda.current_stream(x_TK.device).cuda_stream if x_TK.device.type == "cuda" else 0
         counters = _counters(x_TK.device, stream)
-    size = weight_NK.element_size()
+    ahead = columns_ahead(num_rows, k, weight_NK.element_size(), tiles) if early else 0
     few_tokens_kernel[(row_tiles, tiles.split_k, token_tiles)](
         *operands,
         partial,
@@ -145,10 +147,22 @@ def launch(
         GROUPS=tiles.groups,
         SPLIT_K=tiles.split_k,
         NUM_STAGES=tiles.num_stages,
-        ASK_AHEAD=early and num_rows * k * size <= ASK_AHEAD_BYTES and k * size % 16 == 0,
+        COLUMNS_AHEAD=ahead,
         **options,
     )
     return out_TM
+
+
+@cache
+def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int:
+    """Of each row, the columns that a program asks for ahead; 0 where rows do not begin at multiples of 16 bytes."""
+    if k * element_size % 16:
+        return 0
+    step = tiles.groups * tiles.block_k
+    part = triton.cdiv(k, tiles.split_k * step) * step
+    if num_rows * k * element_size <= WHOLE_AHEAD_BYTES:
+        return part
+    return min(part, FIRST_AHEAD_BYTES // (tiles.rows * element_size) // 8 * 8)
 
 
 @cache

@@ -168,14 +168,14 @@ def few_tokens_kernel(
     GROUPS: tl.constexpr,
     SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    ASK_AHEAD: tl.constexpr,
+    COLUMNS_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program (rows, split, tokens): TOKENS tokens times ROWS rows of the weight, over one of SPLIT_K parts of K.
 
     x: [num_tokens, K]; w: [N, K]; out: [num_tokens, num_outputs]. partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS];
-    counter_ptr: int32 [tiles]. ASK_AHEAD: equal parts of several steps are asked into the L2 cache
-    before the wait. NORM goes with SPLIT_K 1.
+    counter_ptr: int32 [tiles]. COLUMNS_AHEAD: so many of a program's columns are asked into the L2
+    cache before the wait. NORM goes with SPLIT_K 1.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -194,8 +194,8 @@ def few_tokens_kernel(
     columns = _columns(start, GROUPS, BLOCK_K)
     if STEPS == 1:
         w = _tile(w_row_ptr_N, None, columns, K, EVEN, "evict_first")
-    elif ASK_AHEAD and EVEN:
-        _ask_for_rows(w_ptr, first, start, num_outputs, K, STEPS * STEP, ROWS, SILU_MUL)
+    elif COLUMNS_AHEAD > 0 and EVEN:
+        _ask_for_rows(w_ptr, first, start, num_outputs, K, COLUMNS_AHEAD, ROWS, SILU_MUL)
     if DEPENDENT_LAUNCH:
         gdc_wait()
     token_T = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)

@@ -15,7 +15,9 @@ tl = pytest.importorskip("triton.language")
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 
+from compiled_engine.passes.silu_mul import _kernel as silu_mul_kernel  # noqa: E402
 from compiled_engine.runner.compile_ahead import compiled_by  # noqa: E402
+from compiled_engine.runner.kernel_workers import KernelWorkers  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
@@ -66,7 +68,7 @@ def test_each_kernel_is_compiled_once_by_a_thread_and_launched_by_nobody(hopper:
     kernel, x = make_kernel(), torch.ones(64)
     hook = triton.knobs.runtime.jit_cache_hook
     with ThreadPoolExecutor(2, thread_name_prefix="compiler") as threads:
-        with compiled_by(threads) as compilations:
+        with compiled_by(threads, KernelWorkers(0, None)) as compilations:
             for count in (3, 4):
                 assert kernel[(1,)](x, count, 2.0, BLOCK=64, FLAG=True) is None
             kernel[(1,)](x, 3, 0.5, BLOCK=32, FLAG=False, num_warps=2)
@@ -86,7 +88,7 @@ def test_each_kernel_is_compiled_once_by_a_thread_and_launched_by_nobody(hopper:
 
 def test_a_later_process_finds_them_on_disk(hopper: Path, compiled: list[str]) -> None:
     x = torch.ones(64)
-    with ThreadPoolExecutor(1) as threads, compiled_by(threads):
+    with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)):
         make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
     kept = sorted(hopper.iterdir())
     assert kept
@@ -96,7 +98,10 @@ def test_a_later_process_finds_them_on_disk(hopper: Path, compiled: list[str]) -
 
 def test_other_threads_launch_as_ever(hopper: Path, compiled: list[str]) -> None:
     kernel = make_kernel()
-    with ThreadPoolExecutor(1, thread_name_prefix="other") as threads, compiled_by(threads) as compilations:
+    with (
+        ThreadPoolExecutor(1, thread_name_prefix="other") as threads,
+        compiled_by(threads, KernelWorkers(0, None)) as compilations,
+    ):
         launch = threads.submit(kernel.warmup, torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True, grid=(1,))
         assert launch.result() is not None
         assert not compilations
@@ -105,6 +110,42 @@ def test_other_threads_launch_as_ever(hopper: Path, compiled: list[str]) -> None
 
 def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[str]) -> None:
     hook = triton.knobs.runtime.jit_cache_hook
-    with ThreadPoolExecutor(1) as threads, pytest.raises(ZeroDivisionError), compiled_by(threads):
+    with (
+        ThreadPoolExecutor(1) as threads,
+        pytest.raises(ZeroDivisionError),
+        compiled_by(threads, KernelWorkers(0, None)),
+    ):
         raise ZeroDivisionError
     assert triton.knobs.runtime.jit_cache_hook is hook
+
+
+def test_workers_compile_what_this_process_then_finds(
+    hopper: Path, compiled: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Kernels of the engine, by two processes; one of this test's, which no worker can import, by a thread."""
+    caplog.set_level("DEBUG", "compiled_engine")
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(3) as threads:
+        workers.start()
+        with compiled_by(threads, workers) as compilations:
+            for block in (32, 64, 128):
+                silu_mul_kernel[(1, 1)](x, x, WIDTH=32, BLOCK=block, DEPENDENT_LAUNCH=True, launch_pdl=True)
+            make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
+        assert len(compilations) == 4
+        for compilation in compilations:
+            assert compilation.result() is not None
+    (left,) = [record.getMessage() for record in caplog.records if "is compiled in this process" in record.getMessage()]
+    assert "double_kernel" in left
+    compiled.clear()
+    silu_mul_kernel.warmup(x, x, WIDTH=32, BLOCK=64, DEPENDENT_LAUNCH=True, launch_pdl=True, grid=(1, 1))
+    assert compiled == []
+
+
+def test_a_worker_that_cannot_work_is_done_without(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.graphs.worker_process.sys.executable", "/bin/false")
+    x = torch.ones(64)
+    with KernelWorkers(1, hopper) as workers, ThreadPoolExecutor(1) as threads:
+        workers.start()
+        with compiled_by(threads, workers) as compilations:
+            make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
+        assert compilations[0].result() is not None

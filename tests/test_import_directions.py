@@ -40,6 +40,7 @@ ALLOWED = {
         "compiled_engine.runner",
         "compiled_engine.graphs",
         "compiled_engine.passes.dependent_launch",
+        "compiled_engine.passes.silu_mul",
         "compiled_engine.passes.small_batch_linear_launch",
         "compiled_engine.models",
         "compiled_engine.sampling",

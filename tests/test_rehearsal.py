@@ -6,6 +6,7 @@ import pytest
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.progress import SilentProgress
+from compiled_engine.runner.kernel_workers import KernelWorkers
 from compiled_engine.runner.rehearsal import rehearse
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -18,7 +19,7 @@ def test_it_leaves_no_trace(options: dict[str, int]) -> None:
         before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
         assert llm._core is not None
         runner = llm._core._executor._runner
-        rehearse(runner, SilentProgress())
+        rehearse(runner, KernelWorkers(0, None), SilentProgress())
         runner.pending.lose_count()  # what ran were steps
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
 
@@ -29,4 +30,4 @@ def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         runner = llm._core._executor._runner
         monkeypatch.setattr(runner.forward, "run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            rehearse(runner, SilentProgress())
+            rehearse(runner, KernelWorkers(0, None), SilentProgress())

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
-from compiled_engine.passes.small_batch_linear_launch import Tiles, choose_tiles, launch
+from compiled_engine.passes.small_batch_linear_launch import Tiles, choose_tiles, columns_ahead, launch
 from compiled_engine.passes.small_batch_linear_op import reference
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
@@ -93,7 +93,7 @@ def test_every_way_in_the_interpreter() -> None:
     assert run.stdout.strip() == str(expected), run.stderr[-2000:]
 
 
-def compiled_for_hopper(tiles: Tiles, k: int, norm: bool, silu_mul: bool) -> Any:
+def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: bool) -> Any:
     constants = {
         "K": k,
         "BIAS": False,
@@ -108,7 +108,7 @@ def compiled_for_hopper(tiles: Tiles, k: int, norm: bool, silu_mul: bool) -> Any
     if tiles.tokens > 1:
         kernel = few_tokens_kernel
         constants |= {"TOKENS": tiles.tokens, "GROUPS": tiles.groups, "SPLIT_K": tiles.split_k}
-        constants |= {"NUM_STAGES": tiles.num_stages, "ASK_AHEAD": True}
+        constants |= {"NUM_STAGES": tiles.num_stages, "COLUMNS_AHEAD": columns_ahead(rows, k, 2, tiles)}
     types = {"eps": "fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
     types |= dict.fromkeys(["num_outputs", "num_tokens", "x_stride"], "i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
@@ -140,7 +140,7 @@ def test_weights_are_under_way_before_the_wait_and_nothing_else(
 ) -> None:
     """On Hopper, in the kernels of the profile: what earlier kernels write or read is touched after they ended."""
     tiles = choose_tiles(tokens, rows, k, silu_mul, torch.bfloat16, "NVIDIA H200")
-    program = compiled_for_hopper(tiles, k, norm, silu_mul)
+    program = compiled_for_hopper(tiles, rows, k, norm, silu_mul)
     before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
     in_registers = tiles.tokens == 1 or tiles.groups * tiles.block_k * tiles.split_k >= k
     assert ("ld.global" if in_registers else "cp.async.bulk.prefetch") in before

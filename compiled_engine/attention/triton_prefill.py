@@ -40,11 +40,11 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
     """
     if element_size == 4:
         return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2)
-    if head_dim <= 128 and max_seq_len <= SHORT_CONTEXT:
+    if head_dim > 128:
+        return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=2)
+    if max_seq_len <= SHORT_CONTEXT:
         return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3)
-    if head_dim <= 128:
-        return PrefillTiles(rows=128, keys=64, num_warps=8, num_stages=3)
-    return PrefillTiles(rows=64, keys=64, num_warps=8, num_stages=2)
+    return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3)
 
 
 @triton.jit(

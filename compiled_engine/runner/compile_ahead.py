@@ -1,4 +1,4 @@
-"""Triton kernels that are asked for are compiled by threads, and not launched."""
+"""Triton kernels that are asked for are compiled side by side, and not launched."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import Any
 
+from compiled_engine.runner.kernel_workers import KernelWorkers
+
 
 @contextmanager
-def compiled_by(threads: Executor) -> Iterator[list[Future[Any]]]:
-    """Within this context a launch of a kernel not compiled so far has it compiled by one of `threads`, and returns.
+def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Future[Any]]]:
+    """Within this context a launch of a kernel not compiled so far has it compiled by `workers`, and returns.
 
-    What such a launch would have written is not there. Yields the compilations. Launches of other threads, and those of
-    kernels that are compiled already, are as ever.
+    What such a launch would have written is not there. Yields the compilations: each waits for a worker in one of
+    `threads`, which compiles what no worker could. Other threads' launches wait for the worker, and are made; those of
+    kernels that are compiled already are as ever.
     """
     import triton  # not installed everywhere
 
@@ -22,16 +25,23 @@ def compiled_by(threads: Executor) -> Iterator[list[Future[Any]]]:
     asked: set[tuple[Any, str]] = set()
     compilations: list[Future[Any]] = []
 
+    def compile_here_or_there(fn: Any, specialization: str) -> Any:
+        workers.compile(fn.module, fn.name, specialization)
+        return fn.jit_function.preload(specialization)
+
     def ask(*, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
         """Triton asks it before it compiles; True: do not."""
-        if is_manual_warmup or threading.get_ident() != caller:
-            everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
-            return before(**everything) if before is not None else None
-        if (fn.jit_function, key) not in asked:
-            asked.add((fn.jit_function, key))
-            compilations.append(threads.submit(fn.jit_function.preload, compile["specialization_data"]))
-        return True
+        if threading.get_ident() == caller and not is_manual_warmup:
+            if (fn.jit_function, key) not in asked:
+                asked.add((fn.jit_function, key))
+                compilations.append(threads.submit(compile_here_or_there, fn, compile["specialization_data"]))
+            return True
+        if not is_manual_warmup:
+            workers.compile(fn.module, fn.name, compile["specialization_data"])
+        everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
+        return before(**everything) if before is not None else None
 
+    workers.aim(triton.runtime.driver.active.get_current_target())
     triton.knobs.runtime.jit_cache_hook = ask
     try:
         yield compilations

@@ -11,29 +11,11 @@ VARIABLE = "TRITON_CACHE_DIR"
 FOLDER = "kernels"
 
 
-@contextmanager
-def kernel_cache(cache_dir: Path | None) -> Iterator[bool]:
-    """Point Triton at `cache_dir`/kernels while the engine starts, which is when every kernel is compiled or loaded.
+def kernel_folder(cache_dir: Path | None) -> Path | None:
+    """`cache_dir`/kernels; None without a cache_dir, or where it cannot be made: then Triton's own setting stays.
 
-    Yields whether the folder is empty. Triton's files are named by a digest of source, options and versions, so all
-    models share it. Without a cache_dir, or where it cannot be made, Triton's own setting stays.
+    Triton's files are named by a digest of source, options and versions, so all models share it.
     """
-    folder = _make(cache_dir)
-    if folder is None:
-        yield False
-        return
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(folder)
-    try:
-        yield not any(folder.iterdir())
-    finally:
-        if before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = before
-
-
-def _make(cache_dir: Path | None) -> Path | None:
     if cache_dir is None:
         return None
     folder = cache_dir / FOLDER
@@ -42,3 +24,20 @@ def _make(cache_dir: Path | None) -> Path | None:
     except OSError:
         return None
     return folder if os.access(folder, os.W_OK) and folder.stat().st_uid == os.geteuid() else None
+
+
+@contextmanager
+def kernels_in(folder: Path | None) -> Iterator[None]:
+    """Point Triton at the folder while the engine starts, which is when every kernel is compiled or loaded."""
+    if folder is None:
+        yield
+        return
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(VARIABLE, None)
+        else:
+            os.environ[VARIABLE] = before

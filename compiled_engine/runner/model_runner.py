@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler import CompiledModel, compile_model
@@ -25,7 +26,8 @@ from compiled_engine.runner.advance import advance
 from compiled_engine.runner.cpu_threads import threads_for_step
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
-from compiled_engine.runner.kernel_cache import kernel_cache
+from compiled_engine.runner.kernel_cache import kernel_folder, kernels_in
+from compiled_engine.runner.kernel_workers import KernelWorkers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs
@@ -62,12 +64,33 @@ class Runner:
         """
         self.config = config
         self.timeline = timeline
-        scheduler = config.scheduler
+        on_gpu = config.device.type == "cuda"
+        kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
+        with KernelWorkers(config.compile.workers if on_gpu else 0, kernels) as workers:
+            if kernels is not None and not any(kernels.iterdir()):
+                workers.start()
+            self._load(progress, clock, logits_processors, workers)
+            with kernels_in(kernels):
+                self._start(progress, workers)
+
+    def _load(
+        self,
+        progress: Progress,
+        clock: StepClock,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory],
+        workers: KernelWorkers,
+    ) -> None:
+        config, timeline, scheduler = self.config, self.timeline, self.config.scheduler
         processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
+
+        def model_to_trace() -> nn.Module:
+            workers.start()  # what is new to the compile cache has kernels that are new
+            return build_model(config.model)
+
         self.compiled: CompiledModel | None = None
         layout = ParameterLayout()
         if config.compile.enabled:
-            self.compiled = compile_model(config, lambda: build_model(config.model), progress, timeline)
+            self.compiled = compile_model(config, model_to_trace, progress, timeline)
             layout = self.compiled.layout
         with timeline.span("load weights"):
             model = build_model(config.model)
@@ -108,15 +131,12 @@ class Runner:
         if keys:
             capture = CudaCapture(config.device)
             self.graphs = CudaGraphManager(keys, capture, self.padded_step, decodes_first=config.graph.background)
-        with kernel_cache(config.compile.cache_dir if config.device.type == "cuda" else None) as without_kernels:
-            newly_compiled = self.compiled is not None and self.compiled.counts.compiles > 0
-            self._start(progress, cold=without_kernels or newly_compiled)
 
     @torch.inference_mode()
-    def _start(self, progress: Progress, cold: bool) -> None:
-        if cold and self.config.device.type == "cuda":
+    def _start(self, progress: Progress, workers: KernelWorkers) -> None:
+        if workers.wanted and self.config.device.type == "cuda":
             with self.timeline.span("compile kernels"):
-                rehearse(self, progress)
+                rehearse(self, workers, progress)
         with self.timeline.span("warm up"):
             activation_bytes = warm_up(self, progress)
         with self.timeline.span("predict graph memory"):

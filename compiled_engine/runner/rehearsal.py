@@ -1,13 +1,13 @@
 """Compiles the Triton kernels of a cold start side by side: a warm-up would compile one after the other.
 
-Compiling a kernel takes a third of a second and more, nine tenths of it outside of Python, so threads help. A step
-would wait for each of its kernels in turn, so here it goes on without them.
+A step would wait for each of its kernels in turn; here it goes on without them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,29 +20,31 @@ from compiled_engine.progress import Progress
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.compile_ahead import compiled_by
 from compiled_engine.runner.input_batch import empty_batch, prepare
+from compiled_engine.runner.kernel_workers import KernelWorkers
 from compiled_engine.sampling.kernel_warm_up import WAYS, sample_once
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
 
 
-def rehearse(runner: Runner, progress: Progress) -> None:
+def rehearse(runner: Runner, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     config = runner.config
+    on_gpu = config.device.type == "cuda"
     with ThreadPoolExecutor(initializer=_use, initargs=(config.device,)) as threads:
-        # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
-        jobs: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
-        if config.device.type == "cuda":
-            with compiled_by(threads) as compilations:
-                _go_through(runner)
-            jobs += compilations
-        else:
+        compiling: AbstractContextManager[list[Future[Any]]] = nullcontext([])
+        if on_gpu:
+            compiling = compiled_by(threads, workers)
+        with compiling as compilations:
+            # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
+            jobs: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
             _go_through(runner)
-        with progress.stage("compile kernels", total=len(jobs)) as progressed:
-            for job in as_completed(jobs):
-                job.result()
-                progressed(1)
-    if config.device.type == "cuda":
+            jobs += compilations
+            with progress.stage("compile kernels", total=len(jobs)) as progressed:
+                for job in as_completed(jobs):
+                    job.result()
+                    progressed(1)
+    if on_gpu:
         torch.cuda.synchronize(config.device)
 
 
