@@ -47,7 +47,7 @@ MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens
 # Up to how many tokens a version of its own is compiled by default.
 DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
 MIN_CORES_FOR_WORKERS = 4
-# Three pieces for each of two ranges.
+# A range has three pieces, a cold start some 45 kernels.
 MAX_WORKERS = 8
 
 

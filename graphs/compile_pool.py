@@ -44,10 +44,7 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
     ops of passes that are not ours. A piece that a worker cannot compile because it does not know an op, or because
     it died, is compiled in this process. Raises CompileError with Inductor's traceback.
     """
-    started = [WorkerProcess("compiled_engine.graphs.compile_worker", number) for number in range(workers)]
-    order = {"entry": str(entry.absolute()), "modules": list(modules)}
-    for worker in started:
-        worker.send(order | {"settings": changed_inductor_settings()})
+    started: list[WorkerProcess] = []
     origin = time.perf_counter()
 
     def compile_all(keys: Sequence[str]) -> Iterator[CompiledPiece]:
@@ -79,7 +76,11 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
             start = time.perf_counter() - origin
             yield CompiledPiece(key, start, compile_piece(entry, key), None)
 
+    order = {"entry": str(entry.absolute()), "modules": list(modules)}
     try:
+        for number in range(workers):
+            started.append(WorkerProcess("compiled_engine.graphs.compile_worker", number))
+            started[-1].send(order | {"settings": changed_inductor_settings()})
         yield compile_all
     finally:
         for worker in started:

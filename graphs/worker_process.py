@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import IO, Any
 
 log = logging.getLogger("compiled_engine")
@@ -59,7 +60,8 @@ class WorkerProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
-                stream.close()
+                with suppress(OSError):  # of a line that it never took
+                    stream.close()
 
     def _receive(self) -> dict[str, Any]:
         """The next answer; empty when the process has ended."""

@@ -2,7 +2,7 @@
 
 What is done for a product that is all latency and bandwidth: the weight is under way before the kernel waits for
 earlier ones (programmatic dependent launch): in shared memory where a program reads one tile of it, else asked into
-the L2 cache where it fits there. K is split between the warps of a program (GROUPS, a batched product whose sum stays
+the L2 cache, a large one in part. K is split between the warps of a program (GROUPS, a batched product whose sum stays
 on the chip) or between programs (SPLIT_K), so that few rows still reach every multiprocessor.
 """
 

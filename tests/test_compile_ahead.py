@@ -44,14 +44,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def make_kernel() -> Any:
-    @triton.jit(do_not_specialize=["count"])
+def make_kernel(module: str = "compiled_engine.nowhere") -> Any:
     def double_kernel(x_ptr, count, scale, BLOCK: tl.constexpr, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
         index = tl.arange(0, BLOCK)
         x = tl.load(x_ptr + index, mask=index < count)
         tl.store(x_ptr + index, x * scale + 1 if FLAG else x * scale, mask=index < count)
 
-    return double_kernel
+    double_kernel.__module__ = module
+    return triton.jit(double_kernel, do_not_specialize=["count"])
 
 
 @pytest.fixture
@@ -108,6 +108,37 @@ def test_other_threads_launch_as_ever(hopper: Path, compiled: list[str]) -> None
     assert len(compiled) == 1
 
 
+def test_kernels_of_others_are_launched_as_ever(hopper: Path, compiled: list[str]) -> None:
+    with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)) as compilations:
+        assert make_kernel("somewhere").warmup(torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True, grid=(1,)) is not None
+        assert not compilations
+    assert compiled == [threading.current_thread().name]
+
+
+def test_two_engines_start_one_after_the_other(hopper: Path, compiled: list[str]) -> None:
+    """Else the first to end would take the other's hook away, and leave its own."""
+    hook, inside, leave = triton.knobs.runtime.jit_cache_hook, threading.Event(), threading.Event()
+
+    def start_first() -> None:
+        with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)):
+            inside.set()
+            leave.wait(60)
+
+    def start_second() -> Any:
+        with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)) as compilations:
+            make_kernel()[(1,)](torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True)
+        return [compilation.result() for compilation in compilations]
+
+    with ThreadPoolExecutor(2) as engines:
+        first = engines.submit(start_first)
+        assert inside.wait(60)
+        second = engines.submit(start_second)
+        leave.set()
+        first.result(60)
+        assert None not in second.result(60)
+    assert triton.knobs.runtime.jit_cache_hook is hook
+
+
 def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[str]) -> None:
     hook = triton.knobs.runtime.jit_cache_hook
     with (
@@ -141,11 +172,41 @@ def test_workers_compile_what_this_process_then_finds(
     assert compiled == []
 
 
-def test_a_worker_that_cannot_work_is_done_without(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_workers_that_end_are_done_without(
+    count: int, hopper: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("compiled_engine.graphs.worker_process.sys.executable", "/bin/false")
-    x = torch.ones(64)
-    with KernelWorkers(1, hopper) as workers, ThreadPoolExecutor(1) as threads:
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    with KernelWorkers(count, hopper) as workers, ThreadPoolExecutor(3) as threads:
+        workers.start()
+        for worker in workers._started:
+            worker._process.wait()
+        with compiled_by(threads, workers) as compilations:
+            for block in (32, 64, 128, 256):
+                silu_mul_kernel[(1, 1)](x, x, WIDTH=16 + count, BLOCK=block, DEPENDENT_LAUNCH=False)
+        assert None not in [compilation.result() for compilation in compilations]
+    assert [record.getMessage().count("did not start") for record in caplog.records] == [1] * count
+
+
+def test_the_others_go_on_when_one_ends(hopper: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "compiled_engine")
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(4) as threads:
+        workers.start()
+        workers._started[0]._process.kill()
+        with compiled_by(threads, workers) as compilations:
+            for block in (16, 32, 64, 128, 256, 512):
+                silu_mul_kernel[(1, 1)](x, x, WIDTH=48, BLOCK=block, DEPENDENT_LAUNCH=False)
+        assert None not in [compilation.result() for compilation in compilations]
+        assert workers._started[1]._process.poll() is None
+    assert sum("without a worker" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_no_process_can_be_started(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.graphs.worker_process.sys.executable", "/nowhere/python")
+    with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(1) as threads:
         workers.start()
         with compiled_by(threads, workers) as compilations:
-            make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
+            make_kernel()[(1,)](torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True)
         assert compilations[0].result() is not None

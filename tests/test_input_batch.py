@@ -75,7 +75,7 @@ def test_a_mixed_batch(states: RequestStates, buffers: InputBuffers) -> None:
     assert attention.host_3.tolist() == [1, 5, 11]
     assert buffers.logits_index_R[:2].tolist() == [0, 5]
     assert buffers.sample_positions_R[:2].tolist() == [6, 11]
-    assert batch.sampling_ids == ["decode"]
+    assert [id_ for id_, samples in zip(batch.request_ids, batch.samples, strict=True) if samples] == ["decode"]
 
 
 def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputBuffers) -> None:

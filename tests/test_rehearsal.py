@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.progress import SilentProgress
+from compiled_engine.runner import rehearsal
 from compiled_engine.runner.kernel_workers import KernelWorkers
 from compiled_engine.runner.rehearsal import rehearse
 
@@ -31,3 +34,26 @@ def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runner.forward, "run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             rehearse(runner, KernelWorkers(0, None), SilentProgress())
+
+
+def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a cold start."""
+    started, go_on = [], threading.Event()
+
+    def way_of_sampling(*arguments: object) -> None:
+        started.append(arguments)
+        go_on.wait(60)
+
+    def interrupted(*arguments: object) -> None:
+        go_on.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rehearsal, "WAYS", (GREEDY,) * 200)
+    monkeypatch.setattr(rehearsal, "sample_once", way_of_sampling)
+    with LLM(mode="eager", dtype="float32", progress=False) as llm:
+        assert llm._core is not None
+        runner = llm._core._executor._runner
+        monkeypatch.setattr(runner.forward, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rehearse(runner, KernelWorkers(0, None), SilentProgress())
+    assert len(started) < 200

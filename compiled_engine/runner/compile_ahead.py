@@ -10,18 +10,23 @@ from typing import Any
 
 from compiled_engine.runner.kernel_workers import KernelWorkers
 
+PACKAGE = "compiled_engine."
+# Triton has one hook for the whole process.
+_HOOK = threading.Lock()
+
 
 @contextmanager
 def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Future[Any]]]:
-    """Within this context a launch of a kernel not compiled so far has it compiled by `workers`, and returns.
+    """Within this context a launch of one of the engine's kernels, if it is not compiled so far, has it compiled by
+    `workers`, and returns.
 
     What such a launch would have written is not there. Yields the compilations: each waits for a worker in one of
     `threads`, which compiles what no worker could. Other threads' launches wait for the worker, and are made; those of
-    kernels that are compiled already are as ever.
+    kernels that are compiled already, and of others than the engine's, are as ever. One engine at a time.
     """
     import triton  # not installed everywhere
 
-    caller, before = threading.get_ident(), triton.knobs.runtime.jit_cache_hook
+    caller = threading.get_ident()
     asked: set[tuple[Any, str]] = set()
     compilations: list[Future[Any]] = []
 
@@ -31,19 +36,21 @@ def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Futu
 
     def ask(*, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
         """Triton asks it before it compiles; True: do not."""
-        if threading.get_ident() == caller and not is_manual_warmup:
-            if (fn.jit_function, key) not in asked:
-                asked.add((fn.jit_function, key))
-                compilations.append(threads.submit(compile_here_or_there, fn, compile["specialization_data"]))
-            return True
-        if not is_manual_warmup:
+        if not is_manual_warmup and fn.module.startswith(PACKAGE):
+            if threading.get_ident() == caller:
+                if (fn.jit_function, key) not in asked:
+                    asked.add((fn.jit_function, key))
+                    compilations.append(threads.submit(compile_here_or_there, fn, compile["specialization_data"]))
+                return True
             workers.compile(fn.module, fn.name, compile["specialization_data"])
         everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
         return before(**everything) if before is not None else None
 
-    workers.aim(triton.runtime.driver.active.get_current_target())
-    triton.knobs.runtime.jit_cache_hook = ask
-    try:
-        yield compilations
-    finally:
-        triton.knobs.runtime.jit_cache_hook = before
+    with _HOOK:
+        workers.aim(triton.runtime.driver.active.get_current_target())
+        before = triton.knobs.runtime.jit_cache_hook
+        triton.knobs.runtime.jit_cache_hook = ask
+        try:
+            yield compilations
+        finally:
+            triton.knobs.runtime.jit_cache_hook = before

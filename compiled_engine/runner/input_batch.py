@@ -43,10 +43,6 @@ class InputBatch:
     def num_requests(self) -> int:
         return len(self.request_ids)
 
-    @property
-    def sampling_ids(self) -> list[str]:
-        return [self.request_ids[i] for i in np.flatnonzero(self.samples)]
-
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """The batch of a step, padded to `key`; what the device has to know of it is staged.

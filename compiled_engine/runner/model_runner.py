@@ -137,6 +137,7 @@ class Runner:
         if workers.wanted and self.config.device.type == "cuda":
             with self.timeline.span("compile kernels"):
                 rehearse(self, workers, progress)
+        workers.close()
         with self.timeline.span("warm up"):
             activation_bytes = warm_up(self, progress)
         with self.timeline.span("predict graph memory"):

@@ -35,15 +35,19 @@ def rehearse(runner: Runner, workers: KernelWorkers, progress: Progress) -> None
         compiling: AbstractContextManager[list[Future[Any]]] = nullcontext([])
         if on_gpu:
             compiling = compiled_by(threads, workers)
-        with compiling as compilations:
-            # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
-            jobs: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
-            _go_through(runner)
-            jobs += compilations
-            with progress.stage("compile kernels", total=len(jobs)) as progressed:
-                for job in as_completed(jobs):
-                    job.result()
-                    progressed(1)
+        try:
+            with compiling as compilations:
+                # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
+                jobs: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
+                _go_through(runner)
+                jobs += compilations
+                with progress.stage("compile kernels", total=len(jobs)) as progressed:
+                    for job in as_completed(jobs):
+                        job.result()
+                        progressed(1)
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
     if on_gpu:
         torch.cuda.synchronize(config.device)
 
@@ -102,3 +106,4 @@ def _inputs(runner: Runner) -> None:
         token_ids_R = torch.zeros(1, dtype=torch.int64, device=runner.config.device)
         for again in (False, True):
             advance(states, buffers, token_ids_R, 1, decodes_only=batch.decodes_only, again=again)
+    buffers.forget_staged()  # what was not launched has not arrived
