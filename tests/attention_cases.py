@@ -145,7 +145,8 @@ def build(
 
     cache_N2PKd = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), garbage, dtype=dtype)
     expected_cache_N2PKd = cache_N2PKd.clone()
-    block_table_RB = torch.zeros(len(case.requests), max(blocks_of) + 2, dtype=torch.int32)
+    most_blocks = max(*blocks_of, -(-case.bound // block_size), 0)
+    block_table_RB = torch.zeros(len(case.requests), most_blocks + 2, dtype=torch.int32)
     q_THd = torch.full((num_tokens, case.num_heads, head_dim), garbage, dtype=dtype)
     k_TKd = torch.full((num_tokens, num_kv_heads, head_dim), garbage, dtype=dtype)
     v_TKd = k_TKd.clone()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,15 @@ if triton.knobs.runtime.interpret:
 
 
 class Hopper:
-    """As much of a driver as Triton needs to compile; a launch fails."""
+    """As much of a driver as Triton needs to compile and to load; a launch fails."""
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
+        load_binary=lambda name, binary, shared, device: (object(), object(), 32, 0, 1024),
+    )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        return partial(pytest.fail, "a kernel was launched")
 
     def get_current_target(self) -> Any:
         return GPUTarget("cuda", 90, 32)

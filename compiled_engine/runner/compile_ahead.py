@@ -21,8 +21,9 @@ def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Futu
     `workers`, and returns.
 
     What such a launch would have written is not there. Yields the compilations: each waits for a worker in one of
-    `threads`, which compiles what no worker could. Other threads' launches wait for the worker, and are made; those of
-    kernels that are compiled already, and of others than the engine's, are as ever. One engine at a time.
+    `threads`, which then loads the kernel, and compiles it if no worker could. Other threads' launches wait for the
+    worker, and are made; those of kernels that are compiled already, and of others than the engine's, are as ever. One
+    engine at a time.
     """
     import triton  # not installed everywhere
 
@@ -30,9 +31,10 @@ def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Futu
     asked: set[tuple[Any, str]] = set()
     compilations: list[Future[Any]] = []
 
-    def compile_here_or_there(fn: Any, specialization: str) -> Any:
+    def compile_and_load(fn: Any, specialization: str) -> Any:
         workers.compile(fn.module, fn.name, specialization)
-        return fn.jit_function.preload(specialization)
+        kernel = fn.jit_function.preload(specialization)
+        return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler
 
     def ask(*, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
         """Triton asks it before it compiles; True: do not."""
@@ -40,7 +42,7 @@ def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Futu
             if threading.get_ident() == caller:
                 if (fn.jit_function, key) not in asked:
                     asked.add((fn.jit_function, key))
-                    compilations.append(threads.submit(compile_here_or_there, fn, compile["specialization_data"]))
+                    compilations.append(threads.submit(compile_and_load, fn, compile["specialization_data"]))
                 return True
             workers.compile(fn.module, fn.name, compile["specialization_data"])
         everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
