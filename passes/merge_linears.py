@@ -3,8 +3,8 @@
 Why: at decode sizes a linear costs about its weights' bytes plus a launch, and one large matrix uses the memory
 bandwidth better than several small ones. The weights are packed by the parameter layout, so the loader writes
 each once into its slice and no copy is ever made. On an H200, leaving the pass out costs a decode step of the
-Qwen3-0.6B shape at 1, 8, 32 and 64 tokens 306, 480, 472 and 339 microseconds of 605, 972, 1292 and 1263; silu_mul,
-which needs it, is then left out too.
+Qwen3-0.6B shape at 1, 8 and 64 tokens 308, 321 and 729 microseconds of 597, 789 and 1420; silu_mul, which needs it, is
+then left out too.
 """
 
 from __future__ import annotations

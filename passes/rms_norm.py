@@ -2,8 +2,7 @@
 
 Why: it is one read and one write of the hidden state. Without the pass Inductor makes the same of it; with it no
 pointwise op is left in the first piece, which then needs no compiling. On an H200, leaving the pass out costs a decode
-step of the Qwen3-0.6B shape at 1, 8, 32 and 64 tokens 2, -6, 10 and 2 microseconds of 605, 972, 1292 and 1263: no more
-than repeats differ by.
+step of the Qwen3-0.6B shape at 1, 8 and 64 tokens 3, 9 and 8 microseconds of 597, 789 and 1420.
 """
 
 from __future__ import annotations
