@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ class Hopper:
 
     utils = SimpleNamespace(
         get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-        load_binary=lambda name, binary, shared, device: (object(), object(), 32, 0, 1024),
+        load_binary=lambda name, binary, shared, device: (None, object(), 32, 0, 1024),
     )
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
@@ -78,12 +79,12 @@ def test_each_kernel_is_compiled_once_by_a_thread_and_launched_by_nobody(hopper:
     kernel, x = make_kernel(), torch.ones(64)
     hook = triton.knobs.runtime.jit_cache_hook
     with ThreadPoolExecutor(2, thread_name_prefix="compiler") as threads:
-        with compiled_by(threads, KernelWorkers(0, None)) as compilations:
+        with compiled_by(KernelWorkers(0, None), threads) as kernels:
             for count in (3, 4):
                 assert kernel[(1,)](x, count, 2.0, BLOCK=64, FLAG=True) is None
             kernel[(1,)](x, 3, 0.5, BLOCK=32, FLAG=False, num_warps=2)
-        assert len(compilations) == 2
-        assert all(compilation.result() is not None for compilation in compilations)
+        assert compiled == []
+        assert [loading.result() is not None for loading in kernels.load()] == [True, True]
     assert triton.knobs.runtime.jit_cache_hook is hook
     assert len(compiled) == 2
     assert all(name.startswith("compiler") for name in compiled)
@@ -98,8 +99,9 @@ def test_each_kernel_is_compiled_once_by_a_thread_and_launched_by_nobody(hopper:
 
 def test_a_later_process_finds_them_on_disk(hopper: Path, compiled: list[str]) -> None:
     x = torch.ones(64)
-    with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)):
+    with ThreadPoolExecutor(1) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
         make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
+        kernels.load()
     kept = sorted(hopper.iterdir())
     assert kept
     make_kernel().warmup(x, 3, 2.0, BLOCK=64, FLAG=True, grid=(1,))
@@ -110,19 +112,80 @@ def test_other_threads_launch_as_ever(hopper: Path, compiled: list[str]) -> None
     kernel = make_kernel()
     with (
         ThreadPoolExecutor(1, thread_name_prefix="other") as threads,
-        compiled_by(threads, KernelWorkers(0, None)) as compilations,
+        compiled_by(KernelWorkers(0, None), threads) as kernels,
     ):
         launch = threads.submit(kernel.warmup, torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True, grid=(1,))
         assert launch.result() is not None
-        assert not compilations
+        assert kernels.load() == []
     assert len(compiled) == 1
 
 
 def test_kernels_of_others_are_launched_as_ever(hopper: Path, compiled: list[str]) -> None:
-    with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)) as compilations:
+    with ThreadPoolExecutor(1) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
         assert make_kernel("somewhere").warmup(torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True, grid=(1,)) is not None
-        assert not compilations
+        assert kernels.load() == []
     assert compiled == [threading.current_thread().name]
+
+
+class Launcher:
+    """Counts launches; takes its time to be built, as the C compiler does."""
+
+    launched: ClassVar[list[object]] = []
+
+    def __init__(self, source: Any, metadata: Any):
+        time.sleep(0.05)
+
+    def __call__(self, grid_0: int, grid_1: int, grid_2: int, stream: int, function: object, *others: object) -> None:
+        self.launched.append(function)
+
+
+def slow_to_load(name: str, binary: bytes, shared: int, device: int) -> tuple[object, ...]:
+    time.sleep(0.1)
+    return None, object(), 32, 0, 1024  # no module, which Triton would unload
+
+
+def test_parts_that_launch_never_meet_a_kernel_half_loaded(
+    hopper: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All launch the same kernels, at the same time. Triton publishes one before its function is there."""
+    monkeypatch.setattr(Hopper, "launcher_cls", Launcher)
+    monkeypatch.setattr(Hopper.utils, "load_binary", slow_to_load)
+    monkeypatch.setattr(Launcher, "launched", [])
+    shared = [make_kernel() for _ in range(3)]
+    x = torch.ones(64)
+
+    def part() -> None:
+        for kernel in shared:
+            kernel[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
+
+    with ThreadPoolExecutor(8) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
+        for job in [kernels.launched_in_turn(part) for _ in range(8)]:
+            job.result(60)
+        assert kernels.load() == []
+    assert len(Launcher.launched) == 24
+    assert None not in Launcher.launched
+
+
+def test_a_part_that_waits_for_a_worker_gives_up_its_turn(
+    hopper: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hopper, "launcher_cls", Launcher)
+    waiting, go_on = threading.Event(), threading.Event()
+
+    class SlowWorkers(KernelWorkers):
+        def compile(self, module: str, name: str, specialization: str) -> None:
+            waiting.set()
+            assert go_on.wait(60)
+
+    with ThreadPoolExecutor(2) as threads, compiled_by(SlowWorkers(0, None), threads) as kernels:
+        kernel = make_kernel()
+        first = kernels.launched_in_turn(
+            lambda: kernel[(1,)](torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True),
+        )
+        assert waiting.wait(60)
+        second = kernels.launched_in_turn(go_on.set)
+        second.result(60)
+        assert first.result(60) is not None
 
 
 def test_two_engines_start_one_after_the_other(hopper: Path, compiled: list[str]) -> None:
@@ -130,14 +193,14 @@ def test_two_engines_start_one_after_the_other(hopper: Path, compiled: list[str]
     hook, inside, leave = triton.knobs.runtime.jit_cache_hook, threading.Event(), threading.Event()
 
     def start_first() -> None:
-        with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)):
+        with ThreadPoolExecutor(1) as threads, compiled_by(KernelWorkers(0, None), threads):
             inside.set()
             leave.wait(60)
 
     def start_second() -> Any:
-        with ThreadPoolExecutor(1) as threads, compiled_by(threads, KernelWorkers(0, None)) as compilations:
+        with ThreadPoolExecutor(1) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
             make_kernel()[(1,)](torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True)
-        return [compilation.result() for compilation in compilations]
+            return [loading.result() for loading in kernels.load()]
 
     with ThreadPoolExecutor(2) as engines:
         first = engines.submit(start_first)
@@ -154,7 +217,7 @@ def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[s
     with (
         ThreadPoolExecutor(1) as threads,
         pytest.raises(ZeroDivisionError),
-        compiled_by(threads, KernelWorkers(0, None)),
+        compiled_by(KernelWorkers(0, None), threads),
     ):
         raise ZeroDivisionError
     assert triton.knobs.runtime.jit_cache_hook is hook
@@ -168,13 +231,11 @@ def test_workers_compile_what_this_process_then_finds(
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(3) as threads:
         workers.start()
-        with compiled_by(threads, workers) as compilations:
+        with compiled_by(workers, threads) as kernels:
             for block in (32, 64, 128):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=32, BLOCK=block, DEPENDENT_LAUNCH=True, launch_pdl=True)
             make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
-        assert len(compilations) == 4
-        for compilation in compilations:
-            assert compilation.result() is not None
+            assert [loading.result() is not None for loading in kernels.load()] == [True] * 4
     (left,) = [record.getMessage() for record in caplog.records if "is compiled in this process" in record.getMessage()]
     assert "double_kernel" in left
     compiled.clear()
@@ -192,10 +253,10 @@ def test_workers_that_end_are_done_without(
         workers.start()
         for worker in workers._started:
             worker._process.wait()
-        with compiled_by(threads, workers) as compilations:
+        with compiled_by(workers, threads) as kernels:
             for block in (32, 64, 128, 256):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=16 + count, BLOCK=block, DEPENDENT_LAUNCH=False)
-        assert None not in [compilation.result() for compilation in compilations]
+            assert None not in [loading.result() for loading in kernels.load()]
     assert [record.getMessage().count("did not start") for record in caplog.records] == [1] * count
 
 
@@ -205,10 +266,10 @@ def test_the_others_go_on_when_one_ends(hopper: Path, caplog: pytest.LogCaptureF
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(4) as threads:
         workers.start()
         workers._started[0]._process.kill()
-        with compiled_by(threads, workers) as compilations:
+        with compiled_by(workers, threads) as kernels:
             for block in (16, 32, 64, 128, 256, 512):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=48, BLOCK=block, DEPENDENT_LAUNCH=False)
-        assert None not in [compilation.result() for compilation in compilations]
+            assert None not in [loading.result() for loading in kernels.load()]
         assert workers._started[1]._process.poll() is None
     assert sum("without a worker" in record.getMessage() for record in caplog.records) == 1
 
@@ -217,6 +278,6 @@ def test_no_process_can_be_started(hopper: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("compiled_engine.graphs.worker_process.sys.executable", "/nowhere/python")
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(1) as threads:
         workers.start()
-        with compiled_by(threads, workers) as compilations:
+        with compiled_by(workers, threads) as kernels:
             make_kernel()[(1,)](torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True)
-        assert compilations[0].result() is not None
+            assert kernels.load()[0].result() is not None

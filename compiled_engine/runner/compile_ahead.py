@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from typing import Any
@@ -16,43 +16,86 @@ _HOOK = threading.Lock()
 
 
 @contextmanager
-def compiled_by(threads: Executor, workers: KernelWorkers) -> Iterator[list[Future[Any]]]:
+def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKernels]:
     """Within this context a launch of one of the engine's kernels, if it is not compiled so far, has it compiled by
-    `workers`, and returns.
+    `workers`, and returns; one of `threads` waits for that.
 
-    What such a launch would have written is not there. Yields the compilations: each waits for a worker in one of
-    `threads`, which then loads the kernel, and compiles it if no worker could. Other threads' launches wait for the
-    worker, and are made; those of kernels that are compiled already, and of others than the engine's, are as ever. One
-    engine at a time.
+    What such a launch would have written is not there. Launches of other threads, of kernels that are compiled already
+    and of others than the engine's are as ever. One engine at a time.
     """
     import triton  # not installed everywhere
-
-    caller = threading.get_ident()
-    asked: set[tuple[Any, str]] = set()
-    compilations: list[Future[Any]] = []
-
-    def compile_and_load(fn: Any, specialization: str) -> Any:
-        workers.compile(fn.module, fn.name, specialization)
-        kernel = fn.jit_function.preload(specialization)
-        return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler
-
-    def ask(*, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
-        """Triton asks it before it compiles; True: do not."""
-        if not is_manual_warmup and fn.module.startswith(PACKAGE):
-            if threading.get_ident() == caller:
-                if (fn.jit_function, key) not in asked:
-                    asked.add((fn.jit_function, key))
-                    compilations.append(threads.submit(compile_and_load, fn, compile["specialization_data"]))
-                return True
-            workers.compile(fn.module, fn.name, compile["specialization_data"])
-        everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
-        return before(**everything) if before is not None else None
 
     with _HOOK:
         workers.aim(triton.runtime.driver.active.get_current_target())
         before = triton.knobs.runtime.jit_cache_hook
-        triton.knobs.runtime.jit_cache_hook = ask
+        kernels = AskedKernels(workers, threads, before)
+        triton.knobs.runtime.jit_cache_hook = kernels.asked
         try:
-            yield compilations
+            yield kernels
         finally:
             triton.knobs.runtime.jit_cache_hook = before
+
+
+class AskedKernels:
+    """The kernels that the thread which makes it has asked for; `asked` is Triton's hook, `before` the one before."""
+
+    def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
+        self._workers, self._threads, self._before = workers, threads, before
+        self._caller = threading.get_ident()
+        self._known: set[tuple[Any, str]] = set()
+        self._compiling: list[tuple[Any, str, Future[None]]] = []
+        self._turn = threading.Lock()
+        self._turn_of: int | None = None
+
+    def asked(self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
+        """Triton calls it before it compiles; True: do not."""
+        thread, specialization = threading.get_ident(), compile["specialization_data"]
+        if not is_manual_warmup and fn.module.startswith(PACKAGE):
+            if thread == self._caller:
+                if (fn.jit_function, key) not in self._known:
+                    self._known.add((fn.jit_function, key))
+                    future = self._threads.submit(self._workers.compile, fn.module, fn.name, specialization)
+                    self._compiling.append((fn.jit_function, specialization, future))
+                return True
+            if thread == self._turn_of:
+                self._give_up_turn()
+                try:
+                    self._workers.compile(fn.module, fn.name, specialization)
+                finally:
+                    self._take_turn()
+        everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
+        return self._before(**everything) if self._before is not None else None
+
+    def load(self) -> list[Future[Any]]:
+        """Have what was asked for loaded, and compiled where no worker did; nothing may launch it meanwhile.
+
+        For as long as Triton loads a kernel, others find it in its cache, but without its function.
+        """
+        return [self._threads.submit(_load, *kernel) for kernel in self._compiling]
+
+    def launched_in_turn(self, part: Callable[[], object]) -> Future[object]:
+        """Run a part that launches its kernels in one of the threads: one at a time, but for those that wait for a
+        worker."""
+
+        def run() -> object:
+            self._take_turn()
+            try:
+                return part()
+            finally:
+                self._give_up_turn()
+
+        return self._threads.submit(run)
+
+    def _take_turn(self) -> None:
+        self._turn.acquire()
+        self._turn_of = threading.get_ident()
+
+    def _give_up_turn(self) -> None:
+        self._turn_of = None
+        self._turn.release()
+
+
+def _load(jit_function: Any, specialization: str, compiling: Future[None]) -> Any:
+    compiling.result()
+    kernel = jit_function.preload(specialization)
+    return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler

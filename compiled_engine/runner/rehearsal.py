@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,26 +29,28 @@ if TYPE_CHECKING:
 def rehearse(runner: Runner, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     config = runner.config
-    on_gpu = config.device.type == "cuda"
     with ThreadPoolExecutor(initializer=_use, initargs=(config.device,)) as threads:
-        compiling: AbstractContextManager[list[Future[Any]]] = nullcontext([])
-        if on_gpu:
-            compiling = compiled_by(threads, workers)
         try:
-            with compiling as compilations:
-                # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
-                jobs: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
+            if config.device.type != "cuda":
                 _go_through(runner)
-                jobs += compilations
-                with progress.stage("compile kernels", total=len(jobs)) as progressed:
-                    for job in as_completed(jobs):
-                        job.result()
-                        progressed(1)
+                _finish([threads.submit(way) for way in _ways_of_sampling(runner)], progress)
+                return
+            with compiled_by(workers, threads) as kernels:
+                # Sampling is launched: it indexes with what its kernels have computed.
+                sampling = [kernels.launched_in_turn(way) for way in _ways_of_sampling(runner)]
+                _go_through(runner)
+                _finish([*sampling, *kernels.load()], progress)
+            torch.cuda.synchronize(config.device)
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-    if on_gpu:
-        torch.cuda.synchronize(config.device)
+
+
+def _finish(jobs: list[Future[Any]], progress: Progress) -> None:
+    with progress.stage("compile kernels", total=len(jobs)) as progressed:
+        for job in as_completed(jobs):
+            job.result()
+            progressed(1)
 
 
 def _use(device: torch.device) -> None:
