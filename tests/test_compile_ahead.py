@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -125,67 +124,6 @@ def test_kernels_of_others_are_launched_as_ever(hopper: Path, compiled: list[str
         assert make_kernel("somewhere").warmup(torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True, grid=(1,)) is not None
         assert kernels.load() == []
     assert compiled == [threading.current_thread().name]
-
-
-class Launcher:
-    """Counts launches; takes its time to be built, as the C compiler does."""
-
-    launched: ClassVar[list[object]] = []
-
-    def __init__(self, source: Any, metadata: Any):
-        time.sleep(0.05)
-
-    def __call__(self, grid_0: int, grid_1: int, grid_2: int, stream: int, function: object, *others: object) -> None:
-        self.launched.append(function)
-
-
-def slow_to_load(name: str, binary: bytes, shared: int, device: int) -> tuple[object, ...]:
-    time.sleep(0.1)
-    return None, object(), 32, 0, 1024  # no module, which Triton would unload
-
-
-def test_parts_that_launch_never_meet_a_kernel_half_loaded(
-    hopper: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All launch the same kernels, at the same time. Triton publishes one before its function is there."""
-    monkeypatch.setattr(Hopper, "launcher_cls", Launcher)
-    monkeypatch.setattr(Hopper.utils, "load_binary", slow_to_load)
-    monkeypatch.setattr(Launcher, "launched", [])
-    shared = [make_kernel() for _ in range(3)]
-    x = torch.ones(64)
-
-    def part() -> None:
-        for kernel in shared:
-            kernel[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
-
-    with ThreadPoolExecutor(8) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
-        for job in [kernels.launched_in_turn(part) for _ in range(8)]:
-            job.result(60)
-        assert kernels.load() == []
-    assert len(Launcher.launched) == 24
-    assert None not in Launcher.launched
-
-
-def test_a_part_that_waits_for_a_worker_gives_up_its_turn(
-    hopper: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Hopper, "launcher_cls", Launcher)
-    waiting, go_on = threading.Event(), threading.Event()
-
-    class SlowWorkers(KernelWorkers):
-        def compile(self, module: str, name: str, specialization: str) -> None:
-            waiting.set()
-            assert go_on.wait(60)
-
-    with ThreadPoolExecutor(2) as threads, compiled_by(SlowWorkers(0, None), threads) as kernels:
-        kernel = make_kernel()
-        first = kernels.launched_in_turn(
-            lambda: kernel[(1,)](torch.ones(8), 3, 2.0, BLOCK=8, FLAG=True),
-        )
-        assert waiting.wait(60)
-        second = kernels.launched_in_turn(go_on.set)
-        second.result(60)
-        assert first.result(60) is not None
 
 
 def test_two_engines_start_one_after_the_other(hopper: Path, compiled: list[str]) -> None:

@@ -20,8 +20,8 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKern
     """Within this context a launch of one of the engine's kernels, if it is not compiled so far, has it compiled by
     `workers`, and returns; one of `threads` waits for that.
 
-    What such a launch would have written is not there. Launches of other threads, of kernels that are compiled already
-    and of others than the engine's are as ever. One engine at a time.
+    What such a launch would have written is not there. Launches of other threads wait for a worker, and are made; those
+    of kernels that are compiled already, and of others than the engine's, are as ever. One engine at a time.
     """
     import triton  # not installed everywhere
 
@@ -44,55 +44,24 @@ class AskedKernels:
         self._caller = threading.get_ident()
         self._known: set[tuple[Any, str]] = set()
         self._compiling: list[tuple[Any, str, Future[None]]] = []
-        self._turn = threading.Lock()
-        self._turn_of: int | None = None
 
     def asked(self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
         """Triton calls it before it compiles; True: do not."""
-        thread, specialization = threading.get_ident(), compile["specialization_data"]
+        specialization = compile["specialization_data"]
         if not is_manual_warmup and fn.module.startswith(PACKAGE):
-            if thread == self._caller:
+            if threading.get_ident() == self._caller:
                 if (fn.jit_function, key) not in self._known:
                     self._known.add((fn.jit_function, key))
                     future = self._threads.submit(self._workers.compile, fn.module, fn.name, specialization)
                     self._compiling.append((fn.jit_function, specialization, future))
                 return True
-            if thread == self._turn_of:
-                self._give_up_turn()
-                try:
-                    self._workers.compile(fn.module, fn.name, specialization)
-                finally:
-                    self._take_turn()
+            self._workers.compile(fn.module, fn.name, specialization)
         everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Have what was asked for loaded, and compiled where no worker did; nothing may launch it meanwhile.
-
-        For as long as Triton loads a kernel, others find it in its cache, but without its function.
-        """
+        """Have what was asked for loaded, and compiled where no worker did."""
         return [self._threads.submit(_load, *kernel) for kernel in self._compiling]
-
-    def launched_in_turn(self, part: Callable[[], object]) -> Future[object]:
-        """Run a part that launches its kernels in one of the threads: one at a time, but for those that wait for a
-        worker."""
-
-        def run() -> object:
-            self._take_turn()
-            try:
-                return part()
-            finally:
-                self._give_up_turn()
-
-        return self._threads.submit(run)
-
-    def _take_turn(self) -> None:
-        self._turn.acquire()
-        self._turn_of = threading.get_ident()
-
-    def _give_up_turn(self) -> None:
-        self._turn_of = None
-        self._turn.release()
 
 
 def _load(jit_function: Any, specialization: str, compiling: Future[None]) -> Any:

@@ -36,8 +36,8 @@ def rehearse(runner: Runner, workers: KernelWorkers, progress: Progress) -> None
                 _finish([threads.submit(way) for way in _ways_of_sampling(runner)], progress)
                 return
             with compiled_by(workers, threads) as kernels:
-                # Sampling is launched: it indexes with what its kernels have computed.
-                sampling = [kernels.launched_in_turn(way) for way in _ways_of_sampling(runner)]
+                # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
+                sampling: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
                 _go_through(runner)
                 _finish([*sampling, *kernels.load()], progress)
             torch.cuda.synchronize(config.device)
