@@ -9,12 +9,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from compiled_engine.graphs.compat import changed_inductor_settings, forget_compilations
 from compiled_engine.graphs.compile_piece import compile_piece
-from compiled_engine.graphs.worker_process import WorkerProcess
+from compiled_engine.graphs.worker_pool import WorkerPool
 
 log = logging.getLogger("compiled_engine")
 
@@ -44,26 +43,18 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
     ops of passes that are not ours. A piece that a worker cannot compile because it does not know an op, or because
     it died, is compiled in this process. Raises CompileError with Inductor's traceback.
     """
-    started: list[WorkerProcess] = []
+    pool = WorkerPool("compiled_engine.graphs.compile_worker", workers)
     origin = time.perf_counter()
 
     def compile_all(keys: Sequence[str]) -> Iterator[CompiledPiece]:
-        idle: SimpleQueue[WorkerProcess] = SimpleQueue()
-        for worker in started:
-            idle.put(worker)
-
         def by_worker(key: str) -> CompiledPiece | str:
-            worker = idle.get()
-            try:
-                start = time.perf_counter() - origin
-                return _understood(worker.ask({"key": key}), key, start, worker.number)
-            finally:
-                idle.put(worker)
+            start = time.perf_counter() - origin
+            return _understood(pool.ask({"key": key}), key, start)
 
         left = list(keys)
-        if started:
+        if len(pool):
             left = []
-            with ThreadPoolExecutor(len(started)) as threads:
+            with ThreadPoolExecutor(len(pool)) as threads:
                 for future in as_completed([threads.submit(by_worker, key) for key in keys]):
                     result = future.result()
                     if isinstance(result, str):
@@ -78,19 +69,19 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
 
     order = {"entry": str(entry.absolute()), "modules": list(modules)}
     try:
-        for number in range(workers):
-            started.append(WorkerProcess("compiled_engine.graphs.compile_worker", number))
-            started[-1].send(order | {"settings": changed_inductor_settings()})
+        pool.begin(order | {"settings": changed_inductor_settings()})
         yield compile_all
     finally:
-        for worker in started:
-            worker.close()
+        pool.close()
 
 
-def _understood(answer: dict[str, Any], key: str, start_s: float, worker: int) -> CompiledPiece | str:
+def _understood(answer: dict[str, Any] | None, key: str, start_s: float) -> CompiledPiece | str:
     """The result, or the key when this process has to compile the piece."""
+    if answer is None:
+        log.warning("piece %s is compiled in this process", key)
+        return key
     if "seconds" in answer:
-        return CompiledPiece(key, start_s, answer["seconds"], worker)
+        return CompiledPiece(key, start_s, answer["seconds"], answer["worker"])
     if "error" in answer:
         raise CompileError(f"piece {key} cannot be compiled:\n{answer['error']}")
     log.warning("piece %s is compiled in this process: %s", key, answer["unknown"])

@@ -19,8 +19,12 @@ from typing import IO, Any
 log = logging.getLogger("compiled_engine")
 
 
+class WorkerEnded(RuntimeError):
+    """A worker did not start, or died; the message has its last words."""
+
+
 class WorkerProcess:
-    """Runs `main()` of a module. It has started when it answered `{"ready": true}`, which `receive` waits for."""
+    """Runs `main()` of a module, which first answers `{"ready": true}`."""
 
     def __init__(self, module: str, number: int, environment: Mapping[str, str] | None = None):
         self.number = number
@@ -38,13 +42,17 @@ class WorkerProcess:
         self._ready = False
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; {"unknown": why} if it has not started or has ended."""
-        if not self._ready:
-            self._ready = "ready" in self._receive()
-        if not self._ready:
-            return {"unknown": f"worker {self.number} did not start: {self._last_words()}"}
-        self.send(message)
-        return self._receive() or {"unknown": f"worker {self.number} died: {self._last_words()}"}
+        """Its answer. Raises WorkerEnded."""
+        try:
+            self._ready = self._ready or "ready" in self._receive()
+            if self._ready:
+                self.send(message)
+                if answer := self._receive():
+                    return answer
+            last_words = self._last_words()
+        except (OSError, ValueError) as error:  # closed meanwhile
+            raise WorkerEnded(f"worker {self.number} was closed") from error
+        raise WorkerEnded(f"worker {self.number} {'died' if self._ready else 'did not start'}: {last_words}")
 
     def send(self, message: dict[str, Any]) -> None:
         """A line that has no answer of its own."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
 
 from compiled_engine.passes.silu_mul import _kernel as silu_mul_kernel  # noqa: E402
 from compiled_engine.runner.compile_ahead import compiled_by  # noqa: E402
@@ -25,33 +23,9 @@ if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
 
 
-class Hopper:
-    """As much of a driver as Triton needs to compile and to load; a launch fails."""
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-        load_binary=lambda name, binary, shared, device: (None, object(), 32, 0, 1024),
-    )
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        return partial(pytest.fail, "a kernel was launched")
-
-    def get_current_target(self) -> Any:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where what is compiled for it is kept."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(triton.runtime.driver, "_active", Hopper())
-    return tmp_path
+def processes_of(workers: KernelWorkers) -> list[subprocess.Popen[str]]:
+    assert workers._pool is not None
+    return [worker._process for worker in workers._pool._workers]
 
 
 def make_kernel(module: str = "compiled_engine.nowhere") -> Any:
@@ -189,8 +163,8 @@ def test_workers_that_end_are_done_without(
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(count, hopper) as workers, ThreadPoolExecutor(3) as threads:
         workers.start()
-        for worker in workers._started:
-            worker._process.wait()
+        for worker in processes_of(workers):
+            worker.wait()
         with compiled_by(workers, threads) as kernels:
             for block in (32, 64, 128, 256):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=16 + count, BLOCK=block, DEPENDENT_LAUNCH=False)
@@ -203,13 +177,13 @@ def test_the_others_go_on_when_one_ends(hopper: Path, caplog: pytest.LogCaptureF
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(4) as threads:
         workers.start()
-        workers._started[0]._process.kill()
+        processes_of(workers)[0].kill()
         with compiled_by(workers, threads) as kernels:
             for block in (16, 32, 64, 128, 256, 512):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=48, BLOCK=block, DEPENDENT_LAUNCH=False)
             assert None not in [loading.result() for loading in kernels.load()]
-        assert workers._started[1]._process.poll() is None
-    assert sum("without a worker" in record.getMessage() for record in caplog.records) == 1
+        assert processes_of(workers)[1].poll() is None
+    assert sum("worker 0 did not start" in record.getMessage() for record in caplog.records) == 1
 
 
 def test_no_process_can_be_started(hopper: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.progress import SilentProgress
@@ -14,6 +15,14 @@ from compiled_engine.runner.rehearsal import rehearse
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
+
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"max_num_seqs": 9}])
@@ -40,16 +49,15 @@ def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyP
     """Ctrl-C in the middle of a cold start."""
     started, go_on = [], threading.Event()
 
-    def way_of_sampling(*arguments: object) -> None:
-        started.append(arguments)
+    def way_of_sampling() -> None:
+        started.append(threading.get_ident())
         go_on.wait(60)
 
     def interrupted(*arguments: object) -> None:
         go_on.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rehearsal, "WAYS", (GREEDY,) * 200)
-    monkeypatch.setattr(rehearsal, "sample_once", way_of_sampling)
+    monkeypatch.setattr(rehearsal, "ways_of_sampling", lambda *arguments: [way_of_sampling] * 200)
     with LLM(mode="eager", dtype="float32", progress=False) as llm:
         assert llm._core is not None
         runner = llm._core._executor._runner

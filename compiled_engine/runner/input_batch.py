@@ -19,14 +19,13 @@ from compiled_engine.scheduling.step import SchedulerOutput
 class InputBatch:
     """Host arrays are per request, in batch order, real requests only; rows are those of RequestStates.
 
-    `order`: int [R], where the batch has each request of the step; None if it has them in the step's order.
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `token_masks` are those of SchedulerOutput.
+    `token_masks` are those of SchedulerOutput. `order`: int [R], where the batch has each request of the step; None if
+    it has them in the step's order.
     """
 
     request_ids: list[str]
-    order: np.ndarray | None
     rows: np.ndarray
     query_starts: np.ndarray
     num_computed: np.ndarray
@@ -38,6 +37,7 @@ class InputBatch:
     padded_tokens: int
     host: tuple[int, int, int]
     token_masks: dict[str, np.ndarray] = field(default_factory=dict)
+    order: np.ndarray | None = None
 
     @property
     def num_requests(self) -> int:
@@ -82,7 +82,6 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
             buffers.stage_batch(rows_R, starts_R1)
     return InputBatch(
         request_ids,
-        order,
         rows_R,
         starts_R1,
         num_computed_R,
@@ -94,6 +93,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         padded_tokens,
         host,
         step.token_masks,
+        order,
     )
 
 
@@ -109,18 +109,7 @@ def empty_batch(
     else:
         buffers.stage_batch(nobody, starts_R1)
     return InputBatch(
-        [],
-        None,
-        nobody[:0],
-        starts_R1[:1],
-        nobody[:0],
-        nobody[:0] > 0,
-        0,
-        key,
-        decodes_only,
-        num_rows,
-        num_tokens,
-        host,
+        [], nobody[:0], starts_R1[:1], nobody[:0], nobody[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
 
 

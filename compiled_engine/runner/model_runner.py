@@ -134,7 +134,7 @@ class Runner:
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
-        if workers.wanted and self.config.device.type == "cuda":
+        if workers.started and self.config.device.type == "cuda":
             with self.timeline.span("compile kernels"):
                 rehearse(self, workers, progress)
         workers.close()

@@ -5,9 +5,7 @@ A step would wait for each of its kernels in turn; here it goes on without them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +18,7 @@ from compiled_engine.runner.advance import advance
 from compiled_engine.runner.compile_ahead import compiled_by
 from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.runner.kernel_workers import KernelWorkers
-from compiled_engine.sampling.kernel_warm_up import WAYS, sample_once
+from compiled_engine.sampling.kernel_warm_up import ways_of_sampling
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
@@ -28,41 +26,22 @@ if TYPE_CHECKING:
 
 def rehearse(runner: Runner, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
-    config = runner.config
-    with ThreadPoolExecutor(initializer=_use, initargs=(config.device,)) as threads:
+    model, device = runner.config.model, runner.config.device
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(device,)) as threads:
         try:
-            if config.device.type != "cuda":
-                _go_through(runner)
-                _finish([threads.submit(way) for way in _ways_of_sampling(runner)], progress)
-                return
             with compiled_by(workers, threads) as kernels:
                 # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
-                sampling: list[Future[Any]] = [threads.submit(way) for way in _ways_of_sampling(runner)]
+                ways = ways_of_sampling(model.vocab_size, model.dtype, device)
+                sampling: list[Future[Any]] = [threads.submit(way) for way in ways]
                 _go_through(runner)
-                _finish([*sampling, *kernels.load()], progress)
-            torch.cuda.synchronize(config.device)
+                jobs = [*sampling, *kernels.load()]
+                with progress.stage("compile kernels", total=len(jobs)) as progressed:
+                    for job in as_completed(jobs):
+                        job.result()
+                        progressed(1)
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _finish(jobs: list[Future[Any]], progress: Progress) -> None:
-    with progress.stage("compile kernels", total=len(jobs)) as progressed:
-        for job in as_completed(jobs):
-            job.result()
-            progressed(1)
-
-
-def _use(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def _ways_of_sampling(runner: Runner) -> Iterator[Callable[[], object]]:
-    config = runner.config
-    for params in WAYS:
-        logits_1V = torch.zeros(1, config.model.vocab_size, dtype=config.model.dtype, device=config.device)
-        yield partial(sample_once, params, logits_1V)
 
 
 def _go_through(runner: Runner) -> None:

@@ -14,7 +14,7 @@ from compiled_engine.progress import Progress
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.runner.padded_step import sample_and_advance
-from compiled_engine.sampling.kernel_warm_up import MOST_MEMORY, WAYS, sample_once
+from compiled_engine.sampling.kernel_warm_up import MOST_MEMORY, sample_once, ways_of_sampling
 
 if TYPE_CHECKING:
     from compiled_engine.runner.model_runner import Runner
@@ -35,8 +35,8 @@ def warm_up(runner: Runner, progress: Progress) -> int:
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
-    for params in WAYS:
-        sample_once(params, torch.zeros(1, config.model.vocab_size, dtype=config.model.dtype, device=config.device))
+    for sample in ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device):
+        sample()
     torch.cuda.empty_cache()
     return peak
 

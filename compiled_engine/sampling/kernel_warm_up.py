@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import numpy as np
 import torch
 
@@ -23,6 +26,12 @@ WAYS = (
 )
 # What takes the most memory, but for penalties, whose counts are set aside.
 MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
+
+
+def ways_of_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], object]]:
+    """Each samples once, one row of such logits in one of the WAYS."""
+    for params in WAYS:
+        yield partial(sample_once, params, torch.zeros(1, vocab_size, dtype=dtype, device=device))
 
 
 @torch.inference_mode()
