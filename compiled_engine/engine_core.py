@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.engine_io import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.executor import Executor, InProcessExecutor, PendingOutput
 from compiled_engine.progress import Progress
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
@@ -66,7 +66,7 @@ class EngineCore:
         """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string."""
         return self._scheduler.abort(request_id, stopped=stopped)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         """Launch what can be launched, then take in the oldest step; its outputs.
 
         With async scheduling the device has the next step already while this one's result is taken in. A step that
@@ -81,7 +81,7 @@ class EngineCore:
                 self._pending.append((step, self._executor.submit(step)))
                 self.clock.lap("launch")
             if not self._pending:
-                return []
+                return StepOutputs()
             step, pending = self._pending.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)

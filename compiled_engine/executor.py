@@ -69,6 +69,8 @@ class InProcessExecutor:
     @contextmanager
     def _own_context(self) -> Iterator[None]:
         """The engine's device, and no autocast, whatever the caller has set."""
-        on_device = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with on_device, torch.autocast(self._device.type, enabled=False):
+        kind = self._device.type
+        on_device = torch.cuda.device(self._device) if kind == "cuda" else nullcontext()
+        without = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with on_device, without:
             yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.engine_io import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.scheduling.step import TokenLogprobs
 
 
@@ -39,10 +39,16 @@ class ScriptedCore:
     def has_unfinished(self) -> bool:
         return bool(self.live)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         self.steps += 1
         self._before_step(self.steps)
-        return [self._advance(*entry) for entry in list(self.live.values())]
+        outputs = [self._advance(*entry) for entry in list(self.live.values())]
+        even = [o for o in outputs if o == EngineOutput(o.request_id, o.new_token_ids) and len(o.new_token_ids) == 1]
+        return StepOutputs(
+            [output.request_id for output in even],
+            [output.new_token_ids[0] for output in even],
+            [output for output in outputs if output not in even],
+        )
 
     def _advance(self, request: EngineRequest, said: list[int]) -> EngineOutput:
         params = request.sampling_params
@@ -72,7 +78,7 @@ class ScriptedCore:
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            num_cached_tokens=2,
+            num_cached_tokens=2 if first else None,
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.engine_io import EngineRequest, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import ask
 from compiled_engine.scheduling.request import RequestStatus
@@ -184,7 +184,7 @@ class SimulatedEngine:
             num_tokens += any(r is record for r in compress(records, step.samples))
         return num_tokens == min(params.max_tokens or self.max_total_tokens, self.max_total_tokens - num_prompt_tokens)
 
-    def finish_step(self) -> list[EngineOutput]:
+    def finish_step(self) -> StepOutputs:
         """Take in the oldest step in flight."""
         step, result, records = self.in_flight.popleft()
         outputs = self.scheduler.update(step, result)
@@ -220,11 +220,11 @@ class SimulatedEngine:
                 del self.live[record.request.request_id]
                 self.waiting.discard(record.request.request_id)
 
-    def step(self) -> list[EngineOutput]:
+    def step(self) -> StepOutputs:
         """Fill the pipeline, then take in its oldest step, as EngineCore does."""
         while len(self.in_flight) < self.steps_in_flight and self.try_step() is not None:
             pass
-        return self.finish_step() if self.in_flight else []
+        return self.finish_step() if self.in_flight else StepOutputs()
 
     def run(self) -> None:
         """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
@@ -235,7 +235,7 @@ class SimulatedEngine:
             self.step()
         self.check_idle()
         while self.in_flight:
-            assert self.finish_step() == [], "a step that nobody waits for has outputs"
+            assert not self.finish_step(), "a step that nobody waits for has outputs"
         self.check_idle()
 
     def check_idle(self) -> None:
@@ -247,7 +247,7 @@ class SimulatedEngine:
         assert metrics["finished"] + metrics["aborted"] == len(self.ended) == self.num_arrived
         self.scheduler.check_integrity()
 
-    def _take(self, step: SchedulerOutput, records: list[Record], outputs: list[EngineOutput]) -> None:
+    def _take(self, step: SchedulerOutput, records: list[Record], outputs: StepOutputs) -> None:
         assert len({output.request_id for output in outputs}) == len(outputs)
         record_of = {record.request.request_id: record for record in records}
         for output in outputs:
@@ -255,7 +255,8 @@ class SimulatedEngine:
             assert record is record_of[output.request_id], "an output goes to a request that took over an id"
             params = record.request.sampling_params
             assert output.new_token_ids or output.prompt_logprobs or output.finish_reason == "error"
-            assert output.num_cached_tokens == record.num_cached_tokens
+            if output.num_cached_tokens is not None or not record.token_ids:
+                assert output.num_cached_tokens == record.num_cached_tokens
             record.token_ids += output.new_token_ids
             record.logprobs += output.logprobs or ()
             if output.prompt_logprobs is not None:

@@ -35,7 +35,7 @@ def test_a_token_is_scheduled_before_it_is_known() -> None:
     engine = make_engine(budget=4)
     engine.add("a", list(range(6)), params=outputs_of(3))
     steps = [shares(engine.begin_step()), shares(engine.begin_step())]
-    assert engine.finish_step() == []
+    assert not engine.finish_step()
     steps.append(shares(engine.begin_step()))
     assert steps == [[("a", 0, 4, False)], [("a", 4, 2, True)], [("a", 6, 1, True)]]
     engine.run()
@@ -89,7 +89,7 @@ class TestEnding:
         assert engine.try_step() is None
         if end == "abort":
             engine.abort("a")
-            assert engine.finish_step() == []
+            assert not engine.finish_step()
         else:
             engine.fail_step()
         engine.check_idle()
@@ -104,7 +104,7 @@ class TestEnding:
         engine.finish_step()
         assert len(record.token_ids) == 1
         engine.check_idle()
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
         assert engine.try_step() is None
 
     def test_an_id_is_used_again_while_two_steps_of_its_last_owner_are_in_flight(self) -> None:
@@ -114,10 +114,10 @@ class TestEnding:
         engine.begin_step()
         engine.abort("a")
         record = engine.add("a", [4, 5, 6], params=outputs_of(2, logprobs=0, prompt_logprobs=0))
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
         step = engine.begin_step()
         assert (step.removed, [new.token_ids for new in step.new]) == (("a",), [(4, 5, 6)])
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
         engine.run()
         assert record.finish_reason == "length"
 
@@ -128,8 +128,8 @@ class TestEnding:
         engine.begin_step()
         engine.abort("a")
         engine.add("a", list(range(12)), params=outputs_of(1, prompt_logprobs=0))
-        assert engine.finish_step() == []
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
+        assert not engine.finish_step()
         engine.run()
 
 

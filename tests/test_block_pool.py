@@ -6,25 +6,19 @@ import hashlib
 
 import pytest
 
-from compiled_engine.scheduling.block_pool import BlockPool, chain_hashes
+from compiled_engine.scheduling.block_pool import BlockPool, hash_block
 
 
 def test_a_hash_covers_the_block_and_all_before_it() -> None:
-    first, second = chain_hashes(None, [1, 2, 3, 4], 2)
-    assert list(chain_hashes(first, [3, 4], 2)) == [second]
-    other, other_second = chain_hashes(None, [1, 9, 3, 4], 2)
-    assert len({first, second, other, other_second}) == 4
-    assert list(chain_hashes(None, [3, 4], 2)) != [second]
-
-
-def test_a_partly_filled_block_has_no_hash() -> None:
-    assert len(list(chain_hashes(None, [1, 2, 3], 2))) == 1
-    assert list(chain_hashes(None, [1], 2)) == []
+    first = hash_block(None, [1, 2])
+    second = hash_block(first, [3, 4])
+    other = hash_block(None, [1, 9])
+    assert len({first, second, other, hash_block(other, [3, 4]), hash_block(None, [3, 4])}) == 5
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
     data = bytes(32) + (258).to_bytes(4, "little") + (7).to_bytes(4, "little")
-    assert list(chain_hashes(None, [258, 7], 2)) == [hashlib.sha256(data).digest()]
+    assert hash_block(None, [258, 7]) == hashlib.sha256(data).digest()
 
 
 def test_a_pool_needs_a_block() -> None:

@@ -28,7 +28,7 @@ def abort_in_first_flight(engine: SimulatedEngine) -> None:
     engine.add("a", list(range(6)))
     engine.begin_step()
     engine.abort("a")
-    assert engine.finish_step() == []
+    assert not engine.finish_step()
 
 
 def abort_in_later_flight(engine: SimulatedEngine) -> None:
@@ -36,14 +36,14 @@ def abort_in_later_flight(engine: SimulatedEngine) -> None:
     engine.step()
     engine.begin_step()
     engine.abort("a")
-    assert engine.finish_step() == []
+    assert not engine.finish_step()
 
 
 def abort_between_chunks(engine: SimulatedEngine) -> None:
     engine.add("a", list(range(100, 170)))
     engine.begin_step()
     engine.abort("a")
-    assert engine.finish_step() == []
+    assert not engine.finish_step()
 
 
 def fail(engine: SimulatedEngine) -> None:
@@ -94,7 +94,7 @@ class TestEnding:
         assert engine.scheduler.metrics()["blocks_free"] == 14
         engine.abort("a")
         assert engine.scheduler.metrics()["blocks_free"] == 16
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
 
     def test_the_result_of_an_aborted_request_does_not_go_to_one_that_took_over_its_id(self) -> None:
         engine = SimulatedEngine()
@@ -102,7 +102,7 @@ class TestEnding:
         engine.begin_step()
         engine.abort("a")
         record = engine.add("a", [4, 5, 6], params=outputs_of(2))
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
         assert record.token_ids == []
         engine.run()
         assert record.token_ids == record.expected[0]

@@ -218,7 +218,7 @@ class TestScheduling:
         record = engine.add("m", [1, 2, 3], params=SamplingParams(max_tokens=3, token_mask=ByLastToken(VOCAB_SIZE)))
         assert self.ids(engine.begin_step()) == (["m"], [])
         assert self.ids(engine.begin_step()) == (["m"], ["m"])
-        assert engine.finish_step() == []
+        assert not engine.finish_step()
         assert engine.try_step() is None
         engine.finish_step()
         assert self.ids(engine.begin_step()) == (["m"], ["m"])

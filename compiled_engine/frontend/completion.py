@@ -52,8 +52,16 @@ class Completion:
                 spaces_between_special_tokens=params.spaces_between_special_tokens,
             )
 
+    def add_token(self, token_id: int) -> None:
+        """Take in the next token, with which the core has nothing else to say; a stop string may end the completion."""
+        self._token_ids.append(token_id)
+        self.num_tokens += 1
+        self._undecoded.append(token_id)
+        if self._params.stop:
+            self._decode()
+
     def update(self, output: EngineOutput) -> None:
-        """Take in what a step added; a stop string may end the completion before the core does."""
+        """Take in whatever a step added; a stop string may end the completion before the core does."""
         last = len(output.new_token_ids) - 1
         for position, token_id in enumerate(output.new_token_ids):
             self._token_ids.append(token_id)

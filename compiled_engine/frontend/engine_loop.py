@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.engine_io import EngineRequest, StepOutputs
 from compiled_engine.frontend.deferred_interrupt import deferred_interrupt
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor, RequestState
@@ -21,7 +21,7 @@ class Core(Protocol):
 
     def abort(self, request_id: str, *, stopped: bool = False) -> object: ...
 
-    def step(self) -> list[EngineOutput]: ...
+    def step(self) -> StepOutputs: ...
 
     def has_unfinished(self) -> bool: ...
 

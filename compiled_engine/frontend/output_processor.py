@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from compiled_engine.engine_io import EngineOutput
+from compiled_engine.engine_io import EngineOutput, StepOutputs
 from compiled_engine.frontend.completion import Completion, logprob_dict
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.tokenizer import Tokenizer
@@ -36,8 +36,16 @@ class RequestState:
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self._completions.values())
 
+    def add_token(self, engine_request_id: str, token_id: int, now: float) -> str | None:
+        """Take in one completion's next token; give the finish reason that the completion has now."""
+        completion = self._completions[engine_request_id]
+        completion.add_token(token_id)
+        if completion.finish_reason is not None and self.finished:
+            self._finished_time = now
+        return completion.finish_reason
+
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Take in a step's output for one completion; give the finish reason that the completion has now."""
+        """Take in whatever a step gave one completion; give the finish reason that the completion has now."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
@@ -100,21 +108,26 @@ class OutputProcessor:
         """Stop following an engine request: what the core still says of it is dropped."""
         self._states.pop(engine_request_id, None)
 
-    def process(self, outputs: Sequence[EngineOutput]) -> tuple[list[RequestState], list[str]]:
+    def process(self, outputs: StepOutputs) -> tuple[list[RequestState], list[str]]:
         """Take in a step's outputs; give the states that changed, and the engine requests to abort.
 
         Those to abort ended by a stop string, which the core knows nothing of.
         """
         now = time.perf_counter()
-        changed: dict[int, RequestState] = {}
-        aborts: list[str] = []
-        for output in outputs:
-            state = self._states.get(output.request_id)
-            if state is None:
-                continue
-            changed[id(state)] = state
-            if state.update(output, now) is not None:
-                self.forget(output.request_id)
-                if output.finish_reason is None:
-                    aborts.append(output.request_id)
+        states, changed, aborts = self._states, dict[int, RequestState](), list[str]()
+        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+            state = states.get(request_id)
+            if state is not None:
+                changed[id(state)] = state
+                if state.add_token(request_id, token_id, now) is not None:
+                    self.forget(request_id)
+                    aborts.append(request_id)
+        for output in outputs.others:
+            state = states.get(output.request_id)
+            if state is not None:
+                changed[id(state)] = state
+                if state.update(output, now) is not None:
+                    self.forget(output.request_id)
+                    if output.finish_reason is None:
+                        aborts.append(output.request_id)
         return list(changed.values()), aborts

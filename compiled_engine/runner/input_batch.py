@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
+from operator import add
 
 import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.graph_key import GraphKey, GraphKind
-from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.input_buffers import InputBuffers, StagedDecodes
 from compiled_engine.runner.prepare_inputs import prepare_inputs
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.scheduling.step import SchedulerOutput
@@ -21,14 +23,14 @@ class InputBatch:
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `token_masks` are those of SchedulerOutput. `order`: int [R], where the batch has each request of the step; None if
-    it has them in the step's order.
+    `starts` and `token_masks` are those of SchedulerOutput. `order`: int [R], where the batch has each request of the
+    step; None if it has them in the step's order.
     """
 
     request_ids: list[str]
     rows: np.ndarray
     query_starts: np.ndarray
-    num_computed: np.ndarray
+    starts: list[int]
     samples: np.ndarray
     num_tokens: int
     key: GraphKey | None
@@ -43,6 +45,12 @@ class InputBatch:
     def num_requests(self) -> int:
         return len(self.request_ids)
 
+    @cached_property
+    def num_computed(self) -> np.ndarray:
+        """int32 [R]: tokens of each request whose keys and values are in the cache before the step."""
+        num_computed_R = np.array(self.starts, np.int32)
+        return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
+
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """The batch of a step, padded to `key`; what the device has to know of it is staged.
@@ -53,22 +61,23 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
     """
     count, lens = len(step.request_ids), step.counts
     request_ids, order = step.request_ids, None
-    num_computed_R, samples_R = np.array(step.starts, np.int32), np.array(step.samples, bool)
+    samples_R = np.ones(count, bool) if all(step.samples) else np.array(step.samples)
     num_tokens = sum(lens)
     decodes_only = num_tokens == count and (key is None or key.is_decode)
     padded_tokens = key.num_tokens if key else num_tokens
-    if decodes_only and (num_computed_R[:-1] < num_computed_R[1:]).any():
-        longest_first = np.argsort(-num_computed_R, kind="stable")
-        order = np.argsort(longest_first)
-        request_ids = [request_ids[i] for i in longest_first.tolist()]
-        num_computed_R, samples_R = num_computed_R[longest_first], samples_R[longest_first]
-    rows_R = states.rows(request_ids)
     if decodes_only:
         num_rows = padded_tokens
+        decodes = buffers.decodes
+        if decodes is None or not decodes.is_of(request_ids, states.generation, num_rows):
+            decodes = _longest_first(step, states, num_rows)
+            buffers.stage_decodes(decodes)
+        request_ids, rows_R, order = decodes.request_ids, decodes.rows, decodes.order
+        if order is not None:
+            samples_R = _reordered(samples_R, order)
         starts_R1 = np.arange(count + 1, dtype=np.int32)
-        buffers.stage_decodes(rows_R, num_rows)
         host = (num_rows, 1, key.max_seq_len if key else max(step.starts) + 1)
     else:
+        rows_R = states.rows(request_ids)
         lens_R = np.array(lens, np.int32)
         starts_R1 = np.concatenate(([0], np.cumsum(lens_R))).astype(np.int32)
         if key is not None and key.kind is GraphKind.FULL:  # attention finds the first padding row to have the padding
@@ -78,13 +87,13 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
             buffers.stage_batch(np.concatenate((rows_R, padding)), np.concatenate((starts_R1, ends)))
         else:
             num_rows = count
-            host = (lens.count(1), max(lens), int((num_computed_R + lens_R).max()))
+            host = (lens.count(1), max(lens), max(map(add, step.starts, lens)))
             buffers.stage_batch(rows_R, starts_R1)
     return InputBatch(
         request_ids,
         rows_R,
         starts_R1,
-        num_computed_R,
+        step.starts,
         samples_R,
         num_tokens,
         key,
@@ -97,6 +106,24 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
     )
 
 
+def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
+    """A step's decodes in the order of their contexts; all of these grow alike, so it holds for the next steps too."""
+    lens_R = np.array(step.starts, np.int32)
+    request_ids, order = step.request_ids, None
+    if (lens_R[:-1] < lens_R[1:]).any():
+        longest_first_R = np.argsort(-lens_R, kind="stable")
+        request_ids = [request_ids[i] for i in longest_first_R.tolist()]
+        order = np.argsort(longest_first_R)
+    return StagedDecodes(step.request_ids, states.generation, num_rows, request_ids, states.rows(request_ids), order)
+
+
+def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """A step's values, as the batch has them."""
+    reordered_R = np.empty_like(values_R)
+    reordered_R[order] = values_R
+    return reordered_R
+
+
 def empty_batch(
     buffers: InputBuffers, num_tokens: int, num_rows: int, host: tuple[int, int, int], key: GraphKey | None = None
 ) -> InputBatch:
@@ -105,11 +132,11 @@ def empty_batch(
     nobody = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows
     if decodes_only:
-        buffers.stage_decodes(nobody, num_rows)
+        buffers.stage_decodes(StagedDecodes([], -1, num_rows, [], nobody[:0], None))
     else:
         buffers.stage_batch(nobody, starts_R1)
     return InputBatch(
-        [], nobody[:0], starts_R1[:1], nobody[:0], nobody[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
+        [], nobody[:0], starts_R1[:1], [], nobody[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
 
 

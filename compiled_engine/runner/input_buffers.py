@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -9,6 +11,25 @@ from compiled_engine.runner.staged_writes import StagedWrites
 
 # Steps of which tokens may wait to be read by the host.
 RING = 8
+
+
+@dataclass(frozen=True)
+class StagedDecodes:
+    """A batch of decodes: `rows` of the states, int32 [R] in batch order, padded to `num_rows`.
+
+    It was made of `step_ids`, a step's requests in the step's order, as of `generation` of the states; for the same
+    ones it is the same again. `request_ids` and `order` are InputBatch's.
+    """
+
+    step_ids: list[str]
+    generation: int
+    num_rows: int
+    request_ids: list[str]
+    rows: np.ndarray
+    order: np.ndarray | None
+
+    def is_of(self, step_ids: list[str], generation: int, num_rows: int) -> bool:
+        return self.num_rows == num_rows and self.generation == generation and self.step_ids == step_ids
 
 
 class InputBuffers:
@@ -48,23 +69,23 @@ class InputBuffers:
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
-        self._staged: tuple[bytes, int] | None = None
+        self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
 
-    def stage_decodes(self, rows_R: np.ndarray, padded: int) -> None:
-        """A batch of decodes, padded; nothing is staged if it is the one that is there."""
-        batch = (rows_R.tobytes(), padded)
-        if batch != self._staged:
-            padded_rows_R = np.full(padded, -1, np.int32)
-            padded_rows_R[: len(rows_R)] = rows_R
-            self._rows.stage(0, padded_rows_R)
-            self._staged = batch
+    def stage_decodes(self, decodes: StagedDecodes) -> None:
+        """Nothing is staged if the same rows are there."""
+        there, self.decodes = self.decodes, decodes
+        if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
+            return
+        padded_rows_R = np.full(decodes.num_rows, -1, np.int32)
+        padded_rows_R[: len(decodes.rows)] = decodes.rows
+        self._rows.stage(0, padded_rows_R)
 
     def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray) -> None:
         """Any batch, padding rows included."""
-        self._staged = None
+        self.decodes = None
         self._rows.stage(0, rows_R)
         self._query_start_loc.stage(0, starts_R1)
 
     def forget_staged(self) -> None:
         """What was staged did not reach the device."""
-        self._staged = None
+        self.decodes = None

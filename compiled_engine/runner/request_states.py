@@ -25,7 +25,8 @@ class RequestStates:
     On the host: known_ids_KL, int32 [2 * rows, max_model_len + 1], the tokens that were known when the request came.
     Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A row has
     two places for them in turn, since a step in flight may still have to read those of the request before; two steps
-    back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are.
+    back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are. generation: as long as it is
+    the same, no request got or lost a row.
     """
 
     def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device):
@@ -51,7 +52,8 @@ class RequestStates:
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
         self.prompt_logprobs: dict[int, int] = {}
-        self._num_blocks = np.zeros(max_num_rows, np.int64)
+        self.generation = 0
+        self._num_blocks = [0] * max_num_rows
         self._row_of: dict[str, int] = {}
         self._free_rows = list(range(max_num_rows - 1, -1, -1))
 
@@ -65,6 +67,7 @@ class RequestStates:
     def add(self, request: NewRequest, num_computed: int) -> int:
         """Take a row for a request of which num_computed tokens are in the cache, and fill it; returns the row."""
         row = self._free_rows.pop()
+        self.generation += 1
         self._row_of[request.request_id] = row
         self._known_rows[row] = known_row = (self._known_rows[row] + len(self._known_rows)) % len(self.known_ids_KL)
         self.known_ids(row)[: len(request.token_ids)] = request.token_ids
@@ -83,7 +86,7 @@ class RequestStates:
         return self.known_ids_KL[self._known_rows[row]].numpy()
 
     def append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
-        start = int(self._num_blocks[row])
+        start = self._num_blocks[row]
         self._block_table.stage(row, np.array(block_ids, np.int32), offset=start)
         self._num_blocks[row] = start + len(block_ids)
 
@@ -92,6 +95,7 @@ class RequestStates:
         row = self._row_of.pop(request_id, None)
         if row is None:
             return None
+        self.generation += 1
         self.prompt_logprobs.pop(row, None)
         self._free_rows.append(row)
         return row

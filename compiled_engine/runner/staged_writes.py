@@ -36,8 +36,11 @@ class StagedWrites:
 
     def stage(self, start: int, values: np.ndarray) -> None:
         """Write int32 `values` to memory[start:] with the next `apply`. The array must not change until then."""
-        for begin in range(0, len(values), CAPACITY // 2):
-            self._writes.append((start + begin, values[begin : begin + CAPACITY // 2]))
+        while len(values) > CAPACITY // 2:
+            self._writes.append((start, values[: CAPACITY // 2]))
+            start, values = start + CAPACITY // 2, values[CAPACITY // 2 :]
+        if len(values):
+            self._writes.append((start, values))
 
     def discard(self) -> None:
         """Forget what is staged: the step that it was for has failed."""
@@ -65,11 +68,13 @@ class StagedWrites:
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % NUM_BUFFERS
         buffer.event.synchronize()  # of a launch NUM_BUFFERS ago: done long since
+        headers: list[int] = []
         position = HEADER * count
-        for i, (start, values) in enumerate(writes[:count]):
-            buffer.array[HEADER * i : HEADER * (i + 1)] = start, position, len(values)
-            buffer.array[position : position + len(values)] = values
+        for start, values in writes[:count]:
+            headers += (start, position, len(values))
             position += len(values)
+        buffer.array[: len(headers)] = headers
+        np.concatenate([values for _, values in writes[:count]], out=buffer.array[len(headers) : position])
         launch(self.memory, buffer.tensor, count)
         buffer.event.record()
         return writes[count:]
@@ -102,4 +107,4 @@ def _without_overwritten(writes: list[tuple[int, np.ndarray]]) -> list[tuple[int
 
     Other overlaps do not occur: a field's rows are written from a fixed place on, or are appended to.
     """
-    return list({start: (start, values) for start, values in writes if len(values)}.values())
+    return list({start: (start, values) for start, values in writes}.values())

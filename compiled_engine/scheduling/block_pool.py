@@ -9,24 +9,19 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 _ROOT = bytes(32)
 
 
-def chain_hashes(parent: bytes | None, token_ids: Sequence[int], block_size: int) -> Iterator[bytes]:
-    """The hash of each full block of `token_ids`; the first continues `parent` (None: a sequence's start).
+def hash_block(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
+    """The hash of a full block of `token_ids` that comes after the one of hash `parent` (None: a sequence's first).
 
     A block's hash covers its tokens and, through its parent's hash, every token before them, so equal hashes
     mean equal prefixes. It is SHA-256 without a seed: the same in every process, and nobody can make two
     prefixes collide. Token ids are hashed as int32.
     """
-    data = array("i", token_ids).tobytes()
-    stride = block_size * 4
-    parent = parent or _ROOT
-    for start in range(0, len(data) - stride + 1, stride):
-        parent = hashlib.sha256(parent + data[start : start + stride]).digest()
-        yield parent
+    return hashlib.sha256((parent or _ROOT) + array("i", token_ids).tobytes()).digest()
 
 
 class BlockPool:

@@ -15,7 +15,8 @@ def check_all_free(pool: BlockPool) -> None:
 
 
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
-    """Raise RuntimeError unless those that run are in order, and every request runs, waits or awaits its last token."""
+    """Raise RuntimeError unless those that run are in order, and every request runs, waits or awaits its last token,
+    and foresees what it does next."""
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")
     ending = sum(request.status is RequestStatus.ENDING for request in requests)
@@ -24,3 +25,9 @@ def check_requests(requests: Collection[Request], running: Sequence[Request], nu
             f"{len(requests)} requests are known, but {len(running)} run, {num_waiting} wait "
             f"and {ending} await their last token"
         )
+    for request in requests:
+        if (request.even_computed, request.even_known) != request.foreseen():
+            raise RuntimeError(
+                f"request {request.request_id!r} foresees {(request.even_computed, request.even_known)}, "
+                f"but it is {request.foreseen()}"
+            )

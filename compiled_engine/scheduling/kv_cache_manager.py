@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from compiled_engine.scheduling.block_pool import BlockPool, chain_hashes
+from compiled_engine.scheduling.block_pool import BlockPool, hash_block
 from compiled_engine.scheduling.request import Request
 
 
@@ -89,10 +89,9 @@ class KVCacheManager:
         if num_full <= first or not self.enable_prefix_caching:
             return
         self._hash_blocks(request, num_full)
-        blocks = request.block_ids[first:num_full]
-        for block, block_hash in zip(blocks, request.block_hashes[first:num_full], strict=True):
-            self.pool.register(block, block_hash)
-        self._registered += blocks
+        for index in range(first, num_full):
+            self.pool.register(request.block_ids[index], request.block_hashes[index])
+        self._registered += request.block_ids[first:num_full]
         self._set_registered(request, num_full)
 
     def take_registered(self) -> list[int]:
@@ -151,7 +150,6 @@ class KVCacheManager:
 
     def _hash_blocks(self, request: Request, count: int) -> None:
         """Know the hashes of the first `count` blocks."""
-        hashes = request.block_hashes
-        if len(hashes) < count:
-            tokens = request.token_ids[len(hashes) * self.block_size : count * self.block_size]
-            hashes.extend(chain_hashes(hashes[-1] if hashes else None, tokens, self.block_size))
+        hashes, size = request.block_hashes, self.block_size
+        for start in range(len(hashes) * size, count * size, size):
+            hashes.append(hash_block(hashes[-1] if hashes else None, request.token_ids[start : start + size]))

@@ -42,6 +42,7 @@ class Request:
     block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
+    even_computed, even_known: see `foresee`.
     """
 
     request_id: str
@@ -64,6 +65,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     next_prompt_logprob: int = 1
+    even_computed: int = 0
+    even_known: int = 0
 
     @classmethod
     def of(cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int) -> Request:
@@ -71,7 +74,7 @@ class Request:
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
-        return cls(
+        made = cls(
             request_id=request.request_id,
             order=order,
             token_ids=list(request.prompt_token_ids),
@@ -84,6 +87,28 @@ class Request:
             masked=request.sampling_params.token_mask is not None,
             num_tokens=num_prompt_tokens,
         )
+        made.foresee()
+        return made
+
+    def foresee(self) -> None:
+        """To be called when its status or its blocks changed, it computed more than one token, or got its first.
+
+        While fewer than `even_computed` tokens are computed, its share of a step is one token that samples, in a block
+        that it has, and not the last. While fewer than `even_known` are known, the next one is neither the first that
+        it generates nor the last, unless by being one of ending_ids. So nearly every share of nearly every step takes
+        one comparison.
+        """
+        self.even_computed, self.even_known = self.foreseen()
+
+    def foreseen(self) -> tuple[int, int]:
+        """even_computed and even_known as they have to be."""
+        if self.masked or self.status is RequestStatus.FINISHED:
+            return 0, 0
+        last = self.max_num_tokens - 1
+        known = last if len(self.token_ids) > self.num_prompt_tokens else 0
+        if self.num_computed_tokens + 1 != self.num_tokens:  # not a decode
+            return 0, known
+        return self.num_slots if self.num_slots < last else last - 1, known
 
     @property
     def awaits_token(self) -> bool:

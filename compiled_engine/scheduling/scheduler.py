@@ -16,9 +16,10 @@ from __future__ import annotations
 import bisect
 import operator
 from collections import deque
+from itertools import compress
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine_io import EngineOutput, EngineRequest
+from compiled_engine.engine_io import EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.scheduling.integrity import check_all_free, check_requests
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.limits import check_fits, check_limits
@@ -30,7 +31,6 @@ from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
-_new_tuple = tuple.__new__  # what a NamedTuple's constructor calls, at half the cost
 _order = operator.attrgetter("order")
 
 
@@ -109,7 +109,7 @@ class Scheduler:
         budget = self._schedule_running(draft)
         if self._waiting and budget > 0:
             self._admit_waiting(draft, budget)
-        if not draft.single.requests and not draft.several.requests:
+        if not draft.singles and not draft.several.requests:
             return None
         counts = self._counts
         counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
@@ -134,22 +134,15 @@ class Scheduler:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
         running, budget = self._running, self._config.max_num_batched_tokens
         num_preemptions = self._counts.preemptions
-        # A decode in the blocks that it has is nearly every share of nearly every step.
-        add_request, add_start = draft.single.requests.append, draft.single.starts.append
-        add_count, add_samples = draft.single.counts.append, draft.single.samples.append
+        add_single, add_start = draft.singles.append, draft.single_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            end = start + 1
-            if end == request.num_tokens and start < request.num_slots and not request.masked:
-                add_request(request)
+            if start < request.even_computed:
+                add_single(request)
                 add_start(start)
-                add_count(1)
-                add_samples(True)
-                request.num_computed_tokens = end
-                request.num_tokens = end + 1
+                request.num_computed_tokens = start + 1
+                request.num_tokens += 1
                 budget -= 1
-                if end + 1 == request.max_num_tokens:
-                    self._last_share.append(request)
                 continue
             if request.masked and request.awaits_token:
                 budget -= 1  # as if it had its share: no more may be admitted than can run together
@@ -186,13 +179,15 @@ class Scheduler:
         end = request.num_computed_tokens = start + num_tokens
         samples = end == request.num_tokens
         draft.add(request, start, num_tokens, samples)
-        self._kv_cache.register(request)
+        if end >= request.next_block_end:
+            self._kv_cache.register(request)
         if samples:
             if request.masked:
                 draft.masked.append(request)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
+        request.foresee()
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the last running request; it waits in its old place to be computed again."""
@@ -203,8 +198,8 @@ class Scheduler:
         self._counts.preemptions += 1
         return request
 
-    def update(self, step: SchedulerOutput, result: RunnerOutput) -> list[EngineOutput]:
-        """Take in what a step produced; an output for each request that it gave something or ended.
+    def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
+        """Take in what a step produced: outputs of the requests that it gave something or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight.
         """
@@ -212,35 +207,45 @@ class Scheduler:
             raise RuntimeError(f"step {step.step} is not the oldest one in flight")
         in_flight = self._in_flight[0]
         num_finished = self._counts.finished
-        outputs = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
+        others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # Everything else is for requests that sample, and nearly always no more than the next token.
-        finished, add = RequestStatus.FINISHED, outputs.append
-        plain, mask_errors = not (result.logprobs or result.prompt_logprobs), in_flight.mask_errors
-        for request, token_id in zip(in_flight.sampling, result.token_ids, strict=True):
-            if request.status is finished:
+        plain, uneven = not (result.logprobs or result.prompt_logprobs), []
+        for index, (request, token_id) in enumerate(zip(in_flight.sampling, result.token_ids, strict=True)):
+            known = request.token_ids
+            if plain and len(known) < request.even_known and token_id not in request.ending_ids:
+                known.append(token_id)
+                if len(known) >= request.next_block_end:
+                    self._kv_cache.register(request)
                 continue
-            if mask_errors and request.request_id in mask_errors:
-                self._drop(request)
-                self._counts.aborted += 1
-                add(error_output(request, mask_errors[request.request_id], result))
-                continue
-            token_ids = request.token_ids
-            token_ids.append(token_id)
-            if len(token_ids) >= request.next_block_end:
-                self._kv_cache.register(request)
-            if plain and len(token_ids) < request.max_num_tokens and token_id not in request.ending_ids:
-                cached = request.num_cached_tokens
-                add(_new_tuple(EngineOutput, (request.request_id, (token_id,), None, None, None, None, cached)))
-            else:
-                output = token_output(request, token_id, result)
-                if output.finish_reason is not None:
-                    self._end(request)
-                    self._counts.finished += 1
-                add(output)
+            uneven.append(index)
+            if request.status is not RequestStatus.FINISHED:
+                others.append(self._take_token(request, token_id, in_flight, result))
+        request_ids, token_ids = in_flight.sampling_ids, result.token_ids
+        if uneven:
+            even = [True] * len(token_ids)
+            for index in uneven:
+                even[index] = False
+            request_ids, token_ids = list(compress(request_ids, even)), list(compress(token_ids, even))
         self._in_flight.popleft()
         if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
-        return outputs
+        return StepOutputs(request_ids, token_ids, others)
+
+    def _take_token(self, request: Request, token_id: int, step: StepInFlight, result: RunnerOutput) -> EngineOutput:
+        """Whatever the token brings with it."""
+        if request.request_id in step.mask_errors:
+            self._drop(request)
+            self._counts.aborted += 1
+            return error_output(request, step.mask_errors[request.request_id], result)
+        request.token_ids.append(token_id)
+        if len(request.token_ids) >= request.next_block_end:
+            self._kv_cache.register(request)
+        request.foresee()
+        output = token_output(request, token_id, result)
+        if output.finish_reason is not None:
+            self._end(request)
+            self._counts.finished += 1
+        return output
 
     def fail_step(self) -> None:
         """Take back the steps in flight, whose results will not come: who runs ends, removals are sent again."""
@@ -272,11 +277,13 @@ class Scheduler:
         elif request.status is not RequestStatus.ENDING:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        request.foresee()
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
         """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
         self._kv_cache.free(request)
+        request.foresee()
         self._removed.append(request.request_id)
 
     def metrics(self) -> dict[str, int | float]:

@@ -20,41 +20,55 @@ class Shares:
     counts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
 
-    def __add__(self, other: Shares) -> Shares:
-        return Shares(
-            self.requests + other.requests,
-            self.starts + other.starts,
-            self.counts + other.counts,
-            self.samples + other.samples,
-        )
-
 
 @dataclass(slots=True)
 class StepDraft:
     """A step that is being put together.
 
-    single: shares of one token; several: of more. masked: requests that sample and have a token mask.
+    singles: requests with a share of one token, which starts at `single_starts` and samples, but for those whose index
+    is in `held`. several: shares of more tokens. masked: requests that sample and have a token mask.
     """
 
-    single: Shares = field(default_factory=Shares)
+    singles: list[Request] = field(default_factory=list)
+    single_starts: list[int] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
     several: Shares = field(default_factory=Shares)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     masked: list[Request] = field(default_factory=list)
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
-        shares = self.single if count == 1 else self.several
-        shares.requests.append(request)
-        shares.starts.append(start)
-        shares.counts.append(count)
-        shares.samples.append(samples)
+        if count == 1:
+            if not samples:
+                self.held.append(len(self.singles))
+            self.singles.append(request)
+            self.single_starts.append(start)
+            return
+        several = self.several
+        several.requests.append(request)
+        several.starts.append(start)
+        several.counts.append(count)
+        several.samples.append(samples)
+
+    def shares(self) -> Shares:
+        """All of them, those of one token first."""
+        count, several = len(self.singles), self.several
+        samples = [True] * count
+        for index in self.held:
+            samples[index] = False
+        return Shares(
+            self.singles + several.requests,
+            self.single_starts + several.starts,
+            [1] * count + several.counts,
+            samples + several.samples,
+        )
 
 
 @dataclass(slots=True)
 class StepInFlight:
     """`output` as the runner has it, and the scheduler's side of it.
 
-    requests: in the order of the step, ended ones too. `sampling`: those of them that sample.
+    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
     registered_blocks: those that are in the prefix cache only because this step, or one before it, fills them.
     mask_errors: by request id, why a token mask failed; what the step yields for these is not used.
     """
@@ -62,6 +76,7 @@ class StepInFlight:
     output: SchedulerOutput
     requests: list[Request]
     sampling: list[Request]
+    sampling_ids: list[str]
     registered_blocks: list[int]
     mask_errors: dict[str, str]
 
@@ -75,7 +90,7 @@ class StepInFlight:
         token_masks: dict[str, np.ndarray],
         mask_errors: dict[str, str],
     ) -> StepInFlight:
-        shares = draft.single + draft.several if draft.several.requests else draft.single
+        shares = draft.shares()
         output = SchedulerOutput(
             step=number,
             removed=tuple(removed),
@@ -87,5 +102,8 @@ class StepInFlight:
             new_block_ids=draft.new_block_ids,
             token_masks=token_masks,
         )
-        sampling = list(compress(shares.requests, shares.samples))
-        return cls(output, shares.requests, sampling, registered_blocks, mask_errors)
+        sampling, sampling_ids = shares.requests, output.request_ids
+        if not all(shares.samples):
+            sampling = list(compress(sampling, shares.samples))
+            sampling_ids = list(compress(sampling_ids, shares.samples))
+        return cls(output, shares.requests, sampling, sampling_ids, registered_blocks, mask_errors)
