@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.collection import collection_paused
 from compiled_engine.graphs.graph_memory import MemoryReading
 from compiled_engine.graphs.memory_alias import alias_memory
 from compiled_engine.graphs.segments import SegmentedGraph
@@ -81,15 +81,12 @@ class CudaCapture:
     def session(self) -> Iterator[None]:
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
-        collecting = gc.isenabled()
-        gc.disable()  # it may free what must not be freed during a capture
         try:
-            with torch.cuda.stream(self._stream):
+            # A collection may free what must not be freed during a capture.
+            with collection_paused(), torch.cuda.stream(self._stream):
                 yield
         finally:
             outside.wait_stream(self._stream)
-            if collecting:
-                gc.enable()
 
     def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
         return self._segments(work, SegmentedGraph(), breaks=False)
