@@ -47,12 +47,12 @@ def rehearse(runner: Runner, workers: KernelWorkers, progress: Progress) -> None
 def _go_through(runner: Runner) -> None:
     scheduler = runner.config.scheduler
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    # Kernels differ by these sizes; above the last of them they do not.
-    for size in sorted({min(size, max_requests) for size in (*TOKEN_BUCKETS, 2 * FEW_TOKENS, max_requests)}):
-        _forward(runner, size, size, scheduler.max_model_len)
+    # Kernels differ by these sizes; above the last of them they do not. Those of prompts take the longest to compile.
     for size, max_seq_len in ((2 * TOKEN_BUCKETS[-1], 1), (2 * FEW_TOKENS, scheduler.max_model_len)):
         if max_tokens > 1:
             _forward(runner, min(max_tokens, size), 1, max_seq_len)
+    for size in sorted({min(size, max_requests) for size in (*TOKEN_BUCKETS, 2 * FEW_TOKENS, max_requests)}):
+        _forward(runner, size, size, scheduler.max_model_len)
     _inputs(runner)
 
 

@@ -13,10 +13,10 @@ from compiled_engine.sampling.sampler import SampledTokens, Sampler
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
 
+FILTERED = SamplingParams(top_k=20, top_p=0.9)
 # A bias makes the logits float32 copies, to be edited.
 WAYS = (
     SamplingParams(temperature=0.0),
-    SamplingParams(top_k=20, top_p=0.9),
     SamplingParams(logprobs=1),
     SamplingParams(logit_bias={0: 0.0}),
     SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
@@ -29,9 +29,15 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 
 
 def ways_of_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Each samples once, one row of such logits in one of the WAYS."""
-    for params in WAYS:
-        yield partial(sample_once, params, torch.zeros(1, vocab_size, dtype=dtype, device=device))
+    """Each samples once, one row of such logits in one of the WAYS; those that take the longest come first."""
+    yield from (
+        partial(_sample_zeros, FILTERED, vocab_size, each, device) for each in dict.fromkeys((torch.float32, dtype))
+    )
+    yield from (partial(_sample_zeros, params, vocab_size, dtype, device) for params in WAYS)
+
+
+def _sample_zeros(params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SampledTokens:
+    return sample_once(params, torch.zeros(1, vocab_size, dtype=dtype, device=device))
 
 
 @torch.inference_mode()
