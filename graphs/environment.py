@@ -32,6 +32,7 @@ SOURCE_MODULES = (
     "attention.inputs",
     "attention.op",
     "models.families",
+    "models.layer_stack",
     "models.layers",
     "models.llama",
     "models.qwen3",

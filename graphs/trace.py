@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs import compat
 from compiled_engine.graphs.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.record import SymbolRecord, symbols
+from compiled_engine.graphs.repeated_layers import repeat_layers, traced_layers
 from compiled_engine.graphs.structured_trace import current_compile_id
 from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.graph_pass import CompileRange
@@ -95,6 +96,22 @@ def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
 
     Raises GuardError when the graph would not be valid for every size in the declared range.
     """
+    layers = traced_layers(model)
+    if layers is not None:
+        with layers.alone():
+            traced = _trace(model, replace(inputs, kv_caches=[inputs.kv_caches[number] for number in layers.numbers]))
+        if repeat_layers(traced.module.graph, layers):
+            traced.module.recompile()
+            return replace(
+                traced,
+                symbols=symbols(traced.module.graph, _declared_sizes(inputs)),
+                dynamo_graph=f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
+                + traced.dynamo_graph,
+            )
+    return _trace(model, inputs)
+
+
+def _trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
     declared = _declared_sizes(inputs)
     tensors = inputs.by_name()
     for (name, dim), size in declared.items():

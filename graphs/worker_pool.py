@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping
-from queue import SimpleQueue
+from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
@@ -21,8 +22,10 @@ class WorkerPool:
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
         self._workers: list[WorkerProcess] = []
-        self._idle: SimpleQueue[WorkerProcess | None] = SimpleQueue()
-        self._lost, self._lock = 0, Lock()
+        self._lock = Lock()
+        self._idle: deque[WorkerProcess] = deque()
+        self._waiting: deque[Future[WorkerProcess | None]] = deque()  # the first to ask is the first to get one
+        self._left = 0
         try:
             for number in range(count):
                 self._workers.append(WorkerProcess(module, number, environment))
@@ -37,27 +40,49 @@ class WorkerPool:
         """Tell all of them what holds for every question; to be called once, before `ask`."""
         for worker in self._workers:
             worker.send(message)
-            self._idle.put(worker)
-        if not self._workers:
-            self._idle.put(None)
+        with self._lock:
+            self._left = len(self._workers)
+            self._idle.extend(self._workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """The answer of whichever is idle first, with its number as "worker"; None if it ended, or if all have."""
-        worker = self._idle.get()
+        worker = self._take()
         if worker is None:
-            self._idle.put(None)  # for the next one to ask
             return None
         try:
             answer = worker.ask(message)
         except WorkerEnded as error:
             log.warning("%s", error)
-            with self._lock:
-                self._lost += 1
-                if self._lost == len(self._workers):
-                    self._idle.put(None)
+            self._lose()
             return None
-        self._idle.put(worker)
+        except BaseException:  # an interrupt: its answer is still to come
+            self._lose()
+            raise
+        self._give(worker)
         return answer | {"worker": worker.number}
+
+    def _take(self) -> WorkerProcess | None:
+        with self._lock:
+            if not self._left:
+                return None
+            if self._idle:
+                return self._idle.popleft()
+            turn: Future[WorkerProcess | None] = Future()
+            self._waiting.append(turn)
+        return turn.result()
+
+    def _give(self, worker: WorkerProcess) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set_result(worker)
+            else:
+                self._idle.append(worker)
+
+    def _lose(self) -> None:
+        with self._lock:
+            self._left -= 1
+            while not self._left and self._waiting:
+                self._waiting.popleft().set_result(None)
 
     def close(self) -> None:
         """End them."""

@@ -8,6 +8,7 @@ from torch import nn
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attention
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.layer_stack import LayerStack
 from compiled_engine.models.layers import RMSNorm, SwiGLU, rotate
 from compiled_engine.models.rope import RotaryEmbedding
 
@@ -69,7 +70,7 @@ class LlamaModel(nn.Module):
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
-        self.layers = nn.ModuleList(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = LayerStack(DecoderLayer(config, layer) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(
@@ -81,8 +82,7 @@ class LlamaModel(nn.Module):
     ) -> torch.Tensor:
         x_TD = self.embed_tokens(input_ids_T)
         cos_T1d, sin_T1d = self.rotary_emb(positions_T)
-        for layer, kv_cache_N2PKd in zip(self.layers, kv_caches, strict=True):
-            x_TD = layer(x_TD, cos_T1d, sin_T1d, inputs, kv_cache_N2PKd)
+        x_TD = self.layers(x_TD, cos_T1d, sin_T1d, inputs, kv_caches)
         return self.norm(x_TD)
 
 

@@ -69,12 +69,13 @@ def run_passes(
     VerificationError in verify mode when a rewrite computes something else.
     """
     reports = []
+    text = graph_text(graph)
     for graph_pass in passes:
         reason = _why_not(graph_pass, enabled, compile_range, device, profile)
         if reason is not None:
             reports.append(PassReport(graph_pass.name, graph_pass.name in enabled, False, reason))
             continue
-        report = _run(graph_pass, graph, model, compile_range, device, verify)
+        report, text = _run(graph_pass, graph, text, model, compile_range, device, verify)
         reports.append(report)
         if strict:
             require_contracts(compile_range, (report,))
@@ -110,20 +111,21 @@ def _why_not(
 def _run(
     graph_pass: GraphPass,
     graph: fx.Graph,
+    text: list[str],
     model: ModelConfig,
     compile_range: CompileRange,
     device: torch.device,
     verify: bool,
-) -> PassReport:
+) -> tuple[PassReport, list[str]]:
+    """text: of the graph. Returns the report, and the text of what the graph is now."""
     before = copy_of(graph) if verify else None
-    text = graph_text(graph)
     start = time.perf_counter()
     result = graph_pass.run(graph)
     graph.lint()
     seconds = time.perf_counter() - start
     verified = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device) if before else 0
     after = graph_text(graph)
-    return PassReport(
+    report = PassReport(
         name=graph_pass.name,
         enabled=True,
         applied=True,
@@ -136,6 +138,7 @@ def _run(
         diff=graph_diff(text, after),
         verified=verified,
     )
+    return report, after
 
 
 def pass_uuid(graph_pass: GraphPass) -> str:

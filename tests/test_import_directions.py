@@ -27,7 +27,11 @@ DECLARATIONS = {
 ALLOWED = {
     "compiled_engine.models": ("compiled_engine.models",),
     "compiled_engine.passes": ("compiled_engine.passes",),
-    "compiled_engine.graphs": ("compiled_engine.graphs", "compiled_engine.passes"),
+    "compiled_engine.graphs": (
+        "compiled_engine.graphs",
+        "compiled_engine.passes",
+        "compiled_engine.models.layer_stack",
+    ),
     "compiled_engine.attention": ("compiled_engine.attention",),
     "compiled_engine.scheduling": (
         "compiled_engine.scheduling",

@@ -1,0 +1,178 @@
+"""Few layers are traced, and what comes out is what a trace of all of them gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_compile import tiny_config
+from torch import nn
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs import trace as trace_module
+from compiled_engine.graphs.build import apply_passes, compile_ranges
+from compiled_engine.graphs.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.make_plan import make_plan
+from compiled_engine.graphs.repeated_layers import traced_layers
+from compiled_engine.graphs.split import split
+from compiled_engine.graphs.trace import TracedGraph, trace
+from compiled_engine.models.families import FAMILIES
+from compiled_engine.models.layer_stack import LayerStack
+from compiled_engine.models.registry import build_model
+
+FULL, WINDOW = None, 8
+
+
+def model_of(config: EngineConfig) -> nn.Module:
+    return without_storage(build_model(config.model), config.device)
+
+
+def stack_of(model: nn.Module) -> LayerStack:
+    (stack,) = [module for module in model.modules() if isinstance(module, LayerStack)]
+    return stack
+
+
+def with_windows(config: EngineConfig, windows: tuple[int | None, ...]) -> EngineConfig:
+    return replace(config, model=replace(config.model, num_layers=len(windows), sliding_windows=windows))
+
+
+def versions(config: EngineConfig, traced: TracedGraph) -> list[tuple[str, dict[str, str]]]:
+    """Plan and pieces of every range."""
+    found = []
+    for compile_range in compile_ranges(config):
+        module, _ = apply_passes(config, traced, compile_range)
+        plan, pieces = make_plan(module.graph, split(module.graph))
+        found.append((plan.to_json(), pieces))
+    return found
+
+
+def both_ways(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], Any] = lambda model: None
+) -> tuple[TracedGraph, TracedGraph, int]:
+    """The trace as it is and one of all layers, and how many layers Dynamo went through for the first."""
+    models = [model_of(config), model_of(config)]
+    for model in models:
+        change(model)
+    names = [[name for name, _ in model.named_parameters()] for model in models]
+    passed = []
+    run = trace_module._run_dynamo
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            trace_module,
+            "_run_dynamo",
+            lambda model, inputs: (passed.append(len(inputs.kv_caches)), run(model, inputs))[1],
+        )
+        few = trace(models[0], example_inputs(config))
+    with monkeypatch.context() as patched:
+        patched.setattr(trace_module, "traced_layers", lambda model: None)
+        every = trace(models[1], example_inputs(config))
+    assert names == [[name for name, _ in model.named_parameters()] for model in models]  # the model is as it was
+    return few, every, sum(passed)
+
+
+@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(architecture, 9, torch.bfloat16)
+    config = replace(config, compile=replace(config.compile, small_ranges=((1, 8),)))
+    few, every, num_traced = both_ways(config, monkeypatch)
+    assert num_traced == 3
+    assert versions(config, few) == versions(config, every)
+    assert few.symbols == every.symbols
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_traced"),
+    [
+        ((FULL,) * 3, 3),
+        ((FULL,) * 4, 3),
+        ((FULL,) * 5 + (WINDOW,) * 4, 6),
+        ((FULL,) + (WINDOW,) * 6, 4),
+        ((FULL,) * 6 + (WINDOW,) * 2 + (FULL,), 6),
+        ((FULL, WINDOW) * 3, 6),
+    ],
+)
+def test_each_stretch_of_alike_layers_is_traced(
+    windows: tuple[int | None, ...], num_traced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = with_windows(tiny_config("Qwen2ForCausalLM"), windows)
+    few, every, found = both_ways(config, monkeypatch)
+    assert found == num_traced
+    assert versions(config, few) == versions(config, every)
+
+
+def no_bias(layer: Any) -> None:
+    layer.self_attn.q_proj.bias = None
+
+
+def other_eps(layer: Any) -> None:
+    layer.input_layernorm.eps = 0.5
+
+
+def other_class(layer: Any) -> None:
+    layer.mlp.down_proj = nn.Sequential(layer.mlp.down_proj)
+
+
+@pytest.mark.parametrize(("number", "change"), [(0, other_eps), (1, no_bias), (4, other_class), (7, no_bias)])
+def test_a_layer_that_is_unlike_its_neighbours(
+    number: int, change: Callable[[nn.Module], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("Qwen2ForCausalLM", 8)
+    few, every, num_traced = both_ways(config, monkeypatch, lambda model: change(stack_of(model)[number]))
+    assert num_traced < 8
+    assert versions(config, few) == versions(config, every)
+
+
+def share_weights(model: nn.Module) -> None:
+    first: Any = stack_of(model)[0]
+    for layer in stack_of(model):
+        layer.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+
+
+class _Sly(float):
+    """Equal to any other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = float.__hash__
+
+
+def pretend(model: nn.Module) -> None:
+    for number, layer in enumerate(stack_of(model)):
+        layer.input_layernorm.eps = _Sly(0.5 if number == 1 else 0.25)  # type: ignore[union-attr]
+
+
+def change_the_stack(model: Any) -> None:
+    """A loop of its own may do as it likes with any layer."""
+
+    class Stack(LayerStack):
+        def forward(self, x_TD: torch.Tensor, *arguments: Any) -> torch.Tensor:
+            *shared, kv_caches = arguments
+            for number, layer in enumerate(self):
+                x_TD = layer(x_TD * 2 if number == 5 else x_TD, *shared, kv_caches[number])
+            return x_TD
+
+    model.model.layers = Stack(list(model.model.layers))
+
+
+@pytest.mark.parametrize(("change", "num_traced"), [(share_weights, 3 + 8), (pretend, 3 + 8), (change_the_stack, 8)])
+def test_all_layers_are_traced_where_they_do_not_repeat(
+    change: Callable[[nn.Module], None], num_traced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("LlamaForCausalLM", 8)
+    few, every, found = both_ways(config, monkeypatch, change)
+    assert found == num_traced
+    assert versions(config, few) == versions(config, every)
+
+
+def test_the_model_has_all_its_layers_after_a_failure() -> None:
+    model = model_of(tiny_config(num_layers=8))
+    layers = traced_layers(model)
+    assert layers is not None
+    before = list(layers.stack)
+    with pytest.raises(ZeroDivisionError), layers.alone():
+        raise ZeroDivisionError
+    assert list(layers.stack) == before

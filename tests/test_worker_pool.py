@@ -1,0 +1,96 @@
+"""Who asks first is served first, and nobody waits for workers that are gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from compiled_engine.graphs import worker_pool
+from compiled_engine.graphs.worker_pool import WorkerPool
+from compiled_engine.graphs.worker_process import WorkerEnded
+
+
+class Worker:
+    """Answers when it is told to."""
+
+    asked: list[int]
+
+    def __init__(self, module: str, number: int, environment: Any):
+        self.number = number
+        self.answers: list[Future[dict[str, Any]]] = []
+        self.busy = threading.Semaphore(0)
+
+    def send(self, message: dict[str, Any]) -> None: ...
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(message["n"])
+        answer: Future[dict[str, Any]] = Future()
+        self.answers.append(answer)
+        self.busy.release()
+        return answer.result(60)
+
+    def close(self) -> None: ...
+
+
+Ask = Callable[[int], Future[Any]]
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[list[Worker], WorkerPool]]:
+    monkeypatch.setattr(worker_pool, "WorkerProcess", Worker)
+    monkeypatch.setattr(Worker, "asked", [], raising=False)
+
+    def start(count: int) -> tuple[list[Worker], WorkerPool]:
+        pool = WorkerPool("nowhere", count)
+        pool.begin({})
+        return pool._workers, pool  # type: ignore[return-value]
+
+    return start
+
+
+def ask_in_order(pool: WorkerPool, threads: ThreadPoolExecutor, count: int, at_once: int) -> list[Future[Any]]:
+    """Ask `count` questions, each once the one before it waits, where `at_once` are answered."""
+    futures = []
+    for n in range(count):
+        futures.append(threads.submit(pool.ask, {"n": n}))
+        while len(pool._waiting) + min(len(Worker.asked), at_once) <= n:
+            pass
+    return futures
+
+
+def test_the_first_to_ask_is_the_first_to_be_answered(started: Any) -> None:
+    (worker,), pool = started(1)
+    with ThreadPoolExecutor(20) as threads:
+        futures = ask_in_order(pool, threads, 20, 1)
+        for n in range(20):
+            assert worker.busy.acquire(timeout=60)
+            worker.answers[n].set_result({"seconds": n})
+        assert [future.result(60)["seconds"] for future in futures] == list(range(20))
+    assert Worker.asked == list(range(20))
+
+
+def test_those_that_wait_are_told_when_the_last_worker_ends(started: Any) -> None:
+    workers, pool = started(2)
+    with ThreadPoolExecutor(5) as threads:
+        futures = ask_in_order(pool, threads, 5, 2)
+        for worker in workers:
+            assert worker.busy.acquire(timeout=60)
+        workers[0].answers[0].set_exception(WorkerEnded("gone"))
+        assert futures[0].result(60) is None
+        workers[1].answers[0].set_result({"seconds": 1})
+        assert futures[1].result(60) == {"seconds": 1, "worker": 1}
+        assert workers[1].busy.acquire(timeout=60)
+        workers[1].answers[1].set_exception(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            futures[2].result(60)
+        assert [future.result(60) for future in futures[3:]] == [None, None]
+    assert pool.ask({"n": 5}) is None
+
+
+def test_without_workers_nobody_waits(started: Any) -> None:
+    _, pool = started(0)
+    assert pool.ask({"n": 0}) is None
