@@ -1,4 +1,4 @@
-"""Layers that are alike are traced two or three times, and the graph repeats what was traced for the others.
+"""Of layers that are alike three are traced, and the graph repeats what was traced for the others.
 
 A trace takes a fixed time for each op, so a model of 36 layers took ten times as long as one of three. A `LayerStack`
 applies its layers one after another and in the same way, so layers whose modules are alike give the same ops. Of each
@@ -9,7 +9,8 @@ have to be traced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,8 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from compiled_engine.models.layer_stack import LayerStack
 from compiled_engine.passes.graph_inputs import Source, source_of
 
-# Of a stretch of alike layers; at least one more pays for the comparison.
-TRACED = 3
+Segments = dict[int, list[fx.Node]]
 
 
 @dataclass(frozen=True)
@@ -37,27 +37,37 @@ class TracedLayers:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Within this context the stack has no other layers, and these are numbered from 0."""
-        layers = list(self.stack)
-        _replace_layers(self.stack, [layers[number] for number in self.numbers])
+        """Within this context the stack applies no other layers."""
+        self.stack.only = self.numbers
         try:
             yield
         finally:
-            _replace_layers(self.stack, layers)
+            self.stack.only = None
 
-    def layer_of(self, source: Source) -> int | None:
-        """To which of the traced layers a graph input belongs."""
-        for prefix in (f"{self.path}.", "kv_caches."):
-            if source.kind != "size" and source.name.startswith(prefix):
-                return int(source.name.removeprefix(prefix).split(".")[0])
-        return None
+    def gaps(self) -> list[tuple[int, int, int]]:
+        """Where layers are missing: the two that were traced before them, and the one behind."""
+        numbers = self.numbers
+        return [
+            (before, last, after)
+            for (before, last), after in zip(pairwise(numbers), numbers[2:], strict=False)
+            if after > last + 1
+        ]
 
-    def renumbered(self, source: Source, layer: int, number: int) -> Source:
+    def layer_of(self, node: fx.Node) -> int | None:
+        """The layer that a graph input belongs to; None for any other node."""
+        if node.op != "placeholder" or source_of(node).kind == "size":
+            return None
+        found = self._numbered(source_of(node))
+        return int(found["layer"]) if found else None
+
+    def of_layer(self, source: Source, layer: int) -> Source:
         """The same input of another layer."""
-        for prefix in (f"{self.path}.", "kv_caches."):
-            if source.name == f"{prefix}{layer}" or source.name.startswith(f"{prefix}{layer}."):
-                return replace(source, name=f"{prefix}{number}{source.name.removeprefix(f'{prefix}{layer}')}")
-        return source
+        found = self._numbered(source)
+        assert found is not None
+        return replace(source, name=f"{found['owner']}.{layer}{found['rest']}")
+
+    def _numbered(self, source: Source) -> re.Match[str] | None:
+        return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", source.name)
 
 
 def traced_layers(model: nn.Module) -> TracedLayers | None:
@@ -66,99 +76,90 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
     if len(stacks) != 1:
         return None
     path, stack = stacks[0]
+    if _shares(stack):
+        return None
     stretches: list[list[int]] = []
     for number, layer in enumerate(stack):
         if stretches and _alike(stack[stretches[-1][0]], layer):
             stretches[-1].append(number)
         else:
             stretches.append([number])
-    numbers: list[int] = []
-    for stretch in stretches:
-        numbers += stretch if len(stretch) <= TRACED else [*stretch[: TRACED - 1], stretch[-1]]
+    numbers = [number for stretch in stretches for number in dict.fromkeys((*stretch[:2], stretch[-1]))]
     return TracedLayers(stack, path, tuple(numbers)) if len(numbers) < len(stack) else None
 
 
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
     """Give the graph of the traced layers all the others. False, and no change, if layers do not repeat one another."""
     segments = _segments(graph, layers)
-    if segments is None:
+    if segments is None or not all(_repeats(segments, gap, layers) for gap in layers.gaps()):
         return False
-    gaps = [k for k, (number, following) in enumerate(pairwise(layers.numbers)) if following > number + 1]
-    if not all(_repeats(segments, k, layers) for k in gaps):
-        return False
-    placeholders: list[list[fx.Node]] = [[] for _ in layers.numbers]
-    for node in graph.find_nodes(op="placeholder"):
-        layer = layers.layer_of(source_of(node))
-        if layer is not None:
-            placeholders[layer].append(node)
-    for k in gaps:
-        _fill(graph, segments, placeholders[k], k, layers)
-    for node in [node for nodes in placeholders for node in nodes]:
-        layer = layers.layer_of(source_of(node))
-        assert layer is not None
-        node.meta["source"] = layers.renumbered(source_of(node), layer, layers.numbers[layer])
+    for gap in layers.gaps():
+        _fill(graph, segments, gap, layers)
     graph.lint()
     return True
 
 
-def _replace_layers(stack: LayerStack, layers: Sequence[nn.Module]) -> None:
-    del stack[:]
-    stack.extend(layers)
+def _shares(stack: LayerStack) -> bool:
+    """Whether a module or a parameter is there twice, so that layers are more than their own."""
+    modules, parameters = stack.named_modules, stack.named_parameters
+    return any(len([*all_of(remove_duplicate=False)]) > len([*all_of()]) for all_of in (modules, parameters))
 
 
 def _alike(first: nn.Module, second: nn.Module) -> bool:
     """Whether two modules are of the same class, with equal settings, equally shaped parameters, and alike children."""
     held = ("_parameters", "_buffers", "_modules")
-    settings = [{k: v for k, v in vars(module).items() if k not in held} for module in (first, second)]
-    tensors = [
-        [
-            (name, None if t is None else (t.shape, t.dtype, t.device))
-            for name, t in (module._parameters | module._buffers).items()
-        ]
-        for module in (first, second)
-    ]
-    children = [list(module.named_children()) for module in (first, second)]
+    settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
+    children, other_children = (list(module.named_children()) for module in (first, second))
     return (
         type(first) is type(second)
-        and settings[0] == settings[1]
-        and tensors[0] == tensors[1]
-        and [name for name, _ in children[0]] == [name for name, _ in children[1]]
-        and all(_alike(one, other) for (_, one), (_, other) in zip(*children, strict=True))
+        and settings.keys() == other_settings.keys()
+        and all(_equal(value, other_settings[name]) for name, value in settings.items())
+        and _tensors(first) == _tensors(second)
+        and [name for name, _ in children] == [name for name, _ in other_children]
+        and all(_alike(one, other) for (_, one), (_, other) in zip(children, other_children, strict=True))
     )
 
 
-def _segments(graph: fx.Graph, layers: TracedLayers) -> list[list[fx.Node]] | None:
-    """The graph's ops in order, in one list for each traced layer, which begins where one of its inputs is first used.
+def _equal(first: Any, second: Any) -> bool:
+    try:
+        return type(first) is type(second) and bool(first == second)
+    except Exception:  # tensors, for example, have no one answer
+        return False
 
-    None if a layer's inputs are used after those of a later one. Ops before the first layer are in no list.
+
+def _tensors(module: nn.Module) -> list[Any]:
+    """What the trace sees of a module's own parameters and buffers."""
+    own = module._parameters | module._buffers
+    return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]
+
+
+def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
+    """The graph's ops in order, by layer; a layer begins where one of its inputs is first used.
+
+    Ops before the first layer are in no segment. None if a layer's inputs are used after those of a later one, or
+    those of a layer that was not to be traced.
     """
-    segments: list[list[fx.Node]] = [[] for _ in layers.numbers]
-    current = -1
+    segments: Segments = {number: [] for number in layers.numbers}
+    current: int | None = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        used = [_layer(argument, layers) for argument in node.all_input_nodes]
-        for layer in [layer for layer in used if layer is not None]:
-            if layer < current:
-                return None
-            current = layer
-        if current >= 0:
+        for layer in map(layers.layer_of, node.all_input_nodes):
+            if layer is not None:
+                if layer not in segments or (current is not None and layer < current):
+                    return None
+                current = layer
+        if current is not None:
             segments[current].append(node)
     return segments
 
 
-def _layer(node: fx.Node, layers: TracedLayers) -> int | None:
-    return layers.layer_of(source_of(node)) if node.op == "placeholder" else None
-
-
-def _repeats(segments: list[list[fx.Node]], k: int, layers: TracedLayers) -> bool:
-    """Whether segment k does to the one before it what that does to the one before that, and nothing after k looks
-    behind it."""
-    if k == 0:
-        return False
-    before, segment = segments[k - 1], segments[k]
+def _repeats(segments: Segments, gap: tuple[int, int, int], layers: TracedLayers) -> bool:
+    """Whether the last layer before a gap does to what the one before it left what that one does to what it found, and
+    each hands on to the next one alone."""
+    before, last, after = (segments[layer] for layer in gap)
     place_before = {node: i for i, node in enumerate(before)}
-    place = {node: i for i, node in enumerate(segment)}
+    place = {node: i for i, node in enumerate(last)}
 
     def same(first: Any, second: Any) -> bool:
         if isinstance(second, fx.Node):
@@ -168,58 +169,48 @@ def _repeats(segments: list[list[fx.Node]], k: int, layers: TracedLayers) -> boo
                 return place_before.get(first) == place[second]
             if second in place_before:  # what comes from one layer to the next
                 return first not in place_before and first.op != "placeholder"
-            layer = _layer(second, layers)
-            if layer is None:
+            if layers.layer_of(second) is None:
                 return first is second
-            return _layer(first, layers) == k - 1 and _is_renumbered(first, second, k, layers)
+            return layers.layer_of(first) == gap[0] and source_of(first) == layers.of_layer(source_of(second), gap[0])
         if isinstance(second, list | tuple):
             return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
         if isinstance(second, dict):
             return first.keys() == second.keys() and all(same(first[key], second[key]) for key in second)
         return type(first) is type(second) and first == second
 
-    if len(before) != len(segment):
-        return False
-    if not all(
-        one.op == other.op
-        and one.target == other.target
-        and same(one.args, other.args)
-        and same(one.kwargs, other.kwargs)
-        for one, other in zip(before, segment, strict=True)
-    ):
-        return False
-    inside = {*before, *segment}
-    return all(user in inside for node in before for user in node.users)
+    def same_op(first: fx.Node, second: fx.Node) -> bool:
+        same_target = first.op == second.op and first.target == second.target
+        return same_target and same(first.args, second.args) and same(first.kwargs, second.kwargs)
+
+    readers = ((before, {*before, *last}), (last, {*last, *after}))
+    return (
+        len(before) == len(last)
+        and all(map(same_op, before, last))
+        and all(user in allowed for nodes, allowed in readers for node in nodes for user in node.users)
+    )
 
 
-def _is_renumbered(first: fx.Node, second: fx.Node, k: int, layers: TracedLayers) -> bool:
-    return layers.renumbered(source_of(second), k, k - 1) == source_of(first)
-
-
-def _fill(
-    graph: fx.Graph, segments: list[list[fx.Node]], placeholders: list[fx.Node], k: int, layers: TracedLayers
-) -> None:
-    """Put copies of segment k behind it, for the layers up to the next one that was traced."""
-    before, segment, following = segments[k - 1], segments[k], segments[k + 1][0]
-    inside = set(segment)
-    users = [[user for user in node.users if user not in inside] for node in segment]
-    last_input, newest = placeholders[-1], segment
-    for number in range(layers.numbers[k] + 1, layers.numbers[k + 1]):
+def _fill(graph: fx.Graph, segments: Segments, gap: tuple[int, int, int], layers: TracedLayers) -> None:
+    """Put copies of the last layer before a gap into it."""
+    before, last, after = (segments[layer] for layer in gap)
+    inputs = [node for node in graph.find_nodes(op="placeholder") if layers.layer_of(node) == gap[1]]
+    following = set(after)
+    users = [[user for user in node.users if user in following] for node in last]
+    last_input, newest = inputs[-1], last
+    for layer in range(gap[1] + 1, gap[2]):
         copies = dict(zip(before, newest, strict=True))  # what the layer before left
-        for node in placeholders:
+        for node in inputs:
             with graph.inserting_after(last_input):
-                last_input = copies[node] = graph.placeholder(f"{node.target}_layer_{number}")
-            last_input.meta = node.meta | {
-                "source": layers.renumbered(source_of(node), k, number),
-                "val": _another(node.meta["val"]),
-            }
-        with graph.inserting_before(following):
-            for node in segment:
+                last_input = copies[node] = graph.placeholder(f"{node.target}_layer_{layer}")
+            source, fake = layers.of_layer(source_of(node), layer), _another(node.meta["val"])
+            last_input.meta = node.meta | {"source": source, "val": fake}
+        with graph.inserting_before(after[0]):
+            for node in last:
                 copies[node] = graph.node_copy(node, partial(_copied, copies))
-        newest = [copies[node] for node in segment]
-    for node, last, behind in zip(segment, newest, users, strict=True):
+        newest = [copies[node] for node in last]
+    for node, newest_node, behind in zip(last, newest, users, strict=True):
         for user in behind:
-            user.replace_input_with(node, last)
+            user.replace_input_with(node, newest_node)
 
 
 def _copied(copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

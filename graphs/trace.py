@@ -99,15 +99,11 @@ def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
     layers = traced_layers(model)
     if layers is not None:
         with layers.alone():
-            traced = _trace(model, replace(inputs, kv_caches=[inputs.kv_caches[number] for number in layers.numbers]))
+            traced = _trace(model, inputs)
         if repeat_layers(traced.module.graph, layers):
             traced.module.recompile()
-            return replace(
-                traced,
-                symbols=symbols(traced.module.graph, _declared_sizes(inputs)),
-                dynamo_graph=f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
-                + traced.dynamo_graph,
-            )
+            note = f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
+            return replace(traced, dynamo_graph=note + traced.dynamo_graph)
     return _trace(model, inputs)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -9,10 +11,13 @@ from compiled_engine.attention.inputs import AttentionInputs
 
 
 class LayerStack(nn.ModuleList):
-    """Decoder layers, each applied to what the one before it returned: layers that are alike do alike.
+    """Decoder layers, each applied to what the one before it returned.
 
-    So the compiler need not trace them all (graphs/repeated_layers.py).
+    Layers that are alike do alike, so the compiler traces few of them (graphs/repeated_layers.py): `only` says which,
+    while it does. An attribute that differs from layer to layer, such as its number, makes them unlike: all are traced.
     """
+
+    only: Sequence[int] | None = None
 
     def forward(
         self,
@@ -22,6 +27,9 @@ class LayerStack(nn.ModuleList):
         inputs: AttentionInputs,
         kv_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        for layer, kv_cache_N2PKd in zip(self, kv_caches, strict=True):
-            x_TD = layer(x_TD, cos_T1d, sin_T1d, inputs, kv_cache_N2PKd)
+        """Raises ValueError unless there is a cache for each layer."""
+        if len(kv_caches) != len(self):
+            raise ValueError(f"there are {len(kv_caches)} KV caches for {len(self)} layers")
+        for layer in range(len(self)) if self.only is None else self.only:
+            x_TD = self[layer](x_TD, cos_T1d, sin_T1d, inputs, kv_caches[layer])
         return x_TD

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_compile import tiny_config
-from torch import nn
+from torch import fx, nn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs import trace as trace_module
@@ -18,10 +18,12 @@ from compiled_engine.graphs.example_inputs import example_inputs, without_storag
 from compiled_engine.graphs.make_plan import make_plan
 from compiled_engine.graphs.repeated_layers import traced_layers
 from compiled_engine.graphs.split import split
-from compiled_engine.graphs.trace import TracedGraph, trace
+from compiled_engine.graphs.trace import ForwardInputs, TracedGraph, trace
 from compiled_engine.models.families import FAMILIES
 from compiled_engine.models.layer_stack import LayerStack
+from compiled_engine.models.llama import LlamaModel
 from compiled_engine.models.registry import build_model
+from compiled_engine.passes.graph_inputs import source_of
 
 FULL, WINDOW = None, 8
 
@@ -39,7 +41,7 @@ def with_windows(config: EngineConfig, windows: tuple[int | None, ...]) -> Engin
     return replace(config, model=replace(config.model, num_layers=len(windows), sliding_windows=windows))
 
 
-def versions(config: EngineConfig, traced: TracedGraph) -> list[tuple[str, dict[str, str]]]:
+def plans(config: EngineConfig, traced: TracedGraph) -> list[tuple[str, dict[str, str]]]:
     """Plan and pieces of every range."""
     found = []
     for compile_range in compile_ranges(config):
@@ -49,6 +51,17 @@ def versions(config: EngineConfig, traced: TracedGraph) -> list[tuple[str, dict[
     return found
 
 
+def ops(traced: TracedGraph) -> list[Any]:
+    """The graph with nodes by their places, whatever they are called."""
+    place = {node: i for i, node in enumerate(traced.module.graph.nodes)}
+    return [
+        source_of(node)
+        if node.op == "placeholder"
+        else (str(node.target), fx.map_arg((node.args, node.kwargs), place.get))
+        for node in traced.module.graph.nodes
+    ]
+
+
 def both_ways(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, change: Callable[[nn.Module], Any] = lambda model: None
 ) -> tuple[TracedGraph, TracedGraph, int]:
@@ -56,21 +69,21 @@ def both_ways(
     models = [model_of(config), model_of(config)]
     for model in models:
         change(model)
-    names = [[name for name, _ in model.named_parameters()] for model in models]
-    passed = []
+    num_layers: list[int] = []
     run = trace_module._run_dynamo
+
+    def counting(model: nn.Module, inputs: ForwardInputs) -> Any:
+        num_layers.append(len(stack_of(model).only or stack_of(model)))
+        return run(model, inputs)
+
     with monkeypatch.context() as patched:
-        patched.setattr(
-            trace_module,
-            "_run_dynamo",
-            lambda model, inputs: (passed.append(len(inputs.kv_caches)), run(model, inputs))[1],
-        )
+        patched.setattr(trace_module, "_run_dynamo", counting)
         few = trace(models[0], example_inputs(config))
+    assert stack_of(models[0]).only is None
     with monkeypatch.context() as patched:
         patched.setattr(trace_module, "traced_layers", lambda model: None)
         every = trace(models[1], example_inputs(config))
-    assert names == [[name for name, _ in model.named_parameters()] for model in models]  # the model is as it was
-    return few, every, sum(passed)
+    return few, every, sum(num_layers)
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
@@ -79,7 +92,7 @@ def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypat
     config = replace(config, compile=replace(config.compile, small_ranges=((1, 8),)))
     few, every, num_traced = both_ways(config, monkeypatch)
     assert num_traced == 3
-    assert versions(config, few) == versions(config, every)
+    assert plans(config, few) == plans(config, every)
     assert few.symbols == every.symbols
 
 
@@ -100,7 +113,7 @@ def test_each_stretch_of_alike_layers_is_traced(
     config = with_windows(tiny_config("Qwen2ForCausalLM"), windows)
     few, every, found = both_ways(config, monkeypatch)
     assert found == num_traced
-    assert versions(config, few) == versions(config, every)
+    assert ops(few) == ops(every)
 
 
 def no_bias(layer: Any) -> None:
@@ -122,13 +135,18 @@ def test_a_layer_that_is_unlike_its_neighbours(
     config = tiny_config("Qwen2ForCausalLM", 8)
     few, every, num_traced = both_ways(config, monkeypatch, lambda model: change(stack_of(model)[number]))
     assert num_traced < 8
-    assert versions(config, few) == versions(config, every)
+    assert ops(few) == ops(every)
 
 
 def share_weights(model: nn.Module) -> None:
     first: Any = stack_of(model)[0]
     for layer in stack_of(model):
         layer.mlp.gate_proj.weight = first.mlp.gate_proj.weight
+
+
+def share_a_module(model: nn.Module) -> None:
+    stack: Any = stack_of(model)
+    stack[4].mlp = stack[3].mlp
 
 
 class _Sly(float):
@@ -158,21 +176,86 @@ def change_the_stack(model: Any) -> None:
     model.model.layers = Stack(list(model.model.layers))
 
 
-@pytest.mark.parametrize(("change", "num_traced"), [(share_weights, 3 + 8), (pretend, 3 + 8), (change_the_stack, 8)])
+def use_a_middle_layer_again(model: Any) -> None:
+    class Model(LlamaModel):
+        def forward(self, *arguments: Any) -> torch.Tensor:
+            return super().forward(*arguments) * self.layers[2].input_layernorm.weight
+
+    model.model.__class__ = Model
+
+
+@pytest.mark.parametrize(
+    ("change", "num_traced"),
+    [
+        (share_weights, 8),
+        (share_a_module, 8),
+        (pretend, 3 + 8),
+        (change_the_stack, 8),
+        (use_a_middle_layer_again, 3 + 8),
+    ],
+)
 def test_all_layers_are_traced_where_they_do_not_repeat(
     change: Callable[[nn.Module], None], num_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("LlamaForCausalLM", 8)
     few, every, found = both_ways(config, monkeypatch, change)
     assert found == num_traced
-    assert versions(config, few) == versions(config, every)
+    assert ops(few) == ops(every)
 
 
-def test_the_model_has_all_its_layers_after_a_failure() -> None:
+def count_layers_and_caches(model: Any) -> None:
+    """What a model does with its layers beside applying them is that of all of them."""
+
+    class Model(LlamaModel):
+        def forward(self, *arguments: Any) -> torch.Tensor:
+            return super().forward(*arguments) / len(self.layers) / len(arguments[-1])
+
+    model.model.__class__ = Model
+
+
+def name_the_layers_of(kind: type) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        for number, layer in enumerate(stack_of(model)):
+            layer.kind = kind(number > 0)  # type: ignore[assignment]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "num_traced"),
+    [(count_layers_and_caches, 3), (name_the_layers_of(bool), 4), (name_the_layers_of(int), 4)],
+)
+def test_what_a_model_may_do_beside(
+    change: Callable[[nn.Module], None], num_traced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("LlamaForCausalLM", 8)
+    few, every, found = both_ways(config, monkeypatch, change)
+    assert found == num_traced
+    assert ops(few) == ops(every)
+
+
+def test_settings_of_different_types_are_unlike() -> None:
+    model = model_of(tiny_config(num_layers=8))
+    for number, layer in enumerate(stack_of(model)):
+        layer.flag = number > 0 or 0  # type: ignore[assignment]
+        layer.scale = torch.ones(3)  # type: ignore[assignment]
+    assert traced_layers(model) is None
+    for layer in stack_of(model):
+        del layer.scale
+    layers = traced_layers(model)
+    assert layers is not None
+    assert layers.numbers == (0, 1, 2, 7)
+
+
+def test_the_model_applies_all_its_layers_after_a_failure() -> None:
     model = model_of(tiny_config(num_layers=8))
     layers = traced_layers(model)
     assert layers is not None
-    before = list(layers.stack)
     with pytest.raises(ZeroDivisionError), layers.alone():
         raise ZeroDivisionError
-    assert list(layers.stack) == before
+    assert layers.stack.only is None
+
+
+def test_there_is_a_cache_for_each_layer() -> None:
+    with pytest.raises(ValueError, match="there are 2 KV caches for 3 layers"):
+        LayerStack([nn.Identity()] * 3)(*[torch.zeros(1)] * 4, [torch.zeros(1)] * 2)
