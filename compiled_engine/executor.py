@@ -71,6 +71,6 @@ class InProcessExecutor:
         """The engine's device, and no autocast, whatever the caller has set."""
         kind = self._device.type
         on_device = torch.cuda.device(self._device) if kind == "cuda" else nullcontext()
-        without = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-        with on_device, without:
+        no_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with on_device, no_autocast:
             yield

@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import fx, nn
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.collection import collection_paused
 from compiled_engine.graphs.compile_counts import CompileCounts
 from compiled_engine.graphs.compile_pool import compile_pool
 from compiled_engine.graphs.direct_piece import direct_source, is_direct
@@ -41,18 +42,20 @@ def build_entry(
     """Trace and compile into `folder`; its layout is described in docs/caching.md."""
     start_s = timeline.now()
     (folder / "pieces").mkdir()
-    with progress.stage("trace"), timeline.span("trace"):
-        model = without_storage(make_model(), config.device)
-        traced = trace(model, example_inputs(config))
     pieces: dict[str, str] = {}
-    for compile_range in compile_ranges(config):
-        with timeline.span(f"passes {compile_range.name}"):
-            module, reports = apply_passes(config, traced, compile_range)
-        with timeline.span(f"split {compile_range.name}"):
-            plan, unique = make_plan(module.graph, split(module.graph))
-            pieces |= unique
-            version = Version(compile_range, plan, reports)
-            write_version(folder, version, forward_source(plan), graph_text(module.graph))
+    # A trace makes many objects, and they stay: looking through them took a fifth of the time.
+    with collection_paused():
+        with progress.stage("trace"), timeline.span("trace"):
+            model = without_storage(make_model(), config.device)
+            traced = trace(model, example_inputs(config))
+        for compile_range in compile_ranges(config):
+            with timeline.span(f"passes {compile_range.name}"):
+                module, reports = apply_passes(config, traced, compile_range)
+            with timeline.span(f"split {compile_range.name}"):
+                plan, unique = make_plan(module.graph, split(module.graph))
+                pieces |= unique
+                version = Version(compile_range, plan, reports)
+                write_version(folder, version, forward_source(plan), graph_text(module.graph))
     with timeline.span("compile pieces"):
         records = compile_pieces(folder, pieces, config.compile.workers, progress, timeline)
     with timeline.span("record"):

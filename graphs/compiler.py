@@ -12,7 +12,6 @@ from torch import nn
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache import Lookup, find_or_build
 from compiled_engine.graphs.cache_key import cache_factors
-from compiled_engine.graphs.collection import collection_paused
 from compiled_engine.graphs.compile_counts import CompileCounts
 from compiled_engine.graphs.load_piece import Piece, load_piece
 from compiled_engine.graphs.segments import OnAttention
@@ -75,12 +74,10 @@ def compile_model(
     built: list[CompileCounts] = []
 
     def build(folder: Path) -> None:
-        # A trace makes millions of objects, and they stay: looking through them took a fifth of the time.
-        with collection_paused():
-            with timeline.span("import the compilers"):  # which a warm start does without
-                from compiled_engine.graphs.build import build_entry
-            with timeline.span("build"):
-                built.append(build_entry(config, make_model, folder, progress, timeline))
+        with timeline.span("import the compilers"):  # which a warm start does without
+            from compiled_engine.graphs.build import build_entry
+        with timeline.span("build"):
+            built.append(build_entry(config, make_model, folder, progress, timeline))
 
     def load(folder: Path) -> tuple[tuple[Version, ...], dict[str, Piece]]:
         with timeline.span("load pieces"):

@@ -45,7 +45,10 @@ class WorkerPool:
             self._idle.extend(self._workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """The answer of whichever is idle first, with its number as "worker"; None if it ended, or if all have."""
+        """The answer of whichever is idle first, with its number as "worker"; None if it ended, or if all have.
+
+        For threads that nobody interrupts: one that is would take its worker along.
+        """
         worker = self._take()
         if worker is None:
             return None
@@ -55,9 +58,6 @@ class WorkerPool:
             log.warning("%s", error)
             self._lose()
             return None
-        except BaseException:  # an interrupt: its answer is still to come
-            self._lose()
-            raise
         self._give(worker)
         return answer | {"worker": worker.number}
 

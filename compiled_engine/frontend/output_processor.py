@@ -114,7 +114,9 @@ class OutputProcessor:
         Those to abort ended by a stop string, which the core knows nothing of.
         """
         now = time.perf_counter()
-        states, changed, aborts = self._states, dict[int, RequestState](), list[str]()
+        states = self._states
+        changed: dict[int, RequestState] = {}
+        aborts: list[str] = []
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             state = states.get(request_id)
             if state is not None:

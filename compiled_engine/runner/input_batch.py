@@ -23,14 +23,14 @@ class InputBatch:
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `starts` and `token_masks` are those of SchedulerOutput. `order`: int [R], where the batch has each request of the
-    step; None if it has them in the step's order.
+    `step_starts` and `token_masks` are SchedulerOutput's, in its order. `order`: int [R], where the batch has each
+    request of the step; None if it has them in the step's order.
     """
 
     request_ids: list[str]
     rows: np.ndarray
     query_starts: np.ndarray
-    starts: list[int]
+    step_starts: list[int]
     samples: np.ndarray
     num_tokens: int
     key: GraphKey | None
@@ -48,7 +48,7 @@ class InputBatch:
     @cached_property
     def num_computed(self) -> np.ndarray:
         """int32 [R]: tokens of each request whose keys and values are in the cache before the step."""
-        num_computed_R = np.array(self.starts, np.int32)
+        num_computed_R = np.array(self.step_starts, np.int32)
         return num_computed_R if self.order is None else _reordered(num_computed_R, self.order)
 
 
@@ -132,7 +132,7 @@ def empty_batch(
     nobody = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows
     if decodes_only:
-        buffers.stage_decodes(StagedDecodes([], -1, num_rows, [], nobody[:0], None))
+        buffers.stage_decodes(StagedDecodes.padding(num_rows))
     else:
         buffers.stage_batch(nobody, starts_R1)
     return InputBatch(

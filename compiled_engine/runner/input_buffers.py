@@ -11,14 +11,15 @@ from compiled_engine.runner.staged_writes import StagedWrites
 
 # Steps of which tokens may wait to be read by the host.
 RING = 8
+NO_GENERATION = -1
 
 
 @dataclass(frozen=True)
 class StagedDecodes:
     """A batch of decodes: `rows` of the states, int32 [R] in batch order, padded to `num_rows`.
 
-    It was made of `step_ids`, a step's requests in the step's order, as of `generation` of the states; for the same
-    ones it is the same again. `request_ids` and `order` are InputBatch's.
+    It was made of `step_ids`, a step's requests in the step's order, when the states had `generation`. A step of the
+    same decodes has the same batch as long as they have it. `request_ids` and `order` are InputBatch's.
     """
 
     step_ids: list[str]
@@ -27,6 +28,11 @@ class StagedDecodes:
     request_ids: list[str]
     rows: np.ndarray
     order: np.ndarray | None
+
+    @classmethod
+    def padding(cls, num_rows: int) -> StagedDecodes:
+        """Of nobody."""
+        return cls([], NO_GENERATION, num_rows, [], np.empty(0, np.int32), None)
 
     def is_of(self, step_ids: list[str], generation: int, num_rows: int) -> bool:
         return self.num_rows == num_rows and self.generation == generation and self.step_ids == step_ids

@@ -29,7 +29,10 @@ MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=
 
 
 def ways_of_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], object]]:
-    """Each samples once, one row of such logits in one of the WAYS; those that take the longest come first."""
+    """Each samples once, from one row of such logits; what takes the longest to compile comes first.
+
+    Filters of float32 logits are those of edited ones, which would ask for them last.
+    """
     yield from (
         partial(_sample_zeros, FILTERED, vocab_size, each, device) for each in dict.fromkeys((torch.float32, dtype))
     )

@@ -16,7 +16,7 @@ def check_all_free(pool: BlockPool) -> None:
 
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
     """Raise RuntimeError unless those that run are in order, and every request runs, waits or awaits its last token,
-    and foresees what it does next."""
+    and knows how far it is plain."""
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")
     ending = sum(request.status is RequestStatus.ENDING for request in requests)
@@ -26,8 +26,8 @@ def check_requests(requests: Collection[Request], running: Sequence[Request], nu
             f"and {ending} await their last token"
         )
     for request in requests:
-        if (request.even_computed, request.even_known) != request.foreseen():
+        if (request.plain_until_computed, request.plain_until_known) != request.plain_limits():
             raise RuntimeError(
-                f"request {request.request_id!r} foresees {(request.even_computed, request.even_known)}, "
-                f"but it is {request.foreseen()}"
+                f"request {request.request_id!r} is taken for plain until "
+                f"{(request.plain_until_computed, request.plain_until_known)}, but is until {request.plain_limits()}"
             )

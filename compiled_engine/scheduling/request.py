@@ -42,7 +42,7 @@ class Request:
     block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
-    even_computed, even_known: see `foresee`.
+    plain_until_computed, plain_until_known: see `set_plain_limits`.
     """
 
     request_id: str
@@ -65,8 +65,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     next_prompt_logprob: int = 1
-    even_computed: int = 0
-    even_known: int = 0
+    plain_until_computed: int = 0
+    plain_until_known: int = 0
 
     @classmethod
     def of(cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int) -> Request:
@@ -87,28 +87,27 @@ class Request:
             masked=request.sampling_params.token_mask is not None,
             num_tokens=num_prompt_tokens,
         )
-        made.foresee()
+        made.set_plain_limits()
         return made
 
-    def foresee(self) -> None:
-        """To be called when its status or its blocks changed, it computed more than one token, or got its first.
+    def set_plain_limits(self) -> None:
+        """To be called after anything but a plain share or a plain token, which nearly all are: for those, the
+        scheduler makes one comparison.
 
-        While fewer than `even_computed` tokens are computed, its share of a step is one token that samples, in a block
-        that it has, and not the last. While fewer than `even_known` are known, the next one is neither the first that
-        it generates nor the last, unless by being one of ending_ids. So nearly every share of nearly every step takes
-        one comparison.
+        While fewer than `plain_until_computed` tokens are computed, its share of a step is plain: one token that
+        samples, in a block that it has, and not the last. While fewer than `plain_until_known` are known, the next one
+        is plain: neither the first that it generates nor the last, unless by being one of ending_ids.
         """
-        self.even_computed, self.even_known = self.foreseen()
+        self.plain_until_computed, self.plain_until_known = self.plain_limits()
 
-    def foreseen(self) -> tuple[int, int]:
-        """even_computed and even_known as they have to be."""
+    def plain_limits(self) -> tuple[int, int]:
+        """What the two have to be."""
         if self.masked or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
-        known = last if len(self.token_ids) > self.num_prompt_tokens else 0
-        if self.num_computed_tokens + 1 != self.num_tokens:  # not a decode
-            return 0, known
-        return self.num_slots if self.num_slots < last else last - 1, known
+        decodes = self.num_computed_tokens + 1 == self.num_tokens
+        generates = len(self.token_ids) > self.num_prompt_tokens
+        return min(self.num_slots, last - 1) if decodes else 0, last if generates else 0
 
     @property
     def awaits_token(self) -> bool:

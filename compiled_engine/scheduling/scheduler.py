@@ -137,7 +137,7 @@ class Scheduler:
         add_single, add_start = draft.singles.append, draft.single_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            if start < request.even_computed:
+            if start < request.plain_until_computed:
                 add_single(request)
                 add_start(start)
                 request.num_computed_tokens = start + 1
@@ -187,7 +187,7 @@ class Scheduler:
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
-        request.foresee()
+        request.set_plain_limits()
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the last running request; it waits in its old place to be computed again."""
@@ -209,30 +209,31 @@ class Scheduler:
         num_finished = self._counts.finished
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # Everything else is for requests that sample, and nearly always no more than the next token.
-        plain, uneven = not (result.logprobs or result.prompt_logprobs), []
+        ids_alone = not (result.logprobs or result.prompt_logprobs)
+        not_plain: list[int] = []
         for index, (request, token_id) in enumerate(zip(in_flight.sampling, result.token_ids, strict=True)):
             known = request.token_ids
-            if plain and len(known) < request.even_known and token_id not in request.ending_ids:
+            if ids_alone and len(known) < request.plain_until_known and token_id not in request.ending_ids:
                 known.append(token_id)
                 if len(known) >= request.next_block_end:
                     self._kv_cache.register(request)
                 continue
-            uneven.append(index)
+            not_plain.append(index)
             if request.status is not RequestStatus.FINISHED:
                 others.append(self._take_token(request, token_id, in_flight, result))
         request_ids, token_ids = in_flight.sampling_ids, result.token_ids
-        if uneven:
-            even = [True] * len(token_ids)
-            for index in uneven:
-                even[index] = False
-            request_ids, token_ids = list(compress(request_ids, even)), list(compress(token_ids, even))
+        if not_plain:
+            plain = [True] * len(token_ids)
+            for index in not_plain:
+                plain[index] = False
+            request_ids, token_ids = list(compress(request_ids, plain)), list(compress(token_ids, plain))
         self._in_flight.popleft()
         if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return StepOutputs(request_ids, token_ids, others)
 
     def _take_token(self, request: Request, token_id: int, step: StepInFlight, result: RunnerOutput) -> EngineOutput:
-        """Whatever the token brings with it."""
+        """A token that may end its request, or comes with more than itself."""
         if request.request_id in step.mask_errors:
             self._drop(request)
             self._counts.aborted += 1
@@ -240,7 +241,7 @@ class Scheduler:
         request.token_ids.append(token_id)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        request.foresee()
+        request.set_plain_limits()
         output = token_output(request, token_id, result)
         if output.finish_reason is not None:
             self._end(request)
@@ -277,13 +278,13 @@ class Scheduler:
         elif request.status is not RequestStatus.ENDING:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        request.foresee()
+        request.set_plain_limits()
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
         """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
         self._kv_cache.free(request)
-        request.foresee()
+        request.set_plain_limits()
         self._removed.append(request.request_id)
 
     def metrics(self) -> dict[str, int | float]:
