@@ -19,7 +19,7 @@ from compiled_engine.resolve import resolve
 from compiled_engine.tune.linear_candidates import cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
 
-TOKEN_COUNTS = (1, 8, 32, 512)
+TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
 
 
