@@ -55,7 +55,6 @@ NOT_COMPILING = (
     "graphs/graph_step.py",
     "graphs/memory_alias.py",
     "graphs/inspection/*",
-    "graphs/collection.py",
     "graphs/load_piece.py",
 )
 # Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.
