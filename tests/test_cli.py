@@ -190,6 +190,13 @@ def test_bad_input_is_one_line_on_stderr(arguments: list[str], message: str) -> 
     assert message in line
 
 
+def test_bad_sampling_parameters_are_found_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.llm.LLM", lambda *_, **__: pytest.fail("the model is loaded"))
+    result = run("generate", "--prompt", "a", "--temperature", "-1")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "compiled-engine: error: temperature must be a finite number >= 0, got -1.0\n"
+
+
 def test_an_error_of_the_program_is_not_taken_for_bad_input() -> None:
     failing = typer.Typer(cls=OneLineErrors)
 

@@ -43,17 +43,18 @@ def generate(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
+            from compiled_engine.frontend.generation_config import read_default_sampling_params
             from compiled_engine.llm import LLM, make_options
             from compiled_engine.resolve import resolve
 
-            resolve(make_options(engine))
+            options = make_options(engine)
+            model_path = resolve(options).model.path
+            params = replace(read_default_sampling_params(model_path, options.generation_config), **sampling)
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
         ready_s = time.time() - psutil.Process().create_time()
         with llm:
-            with bad_input_is_reported():
-                params = replace(llm.get_default_sampling_params(), **sampling)
             begin = time.perf_counter()
             if not as_json and len(prompt) == params.n == 1:
                 with bad_input_is_reported():
