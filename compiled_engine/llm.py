@@ -18,7 +18,7 @@ from compiled_engine.frontend.generation_config import read_default_sampling_par
 from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
-from compiled_engine.frontend.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
 from compiled_engine.options import EngineOptions
 from compiled_engine.outputs import RequestOutput
 from compiled_engine.progress import RichProgress, SilentProgress
@@ -45,7 +45,7 @@ class LLM:
         engine_options = make_options({"model": model, **options})
         self._config = resolve(engine_options)
         model_path = self._config.model.path
-        self._tokenizer = _load_tokenizer(engine_options.tokenizer, model_path)
+        self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         self._progress = RichProgress() if progress else SilentProgress()
@@ -207,12 +207,3 @@ def make_options(options: Mapping[str, Any]) -> EngineOptions:
             raise TypeError(f"LLM has no option {name!r}; the nearest is {nearest!r}")
         values[name] = tuple(value) if isinstance(value, list) else value
     return EngineOptions(**values)
-
-
-def _load_tokenizer(given: str | Path | None, model_path: Path) -> Tokenizer | None:
-    """The tokenizer that was asked for, else the checkpoint's; None if that has none."""
-    if given is not None:
-        if not isinstance(given, str | Path):
-            raise TypeError(f"tokenizer must be the path of a folder, got {given!r}")
-        return load_tokenizer(Path(given))
-    return load_tokenizer(model_path) if has_tokenizer(model_path) else None

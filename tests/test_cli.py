@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,11 +191,34 @@ def test_bad_input_is_one_line_on_stderr(arguments: list[str], message: str) -> 
     assert message in line
 
 
-def test_bad_sampling_parameters_are_found_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0"),
+        (["--prompt", ""], "prompts must have at least one token, got ''"),
+        (["--prompt", "a " * 3000], "prompts must have at most 2047 tokens"),
+        (["--prompt", "a", "--logprobs", "99999"], "logprobs must be <= 4096"),
+    ],
+)
+def test_bad_prompts_and_parameters_are_found_before_a_model_is_loaded(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("compiled_engine.llm.LLM", lambda *_, **__: pytest.fail("the model is loaded"))
-    result = run("generate", "--prompt", "a", "--temperature", "-1")
+    result = run("generate", *arguments)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "compiled-engine: error: temperature must be a finite number >= 0, got -1.0\n"
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--output", "--text", "--depyf"])
+def test_a_report_that_cannot_be_written_is_found_before_anything_is_compiled(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_engine.graphs.compiler.compile_model", lambda *_: pytest.fail("it is compiled"))
+    (tmp_path / "file").touch()
+    result = run("inspect", option, str(tmp_path / "file" / "x.html"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"compiled-engine: error: {option[2:]} is ")
+    assert "file is a file; allowed: a folder" in result.stderr or "a file; allowed: a folder" in result.stderr
 
 
 def test_an_error_of_the_program_is_not_taken_for_bad_input() -> None:

@@ -142,7 +142,7 @@ BAD_PARAMS: list[tuple[Any, type[Exception], str]] = [
     (
         SamplingParams(bad_words=[" "]),
         ValueError,
-        r"sampling_params: bad_words\[0\] must have at least one token",
+        r"sampling_params: bad_words\[0\] must have a token after leading spaces and line ends, got ' '",
     ),
     (
         SamplingParams(min_tokens=19, max_tokens=None),

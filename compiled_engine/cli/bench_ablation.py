@@ -18,10 +18,10 @@ from compiled_engine.cli.bench_engine import (
     ShapeName,
     command_line,
     engine_options,
-    make_folder,
     print_json,
 )
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output_folder import make_folder
 
 Output = Annotated[
     Path | None,

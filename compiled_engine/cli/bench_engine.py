@@ -71,13 +71,6 @@ def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
         )
 
 
-def make_folder(name: str, folder: Path) -> None:
-    """Made before anything is measured: an hour later is too late to hear that it cannot be. ValueError for a file."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{name} is {str(folder)!r}, a file; allowed: a folder")
-    folder.mkdir(parents=True, exist_ok=True)
-
-
 def command_line() -> str:
     """How this process was started, to be repeated."""
     return shlex.join(["compiled-engine", *sys.argv[1:]])

@@ -16,7 +16,6 @@ from compiled_engine.cli.bench_engine import (
     WarmUp,
     command_line,
     engine_options,
-    make_folder,
     print_json,
     require_fit,
     resolved,
@@ -24,6 +23,7 @@ from compiled_engine.cli.bench_engine import (
 )
 from compiled_engine.cli.bench_engine import engine as started
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.output_folder import make_folder
 
 
 @takes_engine_options

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
 import typer
@@ -16,6 +16,10 @@ from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_p
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.reports import completion_records, speeds, summary
 from compiled_engine.cli.text import print_completions, print_stream
+
+if TYPE_CHECKING:
+    from compiled_engine.options import EngineOptions
+    from compiled_engine.sampling.params import SamplingParams
 
 
 @takes_engine_options
@@ -43,13 +47,9 @@ def generate(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
-            from compiled_engine.frontend.generation_config import read_default_sampling_params
             from compiled_engine.llm import LLM, make_options
-            from compiled_engine.resolve import resolve
 
-            options = make_options(engine)
-            model_path = resolve(options).model.path
-            params = replace(read_default_sampling_params(model_path, options.generation_config), **sampling)
+            params = _checked(make_options(engine), sampling, prompt)
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
@@ -73,3 +73,20 @@ def generate(
     if len(prompt) > 1 or params.n > 1:
         print_completions(outputs)
     typer.secho(summary(measured), err=True, dim=True)
+
+
+def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str]) -> SamplingParams:
+    """What to sample with. Raises for all that the engine would refuse once it stands, but for what its KV cache cannot
+    hold."""
+    from compiled_engine.frontend.generation_config import read_default_sampling_params
+    from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
+    from compiled_engine.frontend.prompts import parse_prompts
+    from compiled_engine.frontend.tokenizer import find_tokenizer
+    from compiled_engine.resolve import resolve
+
+    model = resolve(options).model
+    params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)
+    limits = InputLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
+    inputs = InputProcessor(find_tokenizer(options.tokenizer, model.path), limits, frozenset())
+    inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
+    return params

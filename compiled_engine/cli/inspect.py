@@ -14,6 +14,7 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.config import plain
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.output_folder import make_folder
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -62,6 +63,7 @@ def inspect(
 
             progress = SilentProgress() if quiet else RichProgress()
             config = resolve(make_options(engine))
+            _make_folders(output, text)
         if depyf is not None:
             _write_depyf(config, depyf, progress)
         if output or text or as_json:
@@ -70,6 +72,14 @@ def inspect(
                 _write(report, output, text)
     if as_json:
         typer.echo(json.dumps(report.data, indent=1))
+
+
+def _make_folders(output: str | None, text: Path | None) -> None:
+    if output is not None:
+        page = Path(output)
+        make_folder("output", page if output.endswith("/") or page.is_dir() else page.parent)
+    if text is not None:
+        make_folder("text", text)
 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
@@ -132,7 +142,6 @@ def _write(report: Report, output: str | None, text: Path | None) -> None:
         if output.endswith("/") or page.is_dir():
             text = text or page / TEXT
             page /= PAGE
-        page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(render_html(report))
         typer.echo(f"wrote {page}", err=True)
     if text is not None:
@@ -144,7 +153,7 @@ def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None
     with bad_input_is_reported():
         if not config.compile.enabled:
             raise ValueError("mode is 'eager': nothing is compiled that depyf could show; allowed: compiled, graphed")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder("depyf", folder)
     from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
     from compiled_engine.models.registry import build_model
 

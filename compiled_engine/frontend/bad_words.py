@@ -20,7 +20,7 @@ def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[
         bare = word.lstrip()
         plain = tuple(tokenizer.encode(bare, add_special_tokens=False))
         if not plain:
-            raise ValueError(f"bad_words[{index}] must have at least one token, got {word!r}")
+            raise ValueError(f"bad_words[{index}] must have a token after leading spaces and line ends, got {word!r}")
         encoded.append(plain)
         spaced = tuple(tokenizer.encode(f" {bare}", add_special_tokens=False))
         if spaced[0] != plain[0] and len(spaced) == len(plain):

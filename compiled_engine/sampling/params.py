@@ -53,7 +53,7 @@ class SamplingParams:
     detokenize: return text. skip_special_tokens, spaces_between_special_tokens: how it looks.
     include_stop_str_in_output: whether the text keeps the stop string.
     logit_bias: added to the logits, by token id.
-    bad_words: strings not to be generated. bad_words_token_ids: their encodings, filled in by the frontend.
+    bad_words: words whose tokens are not to be generated. bad_words_token_ids: these tokens, from the frontend.
     truncate_prompt_tokens: use only this many last tokens of the prompt; -1 for the model's length.
     extra_args: what the request has to say to the engine's logits processors, by name; nothing else reads it.
     token_mask: decides before each token which ones are allowed, for structured output (see TokenMask).
