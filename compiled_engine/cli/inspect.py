@@ -63,23 +63,29 @@ def inspect(
 
             progress = SilentProgress() if quiet else RichProgress()
             config = resolve(make_options(engine))
-            _make_folders(output, text)
+            page, text = _places(output, text)
         if depyf is not None:
             _write_depyf(config, depyf, progress)
-        if output or text or as_json:
+        if page or text or as_json:
             report = _report_of_run(engine, quiet) if run else _report_of_entry(config, progress)
             with bad_input_is_reported((OSError,)):
-                _write(report, output, text)
+                _write(report, page, text)
     if as_json:
         typer.echo(json.dumps(report.data, indent=1))
 
 
-def _make_folders(output: str | None, text: Path | None) -> None:
-    if output is not None:
-        page = Path(output)
-        make_folder("output", page if output.endswith("/") or page.is_dir() else page.parent)
+def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | None]:
+    """The page and the folder of text files, of which `output` may name both; their folders are made."""
     if text is not None:
         make_folder("text", text)
+    if output is None:
+        return None, text
+    place = Path(output)
+    if output.endswith("/") or place.is_dir():
+        make_folder("output", place)
+        return place / PAGE, text or place / TEXT
+    make_folder("output", place.parent)
+    return place, text
 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
@@ -133,15 +139,11 @@ def _entry(config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
     return CompiledEntry(folder, status, cache_factors(config))
 
 
-def _write(report: Report, output: str | None, text: Path | None) -> None:
+def _write(report: Report, page: Path | None, text: Path | None) -> None:
     from compiled_engine.graphs.inspection.html import render_html
     from compiled_engine.graphs.inspection.text_folder import write_text_folder
 
-    if output is not None:
-        page = Path(output)
-        if output.endswith("/") or page.is_dir():
-            text = text or page / TEXT
-            page /= PAGE
+    if page is not None:
         page.write_text(render_html(report))
         typer.echo(f"wrote {page}", err=True)
     if text is not None:
