@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.llm import LLM
-    from compiled_engine.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.passes.registry import register_pass, unregister_pass
     from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
@@ -30,10 +30,10 @@ __all__ = [
 
 _MODULES = {
     "LLM": "compiled_engine.llm",
-    "CompletionOutput": "compiled_engine.outputs",
+    "CompletionOutput": "compiled_engine.frontend.outputs",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
-    "Logprob": "compiled_engine.outputs",
-    "RequestOutput": "compiled_engine.outputs",
+    "Logprob": "compiled_engine.frontend.outputs",
+    "RequestOutput": "compiled_engine.frontend.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
     "TokenMask": "compiled_engine.sampling.token_mask",
     "register_pass": "compiled_engine.passes.registry",

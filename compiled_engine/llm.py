@@ -11,19 +11,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine_core import EngineCore
+from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.frontend.chat import Conversation, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
 from compiled_engine.options import EngineOptions
-from compiled_engine.outputs import RequestOutput
-from compiled_engine.progress import RichProgress, SilentProgress
-from compiled_engine.resolve import resolve
-from compiled_engine.resolve_logits_processors import resolve_logits_processors
+from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LLM:
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         self._progress = RichProgress() if progress else SilentProgress()
         processors = resolve_logits_processors(engine_options.logits_processors)
-        self._core: EngineCore | None = EngineCore(self._config, self._progress, processors)
+        self._core: EngineCore | None = start_core(self._config, self._progress, processors)
         limits = InputLimits(
             vocab_size=self._config.model.vocab_size,
             max_model_len=self._config.model.max_model_len,
@@ -143,6 +143,11 @@ class LLM:
     def config(self) -> EngineConfig:
         """The resolved configuration."""
         return self._config
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core, for whoever measures or tests what no call of this class shows."""
+        return self._require_open()
 
     def close(self) -> None:
         """Free the device. May be called again; nothing else may."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from compiled_engine.parameter_layout import PackedParameter, ParameterLayout
+from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 
 from compiled_engine.passes.graph_pass import GraphPass
 from compiled_engine.passes.merge_linears import MergeLinears
@@ -32,6 +33,15 @@ _registered: list[GraphPass] = list(DEFAULT_PASSES)
 def registered_passes() -> tuple[GraphPass, ...]:
     """All passes in the order in which they run."""
     return tuple(_registered)
+
+
+def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
+    """The token counts up to which the kernels of these passes are others than beyond, ascending.
+
+    A pass states its own as `kernel_token_counts`; one whose kernel is the same for every batch states none.
+    """
+    stated = (getattr(p, "kernel_token_counts", ()) for p in _registered if p.name in names)
+    return tuple(sorted({count for counts in stated for count in counts}))
 
 
 def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:

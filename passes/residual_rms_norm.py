@@ -17,7 +17,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import may_launch_early
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
 from compiled_engine.passes.matching import (

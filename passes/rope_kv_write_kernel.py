@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.passes.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import may_launch_early
 
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16

@@ -16,7 +16,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import may_launch_early
 from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor
 from compiled_engine.passes.op_library import define_op
@@ -79,6 +79,7 @@ silu_mul = define_op("silu_mul(Tensor gate_up_TI2) -> Tensor", cpu=reference, cu
 class SiluMul:
     name = "silu_mul"
     requires = ("merge_linears",)
+    kernel_token_counts = (FEW_TOKENS,)
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return None

@@ -21,6 +21,7 @@ from compiled_engine.passes import small_batch_linear_op  # noqa: F401  (registe
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
+from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class _Linear:
 
 class SmallBatchLinear:
     name = "small_batch_linear"
+    kernel_token_counts = TOKEN_BUCKETS
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import triton
 
+from compiled_engine.kernels.dependent_launch import may_launch_early
 from compiled_engine.passes import rms_norm
-from compiled_engine.passes.dependent_launch import may_launch_early
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.graphs.cache import find_or_build
+from compiled_engine.graphs.cache.lookup import find_or_build
 
 # A user who owns nothing here.
 NOBODY = 65534

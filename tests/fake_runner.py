@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_mask import ask
-from compiled_engine.scheduling.step import RunnerOutput, ScheduledRequest, SchedulerOutput, TokenLogprobs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_mask import TokenMask, ask
 
 VOCAB_SIZE = 11
 
@@ -27,19 +29,35 @@ def prefix_hashes(token_ids: Sequence[int]) -> Iterator[int]:
         yield value
 
 
-def next_token(prefix_hash: int, params: SamplingParams, output_ids: Sequence[int]) -> int:
+class Share(NamedTuple):
+    """One request's share of a step."""
+
+    request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    new_block_ids: tuple[int, ...]
+    samples: bool
+
+
+def shares_of(step: SchedulerOutput) -> list[Share]:
+    """The columns of a step, turned by request."""
+    blocks = [step.new_block_ids.get(request_id, ()) for request_id in step.request_ids]
+    return [Share(*row) for row in zip(step.request_ids, step.starts, step.counts, blocks, step.samples, strict=True)]
+
+
+def next_token(prefix_hash: int, token_mask: TokenMask | None, output_ids: Sequence[int]) -> int:
     """Among the tokens that the request's mask allows; any where the mask fails."""
     token_ids = range(VOCAB_SIZE)
-    mask = mask_of(params, output_ids)
+    mask = mask_of(token_mask, output_ids)
     if mask is not None:
         token_ids = [i for i in token_ids if mask[i // 32] >> i % 32 & 1]
     return token_ids[hash((prefix_hash, VOCAB_SIZE)) % len(token_ids)]
 
 
-def mask_of(params: SamplingParams, output_ids: Sequence[int]) -> np.ndarray | None:
+def mask_of(token_mask: TokenMask | None, output_ids: Sequence[int]) -> np.ndarray | None:
     """None if the request has none, or if it fails."""
     with suppress(ValueError):
-        return None if params.token_mask is None else ask(params.token_mask, output_ids, VOCAB_SIZE)
+        return None if token_mask is None else ask(token_mask, output_ids, VOCAB_SIZE)
     return None
 
 
@@ -57,6 +75,7 @@ class Row:
     num_prompt_tokens: int
     params: SamplingParams
     block_ids: list[int]
+    masked: bool
     num_computed_tokens: int | None = None
 
     def append(self, token_id: int) -> None:
@@ -65,13 +84,17 @@ class Row:
 
 
 class FakeRunner:
-    """Asserts that every message is one that a real runner could execute, within the limits given."""
+    """Asserts that every message is one that a real runner could execute, within the limits given.
+
+    token_masks: of requests that have one, by id; whoever adds such a request fills it in.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.budget = budget
+        self.token_masks: dict[str, TokenMask] = {}
         self.rows: dict[str, Row] = {}
         self.slots: dict[tuple[int, int], int] = {}
         self.last_step = 0
@@ -81,12 +104,12 @@ class FakeRunner:
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
         self.receive(step)
         # As in a real layer: the whole step writes before anything reads.
-        written = [slot for share in step.scheduled for slot in self._write(share)]
+        written = [slot for share in shares_of(step) for slot in self._write(share)]
         assert len(set(written)) == len(written), "two requests write to one slot"
         self.written[step.step] = written
         token_ids: list[int] = []
         logprobs, prompt_logprobs = {}, {}
-        for share in step.scheduled:
+        for share in shares_of(step):
             row = self.rows[share.request_id]
             end = share.num_computed_tokens + share.num_tokens
             self._read(row, end)
@@ -99,11 +122,12 @@ class FakeRunner:
                 )
             if share.samples:
                 output_ids = row.token_ids[row.num_prompt_tokens :]
-                mask = mask_of(row.params, output_ids)
-                assert (share.request_id in step.token_masks) == (mask is not None)
-                if mask is not None:
-                    assert (step.token_masks[share.request_id] == mask).all(), "a mask for other tokens"
-                token_id = next_token(row.hashes[-1], row.params, output_ids)
+                token_mask = self.token_masks.get(share.request_id)
+                mask = mask_of(token_mask, output_ids)
+                assert row.masked == (token_mask is not None)
+                sent = step.token_masks.get(share.request_id)
+                assert sent == (None if mask is None else mask.tobytes()), "a mask for other tokens"
+                token_id = next_token(row.hashes[-1], token_mask, output_ids)
                 token_ids.append(token_id)
                 if row.params.logprobs is not None:
                     logprobs[share.request_id] = logprobs_of(row.hashes[-1], token_id)
@@ -126,18 +150,19 @@ class FakeRunner:
                 new.num_prompt_tokens,
                 new.sampling_params,
                 list(new.block_ids),
+                new.masked,
             )
-        ids = [share.request_id for share in step.scheduled]
+        ids = [share.request_id for share in shares_of(step)]
         assert len(set(ids)) == len(ids)
         assert set(ids) <= self.rows.keys()
         left_out = self.rows.keys() - set(ids)
-        assert all(self.rows[i].params.token_mask for i in left_out), "a request that has a row is not served"
+        assert all(self.rows[i].masked for i in left_out), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
-        assert sum(share.num_tokens for share in step.scheduled) <= self.budget
-        several = [share.num_tokens > 1 for share in step.scheduled]
+        assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
+        several = [share.num_tokens > 1 for share in shares_of(step)]
         assert several == sorted(several), "single tokens come first"
         new_ids = {new.request_id for new in step.new}
-        for share in step.scheduled:
+        for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)
 
     def fail(self, steps: Iterable[int]) -> None:
@@ -147,7 +172,7 @@ class FakeRunner:
                 self.slots.pop(slot, None)
         self.failed = True
 
-    def _check_share(self, share: ScheduledRequest, *, is_new: bool) -> None:
+    def _check_share(self, share: Share, *, is_new: bool) -> None:
         row = self.rows[share.request_id]
         if is_new:
             assert share.new_block_ids == ()
@@ -163,7 +188,7 @@ class FakeRunner:
         assert len(set(row.block_ids)) == len(row.block_ids)
         assert set(row.block_ids) <= set(range(self.num_blocks))
 
-    def _write(self, share: ScheduledRequest) -> Iterator[tuple[int, int]]:
+    def _write(self, share: Share) -> Iterator[tuple[int, int]]:
         row = self.rows[share.request_id]
         for position in range(share.num_computed_tokens, share.num_computed_tokens + share.num_tokens):
             index, offset = divmod(position, self.block_size)

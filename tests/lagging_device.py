@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.messages import RunnerOutput
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.history import History
-from compiled_engine.scheduling.step import RunnerOutput
 
 # What the sampler's host code decides by, at the launch.
 FLAGS = (

@@ -12,15 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.config import ModelConfig, RopeConfig
-from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.trace import TracedGraph, trace
-from compiled_engine.models.registry import build_model
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.graph_inputs import Source, parameter_layout
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.resolve import resolve
+from compiled_engine.resolve.engine import resolve
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

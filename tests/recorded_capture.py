@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.graphs.graph_memory import MemoryReading
-from compiled_engine.graphs.segments import INPUTS, input_arguments
+from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
+from compiled_engine.graphs.cuda_graphs.segments import INPUTS, input_arguments
 
 Work = Callable[[], torch.Tensor]
 
@@ -66,5 +66,5 @@ class RecordedCapture:
     def settle(self) -> None:
         pass
 
-    def renewed(self) -> RecordedCapture:
-        return RecordedCapture(self._device)
+    def renew(self) -> None:
+        self.num_reset = 0

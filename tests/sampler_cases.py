@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.scheduling.step import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 64

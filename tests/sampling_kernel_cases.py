@@ -22,8 +22,8 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.step_masks import StepMasks, forbid_
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
-from compiled_engine.scheduling.step import TokenLogprobs
 
 NUM_ROWS = 320
 EOS = 2
@@ -272,7 +272,8 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
                 mask_of[row] = masks[arrival % len(requests)]
                 for sampler in samplers:
                     params = requests[arrival % len(requests)]
-                    sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS})
+                    masked = params.token_mask is not None
+                    sampler.add_row(row, params, arrival, [1, 2, 3, *outputs[row]], 3, {EOS}, masked=masked)
         rows = np.array([*generator.permutation(list(outputs)), -1], dtype=np.int64)
         positions = np.array([3 + len(outputs.get(int(row), [])) for row in rows])
         logits_SV = strided_logits(len(rows), vocab_size, torch.bfloat16, step, ties=True)
@@ -281,7 +282,8 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         index, at = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions)
         asked = [mask and ask(mask, outputs[row], vocab_size) for row in rows.tolist() for mask in [mask_of[row]]]
         some = any(mask is not None for mask in asked)
-        on_cpu, on_device = (StepMasks.of(asked, torch.device(d)) if some else None for d in ("cpu", device))
+        sent = [None if mask is None else mask.tobytes() for mask in asked]
+        on_cpu, on_device = (StepMasks.of(sent, torch.device(d)) if some else None for d in ("cpu", device))
         expected = samplers[0].sample(logits_SV, rows, index, at, on_cpu)
         given = to_device(logits_SV, device)
         got = samplers[1].sample(given, rows, index.to(device), at.to(device), on_device)

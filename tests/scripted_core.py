@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from compiled_engine.engine_io import EngineOutput, EngineRequest, StepOutputs
-from compiled_engine.scheduling.step import TokenLogprobs
+from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_mask import TokenMask
 
 
 class ScriptedCore:
@@ -28,7 +29,7 @@ class ScriptedCore:
         self._tokens_a_step = tokens_a_step
         self._before_step = before_step
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
         assert request.request_id not in self.live
         self.live[request.request_id] = (request, [])
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
-from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes
+from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine_io import EngineRequest, StepOutputs
+from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_mask import ask
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_mask import TokenMask, ask
 from compiled_engine.scheduling.request import RequestStatus
 from compiled_engine.scheduling.scheduler import Scheduler
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput, TokenLogprobs
 
 
 @dataclass
@@ -23,6 +23,7 @@ class Record:
     """A request, what should come out of it, and what did."""
 
     request: EngineRequest
+    token_mask: TokenMask | None
     order: tuple[int, int]
     expected: tuple[list[int], str, int | str | None]
     token_ids: list[int] = field(default_factory=list)
@@ -86,10 +87,15 @@ class SimulatedEngine:
         eos: frozenset[int] = frozenset(),
         params: SamplingParams | None = None,
     ) -> Record:
-        request = EngineRequest(request_id, tuple(prompt), params or SamplingParams(), eos, priority)
-        self.scheduler.add(request)
+        params = params or SamplingParams()
+        token_mask, params = params.token_mask, replace(params, token_mask=None)
+        request = EngineRequest(request_id, tuple(prompt), params, eos, priority)
+        self.scheduler.add(request, token_mask)
+        self.runner.token_masks.pop(request_id, None)
+        if token_mask is not None:
+            self.runner.token_masks[request_id] = token_mask
         order = (priority if self.by_priority else 0, self.num_arrived)
-        record = Record(request, order, expected_output(request, self.max_total_tokens))
+        record = Record(request, token_mask, order, expected_output(request, token_mask, self.max_total_tokens))
         self.num_arrived += 1
         self.live[request_id] = record
         self.waiting.add(request_id)
@@ -145,7 +151,7 @@ class SimulatedEngine:
         for record in self.live.values():
             in_flight = any(r is record for step, _, rs in self.in_flight for r in compress(rs, step.samples))
             served = any(r is record for r in records)
-            if record.request.sampling_params.token_mask is not None:
+            if record.token_mask is not None:
                 assert not (served and in_flight), "a mask is asked for before the token before it is known"
                 waits = record.request.request_id in self.waiting
                 assert served or in_flight or waits, "a request is left out whose tokens are all known"
@@ -160,13 +166,13 @@ class SimulatedEngine:
         assert new <= self.waiting
         self.waiting = self.waiting - new | preempted
         self.num_preemptions += len(preempted)
-        running = [self.live[share.request_id].order for share in step.scheduled]
+        running = [self.live[share.request_id].order for share in shares_of(step)]
         waiting = [self.live[request_id].order for request_id in self.waiting]
         if new and waiting:
             assert max(self.live[request_id].order for request_id in new) < min(waiting)
         if preempted:
             assert min(self.live[request_id].order for request_id in preempted) > max(running)
-        starts = {share.request_id: share.num_computed_tokens for share in step.scheduled}
+        starts = {share.request_id: share.num_computed_tokens for share in shares_of(step)}
         for request_id in new:
             record = self.live[request_id]
             record.num_admissions += 1
@@ -285,18 +291,20 @@ class SimulatedEngine:
         self.ended.append(record)
 
 
-def expected_output(request: EngineRequest, max_total_tokens: int) -> tuple[list[int], str, int | str | None]:
+def expected_output(
+    request: EngineRequest, token_mask: TokenMask | None, max_total_tokens: int
+) -> tuple[list[int], str, int | str | None]:
     """What the fake model generates for a request that has the engine to itself: tokens and how they end."""
     params, prompt = request.sampling_params, request.prompt_token_ids
     *_, prefix = prefix_hashes(prompt)
     output: list[int] = []
     while True:
-        if params.token_mask is not None:
+        if token_mask is not None:
             try:
-                ask(params.token_mask, output, VOCAB_SIZE)
+                ask(token_mask, output, VOCAB_SIZE)
             except ValueError as error:
                 return output, "error", str(error)
-        token = next_token(prefix, params, output)
+        token = next_token(prefix, token_mask, output)
         prefix = hash((prefix, token))
         output.append(token)
         may_stop = len(output) >= params.min_tokens

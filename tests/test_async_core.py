@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 from fake_runner import FakeRunner
 
-from compiled_engine import engine_core
 from compiled_engine.config import EngineConfig
-from compiled_engine.engine_core import EngineCore
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.core.engine_core import EngineCore, start_core
+from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.options import EngineOptions
-from compiled_engine.progress import SilentProgress
-from compiled_engine.resolve import resolve
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.process.step_clock import StepClock
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.request import Request
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 
 NUM_BLOCKS = 12
 
@@ -38,7 +37,7 @@ class FakePending:
 class FakeExecutor:
     """FakeRunner behind an executor; `events` says in which order steps were submitted and results taken."""
 
-    def __init__(self, config: EngineConfig, *rest: Any) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
         scheduler = config.scheduler
         self.num_blocks = config.cache.num_blocks
@@ -76,15 +75,10 @@ def config() -> EngineConfig:
     )
 
 
-def make_core(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, pipelined: bool = True
-) -> tuple[EngineCore, FakeExecutor]:
-    monkeypatch.setattr(engine_core, "InProcessExecutor", FakeExecutor)
+def make_core(config: EngineConfig, *, pipelined: bool = True) -> tuple[EngineCore, FakeExecutor]:
     config = replace(config, scheduler=replace(config.scheduler, async_scheduling=pipelined))
-    core = EngineCore(config, SilentProgress())
-    executor = core._executor
-    assert isinstance(executor, FakeExecutor)
-    return core, executor
+    executor = FakeExecutor(config)
+    return EngineCore(config, executor, StepClock(config.device)), executor
 
 
 def request(request_id: str, max_tokens: int, **params: Any) -> EngineRequest:
@@ -101,10 +95,8 @@ def run(core: EngineCore) -> dict[str, list[int]]:
     return tokens
 
 
-def test_the_next_step_is_submitted_before_a_result_is_taken(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core, executor = make_core(config, monkeypatch)
+def test_the_next_step_is_submitted_before_a_result_is_taken(config: EngineConfig) -> None:
+    core, executor = make_core(config)
     core.add(request("a", 3))
     run(core)
     assert executor.events == [
@@ -117,18 +109,18 @@ def test_the_next_step_is_submitted_before_a_result_is_taken(
     ]
 
 
-def test_without_it_steps_follow_one_another(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    core, executor = make_core(config, monkeypatch, pipelined=False)
+def test_without_it_steps_follow_one_another(config: EngineConfig) -> None:
+    core, executor = make_core(config, pipelined=False)
     core.add(request("a", 2))
     run(core)
     assert executor.events == [("submit", 1), ("result", 1), ("submit", 2), ("result", 2)]
 
 
-def test_the_tokens_are_the_same(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokens_are_the_same(config: EngineConfig) -> None:
     """Also with preemptions: twelve blocks of four hold two of the eight requests to their end."""
     results = []
     for pipelined in (False, True):
-        core, _ = make_core(config, monkeypatch, pipelined=pipelined)
+        core, _ = make_core(config, pipelined=pipelined)
         for i, request_id in enumerate("abcdefgh"):
             core.add(request(request_id, 14 + i, stop_token_ids=[3] if i % 2 else []))
         results.append(run(core))
@@ -137,10 +129,8 @@ def test_the_tokens_are_the_same(config: EngineConfig, monkeypatch: pytest.Monke
     assert results[0] == results[1]
 
 
-def test_a_step_left_behind_is_taken_in_by_a_later_one_or_by_close(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core, executor = make_core(config, monkeypatch)
+def test_a_step_left_behind_is_taken_in_by_a_later_one_or_by_close(config: EngineConfig) -> None:
+    core, executor = make_core(config)
     core.add(request("a", 9, stop_token_ids=list(range(11))))
     (output,) = core.step()
     assert output.finish_reason == "stop"
@@ -159,10 +149,8 @@ def test_a_step_left_behind_is_taken_in_by_a_later_one_or_by_close(
 
 @pytest.mark.parametrize("where", ["submit", "result"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
-def test_a_failure_ends_the_requests_in_flight_and_no_others(
-    where: str, number: int, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core, executor = make_core(config, monkeypatch)
+def test_a_failure_ends_the_requests_in_flight_and_no_others(where: str, number: int, config: EngineConfig) -> None:
+    core, executor = make_core(config)
     setattr(executor, f"failing_{where}", number)
     for request_id in "abcdef":
         core.add(request(request_id, 9))
@@ -183,7 +171,7 @@ def test_a_failure_ends_the_requests_in_flight_and_no_others(
 def test_a_step_that_cannot_be_scheduled_ends_those_that_were_to_have_a_share(
     number: int, pipelined: bool, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core, executor = make_core(config, monkeypatch, pipelined=pipelined)
+    core, executor = make_core(config, pipelined=pipelined)
     for request_id in "ab":
         core.add(request(request_id, 9))
     for _ in range(number - 1):
@@ -209,7 +197,7 @@ def test_a_real_runner_gives_the_same_tokens(config: EngineConfig) -> None:
     results = []
     for pipelined in (False, True):
         scheduler = replace(config.scheduler, async_scheduling=pipelined)
-        core = EngineCore(replace(config, scheduler=scheduler), SilentProgress())
+        core = start_core(replace(config, scheduler=scheduler), SilentProgress())
         for i, request_id in enumerate("abcdef"):
             core.add(request(request_id, 10 + i, temperature=0.8, seed=i, logprobs=1, prompt_logprobs=1))
         results.append(run(core))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_runner import shares_of
 from simulated_engine import SimulatedEngine
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.scheduler import Scheduler
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 
 
 def make_engine(**limits: Any) -> SimulatedEngine:
@@ -24,7 +25,7 @@ def outputs_of(max_tokens: int | None, **rest: Any) -> SamplingParams:
 def shares(step: SchedulerOutput | None) -> list[tuple[str, int, int, bool]]:
     """(id, tokens computed before, tokens to compute, whether one is sampled) of each request in the step."""
     assert step is not None
-    return [(s.request_id, s.num_computed_tokens, s.num_tokens, s.samples) for s in step.scheduled]
+    return [(s.request_id, s.num_computed_tokens, s.num_tokens, s.samples) for s in shares_of(step)]
 
 
 def blocks_free(engine: SimulatedEngine) -> int:

@@ -33,8 +33,8 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compiled_engine.attention.backends.torch_backend import write_kv_without_waiting
 from compiled_engine.attention.registry import BACKENDS
-from compiled_engine.attention.torch_backend import write_kv_without_waiting
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [case.name for case in CASES]

@@ -14,11 +14,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.attention.decode_splits import GRAIN, MAX_SPLITS
-from compiled_engine.attention.triton_backend import MIN_SHARED_MEMORY
-from compiled_engine.attention.triton_decode import combine_kernel, decode_kernel, decode_tiles
-from compiled_engine.attention.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
-from compiled_engine.attention.triton_write_kv import write_kv_kernel
+from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS
+from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
+from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
+from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
+from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
 
 HOPPER, ADA = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 89, 32)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

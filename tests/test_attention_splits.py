@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.attention.decode_splits import GRAIN, LONG_SPLIT, MAX_SPLITS, Splits, plan_splits
+from compiled_engine.attention.backends.decode_splits import GRAIN, LONG_SPLIT, MAX_SPLITS, Splits, plan_splits
 
 H200_SMS = 132
 requests = st.integers(1, 1024)

@@ -18,7 +18,7 @@ from compiled_engine.bench.fresh_process import WorkerError, run_worker
 from compiled_engine.bench.variants import Variant, chosen, variants
 from compiled_engine.bench.workloads import throughput_lengths
 from compiled_engine.cli.app import app
-from compiled_engine.progress import SilentProgress
+from compiled_engine.process.progress import SilentProgress
 
 SMALL = ["--mode", "eager", "--max-model-len", "128", "--max-num-seqs", "8", "--num-blocks", "64"]
 CONDITIONS = {"benchmark", "repeats", "command", "machine", "model", "options", "versions", "rates"}

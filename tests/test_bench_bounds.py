@@ -22,7 +22,7 @@ from compiled_engine.bench.bounds import (
 from compiled_engine.bench.device_rates import measured_rates
 from compiled_engine.bench.engine_steps import mixed_chunks
 from compiled_engine.bench.shapes import write_shape
-from compiled_engine.models.registry import read_model_config
+from compiled_engine.models.checkpoint.config_reader import read_model_config
 
 SIZES = ModelSizes(
     weight_bytes=1000, linear_params=100, head_params=10, kv_bytes_per_token=4, attention_flops=8, windows=(None, None)

@@ -16,9 +16,8 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
-from compiled_engine.models.bundled_corpus import read_corpus
-from compiled_engine.models.bundled_training import Recipe, learning_rate
-from compiled_engine.models.held_out import (
+from compiled_engine.models.bundled_training.corpus import read_corpus
+from compiled_engine.models.bundled_training.held_out import (
     HELD_OUT_DEFINITION,
     HELD_OUT_WINDOW,
     cut_windows,
@@ -26,7 +25,8 @@ from compiled_engine.models.held_out import (
     mean_nats_per_token,
     scored_tokens,
 )
-from compiled_engine.models.train_bundled import main
+from compiled_engine.models.bundled_training.recipe import Recipe, learning_rate
+from compiled_engine.models.bundled_training.train import main
 
 MODEL_FILES = {
     "LICENSE-PSF.txt",

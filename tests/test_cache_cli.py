@@ -18,13 +18,13 @@ from typer.testing import CliRunner
 from compiled_engine.cli.app import app
 from compiled_engine.cli.cache import parse_bytes, parse_seconds
 from compiled_engine.cli.cache_text import ago, size
-from compiled_engine.graphs.cache import find_or_build
-from compiled_engine.graphs.cache_entry import factors_key
-from compiled_engine.graphs.cache_folder import open_cache
-from compiled_engine.graphs.cache_key import cache_factors
-from compiled_engine.graphs.environment import this_environment
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.environment import this_environment
+from compiled_engine.graphs.cache.folder import open_cache
+from compiled_engine.graphs.cache.key import cache_factors
+from compiled_engine.graphs.cache.lookup import find_or_build
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve import resolve
+from compiled_engine.resolve.engine import resolve
 
 OTHER = changed("config", model__num_layers=8)
 KEY, OTHER_KEY = factors_key(FACTORS), factors_key(OTHER)

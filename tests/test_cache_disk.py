@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from cache_cases import FACTORS, LOADED, NOBODY, Builder, leftovers, load, truncate
 
-from compiled_engine.graphs.cache import find_or_build
-from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.lookup import find_or_build
 
 KEY = factors_key(FACTORS)
 
@@ -31,7 +31,7 @@ import logging, os, sys, tempfile
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from cache_cases import FACTORS, Builder, changed, load
-from compiled_engine.graphs.cache import find_or_build
+from compiled_engine.graphs.cache.lookup import find_or_build
 logging.basicConfig()
 with tempfile.TemporaryDirectory() as home:
     if os.geteuid() == 0:  # who may write anywhere
@@ -104,7 +104,7 @@ import errno, logging, os, resource, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from cache_cases import FACTORS, Builder, load
-from compiled_engine.graphs.cache import find_or_build
+from compiled_engine.graphs.cache.lookup import find_or_build
 logging.basicConfig()
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 root, build = Path({root!r}), Builder()
@@ -133,7 +133,7 @@ def test_what_was_built_but_finds_no_room_in_the_cache_is_used_all_the_same(root
 def test_a_lock_file_of_a_dead_process_is_no_obstacle(root: Path) -> None:
     code = (
         "import os, signal, sys; from pathlib import Path\n"
-        "from compiled_engine.graphs.cache_folder import open_cache\n"
+        "from compiled_engine.graphs.cache.folder import open_cache\n"
         f"with open_cache(Path({str(root)!r})).locked({KEY!r}): os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], check=False)
@@ -147,7 +147,7 @@ def test_a_lock_file_of_a_dead_process_is_no_obstacle(root: Path) -> None:
 SLOW_WRITER = """
 import os, sys
 from pathlib import Path
-from compiled_engine.graphs.cache import find_or_build
+from compiled_engine.graphs.cache.lookup import find_or_build
 def build(folder):
     for number in range(200):
         (folder / f"{{number}}.bin").write_bytes(bytes([number]) * 5000)
@@ -187,7 +187,7 @@ def test_what_killed_engines_have_left_goes_with_the_next_start(root: Path) -> N
     code = (
         "import os, signal, sys; from pathlib import Path\n"
         f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from cache_cases import FACTORS, Builder; from compiled_engine.graphs.cache import find_or_build\n"
+        "from cache_cases import FACTORS, Builder; from compiled_engine.graphs.cache.lookup import find_or_build\n"
         f"running = find_or_build(Path({str(root)!r}), FACTORS, Builder())\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from cache_cases import FACTORS, LOADED, NOBODY, Builder, build_once, changed, leftovers, load, truncate
 
-from compiled_engine.graphs.cache import find_or_build
-from compiled_engine.graphs.cache_entry import DamagedEntry, check_files, factors_key
+from compiled_engine.graphs.cache.entry import DamagedEntry, check_files, factors_key
+from compiled_engine.graphs.cache.lookup import find_or_build
 
 KEY = factors_key(FACTORS)
 

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from compiled_engine.config import EngineConfig, GraphMode, RopeConfig
-from compiled_engine.graphs.build import apply_passes, compile_ranges
-from compiled_engine.graphs.cache_diff import differences
-from compiled_engine.graphs.cache_entry import factors_key
-from compiled_engine.graphs.cache_key import (
+from compiled_engine.graphs.cache.diff import differences
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.environment import (
+    Environment,
+)
+from compiled_engine.graphs.cache.key import (
     ANGLE_SCALE_FIELDS,
     GRAPH_FIELDS,
     OTHER_FIELDS,
@@ -21,17 +23,14 @@ from compiled_engine.graphs.cache_key import (
     flatten,
     graph_config,
 )
-from compiled_engine.graphs.environment import (
-    Environment,
-)
-from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.inductor_options import INDUCTOR_OPTIONS
-from compiled_engine.graphs.make_plan import make_plan
-from compiled_engine.graphs.split import split
-from compiled_engine.graphs.trace import trace
-from compiled_engine.models.registry import build_model
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.inductor_options import INDUCTOR_OPTIONS
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve import resolve
+from compiled_engine.resolve.engine import resolve
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},

@@ -38,15 +38,14 @@ def test_a_default_dtype_and_grad_mode_change_nothing() -> None:
 
 def test_closing_frees_the_weights_at_once() -> None:
     llm = LLM(mode="compiled", **OPTIONS)
-    core: Any = llm._core
-    runner = core._executor._runner
-    values = runner.forward._whole.hidden.__globals__.values()
+    executor: Any = llm.core.executor
+    values = executor.runner.model._whole.hidden.__globals__.values()
     weights = [weakref.ref(value) for value in values if isinstance(value, torch.Tensor)]
     assert len(weights) > 20
     gc.collect()
     gc.disable()
     try:
-        del runner, core, values
+        del executor, values
         llm.close()
         assert not any(weight() is not None for weight in weights)
     finally:

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.config import GraphMode
-from compiled_engine.graphs.capture_plan import CaptureBudget, GraphFamily, plan_capture_sizes
-from compiled_engine.graphs.capture_sizes import planned_capture_sizes, read_histogram
+from compiled_engine.graphs.cuda_graphs.plan import CaptureBudget, GraphFamily, plan_capture_sizes
+from compiled_engine.graphs.cuda_graphs.sizes import planned_capture_sizes, read_histogram
 
 HISTOGRAMS = st.dictionaries(st.integers(1, 40), st.integers(0, 50), max_size=6)
 

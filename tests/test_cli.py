@@ -213,7 +213,7 @@ def test_bad_prompts_and_parameters_are_found_before_a_model_is_loaded(
 def test_a_report_that_cannot_be_written_is_found_before_anything_is_compiled(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compiled_engine.graphs.compiler.compile_model", lambda *_: pytest.fail("it is compiled"))
+    monkeypatch.setattr("compiled_engine.graphs.compiled_model.compile_model", lambda *_: pytest.fail("it is compiled"))
     (tmp_path / "file").touch()
     result = run("inspect", option, str(tmp_path / "file" / "x.html"))
     assert (result.exit_code, result.stdout) == (2, "")

@@ -9,23 +9,22 @@ import pytest
 import torch
 
 from compiled_engine.config import EngineConfig, RopeConfig
-from compiled_engine.graphs.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler import CompiledModel, compile_model
-from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.make_plan import make_plan
-from compiled_engine.graphs.plan import Plan
-from compiled_engine.graphs.split import SplitError, split
-from compiled_engine.graphs.stitch import forward_source
-from compiled_engine.graphs.trace import TracedGraph, require_no_guards, trace
-from compiled_engine.models.families import FAMILIES
-from compiled_engine.models.parameters import materialize
-from compiled_engine.models.random_weights import fill_with_random_weights
-from compiled_engine.models.registry import build_model
+from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.split import SplitError, make_plan, split
+from compiled_engine.graphs.compiler.stitch import forward_source
+from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace
+from compiled_engine.models.checkpoint.families import FAMILIES
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
+from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.progress import SilentProgress
-from compiled_engine.resolve import resolve
-from compiled_engine.timeline import Timeline
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.resolve.engine import resolve
 
 
 def tiny_config(

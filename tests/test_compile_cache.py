@@ -16,9 +16,9 @@ import torch
 from cache_cases import FACTORS, LOADED, Builder, build_once, changed, load
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.graphs.cache import default_root, find_or_build
-from compiled_engine.graphs.cache_entry import factors_key, read_factors
-from compiled_engine.graphs.cache_folder import CacheFolder, open_cache
+from compiled_engine.graphs.cache.entry import factors_key, read_factors
+from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
+from compiled_engine.graphs.cache.lookup import default_root, find_or_build
 
 
 @pytest.fixture
@@ -185,7 +185,7 @@ import sys, time, logging
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from cache_cases import FACTORS, Builder, load
-from compiled_engine.graphs.cache import find_or_build
+from compiled_engine.graphs.cache.lookup import find_or_build
 logging.basicConfig()
 def build(folder):
     print("building", flush=True)

@@ -13,8 +13,8 @@ import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.shapes import write_shape
-from compiled_engine.engine_core import EngineCore
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.messages import EngineRequest
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
@@ -45,8 +45,7 @@ def engine(**options: Any) -> LLM:
 
 
 def core_of(llm: LLM) -> EngineCore:
-    assert llm._core is not None
-    return llm._core
+    return llm.core
 
 
 @pytest.mark.parametrize("kind", KINDS)

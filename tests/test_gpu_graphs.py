@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
-from compiled_engine.executor import InProcessExecutor
-from compiled_engine.graphs.graph_key import GraphKey
+from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.runner.model_runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -54,10 +54,9 @@ def engine(mode: str, graph_mode: str, dtype: str = "float32", **options: Any) -
 
 
 def runner_of(llm: LLM) -> Runner:
-    assert llm._core is not None
-    executor = llm._core._executor
+    executor = llm.core.executor
     assert isinstance(executor, InProcessExecutor)
-    return executor._runner
+    return executor.runner
 
 
 def prompts_of(held_out_ids: list[int], count: int, longest: int) -> list[dict[str, list[int]]]:

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
-from compiled_engine.engine_core import EngineCore
-from compiled_engine.engine_io import EngineRequest
-from compiled_engine.executor import InProcessExecutor
-from compiled_engine.graphs import cuda_graphs
-from compiled_engine.graphs.graph_counters import GraphCounters
-from compiled_engine.graphs.graph_key import GraphKey
+from compiled_engine.core.engine_core import EngineCore, start_core
+from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
+from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
-from compiled_engine.progress import SilentProgress
-from compiled_engine.resolve import resolve
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import model_runner
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
@@ -37,9 +37,9 @@ def _recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runner_of(core: EngineCore) -> Runner:
-    executor = core._executor
+    executor = core.executor
     assert isinstance(executor, InProcessExecutor)
-    return executor._runner
+    return executor.runner
 
 
 def make_config(
@@ -68,7 +68,7 @@ def make_config(
 
 
 def make_core(config: EngineConfig) -> EngineCore:
-    return EngineCore(config, SilentProgress())
+    return start_core(config, SilentProgress())
 
 
 def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, tuple[list[int], int]]:
@@ -139,7 +139,7 @@ def test_what_stands_in_unused_slots_changes_nothing(
 ) -> None:
     core = make_core(make_config(mode))
     with torch.inference_mode():
-        for cache in runner_of(core).kv_caches:
+        for cache in runner_of(core).step.kv_caches:
             cache.fill_(float("nan"))
     assert run(core, make_requests(14, 1)) == plain_tokens
 
@@ -298,7 +298,7 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
     broken_ones: tuple[tuple[Any, str], ...] = (
         (runner.sampler, "add_row"),
         (runner.states, "remove"),
-        (runner.forward, "run"),
+        (runner.model, "run"),
         (runner.sampler, "sample"),
         (scheduler, "token_output"),
     )

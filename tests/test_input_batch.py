@@ -7,13 +7,13 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.graphs.graph_key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling.step import NewRequest, SchedulerOutput
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32

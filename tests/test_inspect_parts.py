@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from compiled_engine.graphs.guards import proved_asserts
+from compiled_engine.graphs.compiler.guards import proved_asserts
+from compiled_engine.graphs.compiler.record import module_tree, phases_since, write_trace
 from compiled_engine.graphs.inspection.highlight import highlight
 from compiled_engine.graphs.inspection.kernels import kernels_of, without_kernel_sources
 from compiled_engine.graphs.inspection.piece_text import piece_text
 from compiled_engine.graphs.inspection.repeats import Repeat, fold
-from compiled_engine.graphs.record import module_tree, phases_since, write_trace
-from compiled_engine.timeline import Span
+from compiled_engine.process.timeline import Span
 
 OUTPUT_CODE = """
 from torch._inductor.async_compile import AsyncCompile

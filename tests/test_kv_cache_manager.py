@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request
-from compiled_engine.scheduling.step import TokenLogprobs
 
 BLOCK_SIZE = 4
 

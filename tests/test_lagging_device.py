@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.messages import EngineRequest
 from tests.lagging_device import lagging_device
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -71,8 +71,7 @@ def random_requests(seed: int) -> list[EngineRequest]:
 
 def run(llm: LLM, seed: int, aborts: bool) -> dict[str, list[int]]:
     """The tokens of the requests that were not aborted."""
-    core = llm._core
-    assert core is not None
+    core = llm.core
     random_ = random.Random(seed + 1)
     waiting = deque(random_requests(seed))
     found: dict[str, list[int]] = {}

@@ -15,11 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.loader import load_weights
-from compiled_engine.models.parameters import InsufficientMemoryError, materialize
-from compiled_engine.models.registry import build_model, read_model_config
-from compiled_engine.parameter_layout import PackedParameter, ParameterLayout
-from compiled_engine.progress import SilentProgress
+from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError, materialize
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
+from compiled_engine.process.progress import SilentProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from compiled_engine import LLM, LogitsProcessor, SamplingParams
 from compiled_engine.cli.app import app
+from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.options import EngineOptions
-from compiled_engine.outputs import RequestOutput
-from compiled_engine.resolve import resolve
-from compiled_engine.resolve_logits_processors import resolve_logits_processors
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.logits_processor import build_processors
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.sampler import Sampler, SamplerClass

@@ -14,11 +14,12 @@ from torch._dynamo.decorators import mark_unbacked
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.loader import load_weights
-from compiled_engine.models.parameters import materialize
-from compiled_engine.models.registry import build_model, read_model_config
-from compiled_engine.parameter_layout import ParameterLayout
-from compiled_engine.progress import SilentProgress
+from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.passes.parameter_layout import ParameterLayout
+from compiled_engine.process.progress import SilentProgress
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 64

@@ -9,14 +9,15 @@ import pytest
 from scripted_core import ScriptedCore
 from tiny_tokenizers import byte_level
 
-from compiled_engine.engine_io import EngineRequest
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.outputs import Logprob, RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.outputs import Logprob, RequestOutput
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_mask import TokenMask
 
 EOS = 1
 TOKENIZER = byte_level()
@@ -236,7 +237,7 @@ def test_a_request_that_the_core_refuses_takes_back_those_before_it() -> None:
     refused = Frontend().prepare(["hello", "hello", "hello"], max_tokens=3)
 
     class Refusing(ScriptedCore):
-        def add(self, request: EngineRequest) -> None:
+        def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
             if request.request_id == refused[1].request_id:
                 raise ValueError("too long")
             super().add(request)

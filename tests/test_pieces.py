@@ -11,10 +11,10 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiled_engine.graphs.compile_pool import CompileError, compile_pool
-from compiled_engine.graphs.direct_piece import direct_source, is_direct, load_direct
-from compiled_engine.graphs.load_piece import load_piece
-from compiled_engine.graphs.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
+from compiled_engine.graphs.compiled_model import load_piece
+from compiled_engine.graphs.compiler.compile_pool import CompileError, compile_pool
+from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct, load_direct
+from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
 
 aten = torch.ops.aten
 
@@ -100,7 +100,7 @@ def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> Non
 
 
 def test_without_living_workers_pieces_are_compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_engine.graphs.worker_process.sys.executable", "/bin/false")
+    monkeypatch.setattr("compiled_engine.process.worker_process.sys.executable", "/bin/false")
     keys = entry_with(tmp_path, pointwise_piece(2.0), pointwise_piece(3.0), pointwise_piece(4.0))
     with compile_pool(tmp_path, 2) as compile_pieces:
         done = {piece.key: piece.worker for piece in compile_pieces(keys)}

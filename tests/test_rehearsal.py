@@ -8,13 +8,21 @@ import pytest
 import torch
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.progress import SilentProgress
+from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import rehearsal
-from compiled_engine.runner.kernel_workers import KernelWorkers
+from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.rehearsal import rehearse
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
+
+
+def runner_of(llm: LLM) -> Runner:
+    executor = llm.core.executor
+    assert isinstance(executor, InProcessExecutor)
+    return executor.runner
 
 
 pytestmark = pytest.mark.usefixtures("hopper")
@@ -29,20 +37,18 @@ def _threads_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_leaves_no_trace(options: dict[str, int]) -> None:
     with LLM(mode="eager", dtype="float32", progress=False, num_blocks=20, **options) as llm:
         before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
-        assert llm._core is not None
-        runner = llm._core._executor._runner
-        rehearse(runner, KernelWorkers(0, None), SilentProgress())
+        runner = runner_of(llm)
+        rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
         runner.pending.lose_count()  # what ran were steps
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
 
 
 def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(mode="eager", dtype="float32", progress=False) as llm:
-        assert llm._core is not None
-        runner = llm._core._executor._runner
-        monkeypatch.setattr(runner.forward, "run", lambda *arguments: 1 / 0)
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.model, "run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            rehearse(runner, KernelWorkers(0, None), SilentProgress())
+            rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
 
 
 def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,9 +65,8 @@ def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(rehearsal, "ways_of_sampling", lambda *arguments: [way_of_sampling] * 200)
     with LLM(mode="eager", dtype="float32", progress=False) as llm:
-        assert llm._core is not None
-        runner = llm._core._executor._runner
-        monkeypatch.setattr(runner.forward, "run", interrupted)
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.model, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            rehearse(runner, KernelWorkers(0, None), SilentProgress())
+            rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
     assert len(started) < 200

@@ -12,17 +12,16 @@ from test_compile import tiny_config
 from torch import fx, nn
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs import trace as trace_module
-from compiled_engine.graphs.build import apply_passes, compile_ranges
-from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.make_plan import make_plan
-from compiled_engine.graphs.repeated_layers import traced_layers
-from compiled_engine.graphs.split import split
-from compiled_engine.graphs.trace import ForwardInputs, TracedGraph, trace
-from compiled_engine.models.families import FAMILIES
-from compiled_engine.models.layer_stack import LayerStack
-from compiled_engine.models.llama import LlamaModel
-from compiled_engine.models.registry import build_model
+from compiled_engine.graphs.compiler import trace as trace_module
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.repeated_layers import traced_layers
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.trace import ForwardInputs, TracedGraph, trace
+from compiled_engine.models.checkpoint.families import FAMILIES
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.textbook.layer_stack import LayerStack
+from compiled_engine.models.textbook.llama import LlamaModel
 from compiled_engine.passes.graph_inputs import source_of
 
 FULL, WINDOW = None, 8

@@ -11,7 +11,7 @@ import torch
 from compiled_engine.config import GraphMode
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.resolve import resolve
+from compiled_engine.resolve.engine import resolve
 
 
 def resolved(**options: Any) -> Any:

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.capture_sizes import default_capture_sizes
+from compiled_engine.graphs.cuda_graphs.sizes import default_capture_sizes
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve import resolve
-from compiled_engine.resolve_graphs import resolve_graphs
+from compiled_engine.resolve.cuda_graphs import resolve_graphs
+from compiled_engine.resolve.engine import resolve
 
 SCHEDULER = SchedulerConfig(256, 8192, 4096, "fcfs")
 

@@ -16,15 +16,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attention
 from compiled_engine.config import RopeConfig
-from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.make_plan import make_plan
-from compiled_engine.graphs.piece import piece_from_json
-from compiled_engine.graphs.split import split
-from compiled_engine.graphs.stitch import stitch
-from compiled_engine.graphs.trace import trace
-from compiled_engine.models.families import FAMILIES
-from compiled_engine.models.layers import rotate
-from compiled_engine.models.registry import build_model
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.piece import piece_from_json
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.stitch import stitch
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.checkpoint.families import FAMILIES
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.textbook.layers import rotate
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_inputs import Source, source_of
@@ -32,7 +31,7 @@ from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.random_inputs import RandomInputs
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
-from compiled_engine.resolve import resolve
+from compiled_engine.resolve.engine import resolve
 
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default

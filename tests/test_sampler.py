@@ -15,7 +15,7 @@ from sampler_cases import EOS, VOCAB_SIZE, make_sampler, random_logits, sample, 
 from compiled_engine.sampling.logprobs import token_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.scheduling.step import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
 def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:

@@ -164,13 +164,14 @@ def test_compiled_for_hopper() -> None:
         ({"logit_bias": {3: 1.0}}, False),
         ({"min_tokens": 1}, False),
         ({"bad_words_token_ids": ((3,),)}, False),
-        ({"temperature": 0, "token_mask": cases.ByLastToken(40)}, False),
+        ({"temperature": 0, "masked": True}, False),
     ],
 )
 def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
     sampler = Sampler(4, 40, "cpu")
     sampler.add_row(1, SamplingParams(), 0, [1], 1, set())
-    sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID})
+    masked = params.pop("masked", False)
+    sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID}, masked=masked)
     expected = SamplerClass.PLAIN if plain else SamplerClass.GENERAL
     assert sampler.sampler_class(np.array([1, 2, -1])) is expected
     assert sampler.sampler_class(np.array([1, -1])) is SamplerClass.PLAIN
@@ -287,7 +288,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
     ]
     mask = requests[3].token_mask
     assert mask is not None
-    asked = [mask.allowed([]) if row % 4 == 3 else None for row in range(num_rows)]
+    asked = [mask.allowed([]).tobytes() if row % 4 == 3 else None for row in range(num_rows)]
     logits_SV = cases.strided_logits(num_rows, vocab_size, torch.bfloat16, 0).cuda()
     rows = np.arange(num_rows)
     row_index_S = torch.arange(num_rows, dtype=torch.int32, device="cuda")
@@ -297,7 +298,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:
             for row in range(num_rows):
-                sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID})
+                sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID}, masked=row % 4 == 3)
             for step in range(3):
                 masks = StepMasks.of(asked, torch.device("cuda"))
                 sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)

@@ -5,18 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fake_runner import shares_of
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.scheduler import Scheduler
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 
 
 def shares(step: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
     """(id, tokens computed before, tokens to compute, whether one is sampled) of each request in the step."""
-    return [(s.request_id, s.num_computed_tokens, s.num_tokens, s.samples) for s in step.scheduled]
+    return [(s.request_id, s.num_computed_tokens, s.num_tokens, s.samples) for s in shares_of(step)]
 
 
 class TestBudget:
@@ -127,7 +127,7 @@ class TestPreemption:
         step = self.step_to_preemption(engine)
         assert step.removed == ("c",)
         assert step.new == ()
-        assert [share.request_id for share in step.scheduled] == ["a", "b"]
+        assert [share.request_id for share in shares_of(step)] == ["a", "b"]
         assert engine.scheduler.metrics()["preemptions"] == 1
         engine.finish_step()
         engine.run()

@@ -6,11 +6,13 @@ import subprocess
 import sys
 import time
 
-from compiled_engine.timeline import Timeline
+from compiled_engine.process.timeline import Timeline
 
 
 def test_time_counts_from_the_start_of_the_process() -> None:
-    source = "import time; time.sleep(0.2); from compiled_engine.timeline import Timeline; print(Timeline().now())"
+    source = (
+        "import time; time.sleep(0.2); from compiled_engine.process import timeline; print(timeline.Timeline().now())"
+    )
     start = time.perf_counter()
     told = float(subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout)
     assert 0.2 <= told <= time.perf_counter() - start + 0.02  # the kernel's clock ticks in hundredths

@@ -13,9 +13,9 @@ from simulated_engine import SimulatedEngine
 from token_masks import WAYS_TO_FAIL, ByLastToken, OneOf, packed
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.outputs import CompletionOutput
+from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.messages import SchedulerOutput
 from compiled_engine.sampling.token_mask import ask, num_words
-from compiled_engine.scheduling.step import SchedulerOutput
 
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n"]
 TEXTS = ["yes", "no", "not at all", "never mind that at all"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from compiled_engine.graphs import worker_pool
-from compiled_engine.graphs.worker_pool import WorkerPool
-from compiled_engine.graphs.worker_process import WorkerEnded
+from compiled_engine.process import worker_pool
+from compiled_engine.process.worker_pool import WorkerPool
+from compiled_engine.process.worker_process import WorkerEnded
 
 
 class Worker:

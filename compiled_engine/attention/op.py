@@ -1,11 +1,12 @@
 """The one custom op of the models, attention: write K and V to the paged cache, then attend; and its second half.
 
-Both mutate what they are given, so the graph is split around them (see compiled_engine.graphs.splitting_ops).
+Both mutate what they are given, so the graph is split around them (see compiled_engine.graphs.compiler.plan).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -73,6 +74,9 @@ attention_op = torch.library.custom_op(
     "compiled_engine::attention", write_and_attend, mutates_args=("kv_cache_N2PKd", "out_THd")
 )
 attention_op.register_fake(_returns_nothing)
+
+# Is given an attention op's function and arguments in place of the call.
+OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
 
 # The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
 ATTENTION_OPS: dict[str, Callable[..., None]] = {

@@ -19,7 +19,7 @@ def get_backend(name: str) -> AttentionBackend:
     if name not in BACKENDS:
         raise ValueError(f"attention_backend is {name!r}; known backends: {', '.join(BACKENDS)}")
     try:
-        module = import_module(f"compiled_engine.attention.{name}_backend")
+        module = import_module(f"compiled_engine.attention.backends.{name}_backend")
     except ImportError as error:
         raise ImportError(f"attention_backend {name!r} needs the package {PACKAGES[name]}: {error}") from error
     backend: AttentionBackend = module.BACKEND

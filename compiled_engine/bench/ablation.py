@@ -21,7 +21,7 @@ from compiled_engine.bench.fresh_process import WorkerError, run_worker
 from compiled_engine.bench.variants import Variant
 from compiled_engine.bench.workloads import summary
 from compiled_engine.config import EngineConfig
-from compiled_engine.progress import Progress
+from compiled_engine.process.progress import Progress
 from compiled_engine.runner.kv_cache import block_bytes
 
 # Cores for a process that compiles, with processes of its own from this many on.

@@ -14,8 +14,8 @@ from compiled_engine.bench.machine import conditions, plain_options
 from compiled_engine.bench.variants import GRAPHS_NEED_CUDA, Variant, check_options, chosen, variants
 from compiled_engine.config import EngineConfig
 from compiled_engine.llm import make_options
-from compiled_engine.progress import Progress
-from compiled_engine.resolve import resolve
+from compiled_engine.process.progress import Progress
+from compiled_engine.resolve.engine import resolve
 
 MAX_MODEL_LEN = 4096
 CPU_BATCH_SIZES = (1, 8)

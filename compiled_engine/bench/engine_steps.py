@@ -12,9 +12,9 @@ import torch
 
 from compiled_engine.bench.bounds import Chunk
 from compiled_engine.bench.workloads import random_prompts
-from compiled_engine.engine_core import EngineCore
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.llm import LLM
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 # Steps before the first that counts: the decodes' prompts, and whatever runs ahead.

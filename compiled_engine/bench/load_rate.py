@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save_file
 
 from compiled_engine.bench.shapes import write_shape
-from compiled_engine.models.loader import load_weights
-from compiled_engine.models.parameters import materialize
-from compiled_engine.models.registry import build_model, read_model_config
-from compiled_engine.parameter_layout import ParameterLayout
-from compiled_engine.progress import Progress
+from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.passes.parameter_layout import ParameterLayout
+from compiled_engine.process.progress import Progress
 
 READ_BYTES = 16 << 20
 SHARD_BYTES = 4 << 30

@@ -21,22 +21,21 @@ from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.bench.step_inputs import StepInputs, make_step_inputs
 from compiled_engine.bench.step_timing import StepTime, time_step
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.build import apply_passes, compile_pieces, compile_ranges
-from compiled_engine.graphs.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.load_piece import load_piece
-from compiled_engine.graphs.make_plan import make_plan
-from compiled_engine.graphs.plan import Plan
-from compiled_engine.graphs.split import split
-from compiled_engine.graphs.stitch import stitch
-from compiled_engine.graphs.trace import trace
-from compiled_engine.models.loader import load_weights
-from compiled_engine.models.parameters import materialize
-from compiled_engine.models.registry import build_model
-from compiled_engine.parameter_layout import ParameterLayout
+from compiled_engine.graphs.compiled_model import load_piece
+from compiled_engine.graphs.compiler.build import apply_passes, compile_pieces, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.stitch import stitch
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.progress import Progress
+from compiled_engine.passes.parameter_layout import ParameterLayout
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.steps import sampling_steps
-from compiled_engine.timeline import Timeline
 
 CONTEXT = 200
 

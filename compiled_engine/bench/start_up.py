@@ -9,7 +9,7 @@ from typing import Any
 
 from compiled_engine.bench.fresh_process import run_worker
 from compiled_engine.bench.workloads import summary
-from compiled_engine.progress import Progress
+from compiled_engine.process.progress import Progress
 
 KINDS = ("cold", "warm")
 

@@ -12,7 +12,7 @@ import torch
 from compiled_engine.bench.engine_steps import decodes, outputs_needed
 from compiled_engine.bench.workloads import Rounds, repeated, summary
 from compiled_engine.llm import LLM
-from compiled_engine.progress import Progress
+from compiled_engine.process.progress import Progress
 
 CONTEXT = 128
 # The host's laps in their order; `wait` is for the device.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from compiled_engine.resolve import COMPILE_OPTIONS
+from compiled_engine.resolve.compile import COMPILE_OPTIONS
 
 # Modes without decode graphs, and without graphs of mixed batches.
 NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from compiled_engine.llm import LLM
-from compiled_engine.progress import Progress
+from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 
 THROUGHPUT_TEMPERATURE = 0.6

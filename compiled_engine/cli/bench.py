@@ -124,8 +124,8 @@ def passes(
     """
     from compiled_engine.bench.pass_ablation import measure
     from compiled_engine.llm import make_options
-    from compiled_engine.progress import RichProgress
-    from compiled_engine.resolve import resolve
+    from compiled_engine.process.progress import RichProgress
+    from compiled_engine.resolve.engine import resolve
 
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         config = resolve(make_options({"mode": "compiled"} | options))
@@ -151,8 +151,8 @@ def passes(
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:
     from compiled_engine.bench.load_rate import measure, write_random_checkpoint
-    from compiled_engine.progress import RichProgress
-    from compiled_engine.resolve import resolve_device
+    from compiled_engine.process.progress import RichProgress
+    from compiled_engine.resolve.engine import resolve_device
 
     progress = RichProgress()
     target = resolve_device(device, {})

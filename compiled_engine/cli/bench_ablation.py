@@ -66,7 +66,7 @@ def ablation(
     """
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         from compiled_engine.bench.ablation_report import Asked, make_plan, run
-        from compiled_engine.progress import RichProgress
+        from compiled_engine.process.progress import RichProgress
 
         _check_output(output)
         asked = Asked(tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), quick)

@@ -50,7 +50,7 @@ def engine(options: Mapping[str, Any]) -> Iterator[LLM]:
 def resolved(options: Mapping[str, Any]) -> Any:
     """The configuration that these options give; nothing is loaded. ValueError or TypeError for a wrong one."""
     from compiled_engine.llm import make_options
-    from compiled_engine.resolve import resolve
+    from compiled_engine.resolve.engine import resolve
 
     return resolve(make_options(options))
 

@@ -245,7 +245,7 @@ def _conditions(
 
 
 def _progress() -> Any:
-    from compiled_engine.progress import RichProgress
+    from compiled_engine.process.progress import RichProgress
 
     return RichProgress()
 

@@ -59,7 +59,7 @@ def step(
     from compiled_engine.bench.machine import conditions
     from compiled_engine.bench.step_split import CONTEXT, step_split
     from compiled_engine.bench.step_split import profile as write_profile
-    from compiled_engine.progress import RichProgress
+    from compiled_engine.process.progress import RichProgress
 
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         config = resolved(options)

@@ -24,12 +24,12 @@ from compiled_engine.cli.cache_text import (
     size,
 )
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.graphs.cache import default_root
-from compiled_engine.graphs.cache_diff import differences
-from compiled_engine.graphs.cache_entry import factors_key
-from compiled_engine.graphs.cache_folder import CacheFolder
-from compiled_engine.graphs.cache_prune import prune as prune_cache
-from compiled_engine.graphs.cache_report import EntryReport, existing_cache, find_key, nearest, report, short
+from compiled_engine.graphs.cache.diff import differences
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.folder import CacheFolder
+from compiled_engine.graphs.cache.lookup import default_root
+from compiled_engine.graphs.cache.prune import prune as prune_cache
+from compiled_engine.graphs.cache.report import EntryReport, existing_cache, find_key, nearest, report, short
 
 cache = typer.Typer(help="Look at the compile cache, and tidy it up.", rich_markup_mode="rich", no_args_is_help=True)
 
@@ -121,9 +121,9 @@ def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
       compiled-engine cache explain --max-num-batched-tokens 4096 --disable-pass silu_mul
     """
     with bad_input_is_reported():
-        from compiled_engine.graphs.cache_key import cache_factors
+        from compiled_engine.graphs.cache.key import cache_factors
         from compiled_engine.llm import make_options
-        from compiled_engine.resolve import resolve
+        from compiled_engine.resolve.engine import resolve
 
         config = resolve(make_options(engine))
         if not config.compile.enabled:

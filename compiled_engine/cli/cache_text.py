@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compiled_engine.graphs.cache_diff import Difference, flatten
-from compiled_engine.graphs.cache_report import EntryReport, Nearest, short
+from compiled_engine.graphs.cache.diff import Difference, flatten
+from compiled_engine.graphs.cache.report import EntryReport, Nearest, short
 
 
 def entry_record(entry: EntryReport) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def config(
     """
     with bad_input_is_reported():
         from compiled_engine.llm import make_options
-        from compiled_engine.resolve import resolve
+        from compiled_engine.resolve.engine import resolve
 
         resolved = resolve(make_options(engine))
     if as_json:

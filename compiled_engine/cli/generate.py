@@ -82,7 +82,7 @@ def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str
     from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
     from compiled_engine.frontend.tokenizer import find_tokenizer
-    from compiled_engine.resolve import resolve
+    from compiled_engine.resolve.engine import resolve
 
     model = resolve(options).model
     params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)

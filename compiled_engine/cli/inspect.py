@@ -19,7 +19,7 @@ from compiled_engine.cli.output_folder import make_folder
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
     from compiled_engine.graphs.inspection.report import CompiledEntry, Report
-    from compiled_engine.progress import Progress
+    from compiled_engine.process.progress import Progress
 
 PAGE = "report.html"
 TEXT = "text"
@@ -58,8 +58,8 @@ def inspect(
     with contextlib.redirect_stdout(sys.stderr):
         with bad_input_is_reported():
             from compiled_engine.llm import make_options
-            from compiled_engine.progress import RichProgress, SilentProgress
-            from compiled_engine.resolve import resolve
+            from compiled_engine.process.progress import RichProgress, SilentProgress
+            from compiled_engine.resolve.engine import resolve
 
             progress = SilentProgress() if quiet else RichProgress()
             config = resolve(make_options(engine))
@@ -90,10 +90,10 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     """From the entry in the cache, which is built if it is not there."""
-    from compiled_engine.graphs.compiler import compile_model
+    from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import make_report
-    from compiled_engine.models.registry import build_model
-    from compiled_engine.timeline import Timeline
+    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.process.timeline import Timeline
 
     timeline = Timeline()
     timeline.add("before the look-up", 0.0, timeline.now())
@@ -109,8 +109,8 @@ def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import make_report
     from compiled_engine.llm import LLM
+    from compiled_engine.process.timeline import Span, Timeline
     from compiled_engine.sampling.params import SamplingParams
-    from compiled_engine.timeline import Span, Timeline
 
     # The options are right; what may still be wrong is the checkpoint, or the memory too small.
     with bad_input_is_reported((ValueError, OSError, MemoryError)):
@@ -133,7 +133,7 @@ def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
 
 
 def _entry(config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
-    from compiled_engine.graphs.cache_key import cache_factors
+    from compiled_engine.graphs.cache.key import cache_factors
     from compiled_engine.graphs.inspection.report import CompiledEntry
 
     return CompiledEntry(folder, status, cache_factors(config))
@@ -157,7 +157,7 @@ def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None
             raise ValueError("mode is 'eager': nothing is compiled that depyf could show; allowed: compiled, graphed")
         make_folder("depyf", folder)
     from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
-    from compiled_engine.models.registry import build_model
+    from compiled_engine.models.textbook.architectures import build_model
 
     write_depyf_folder(config, lambda: build_model(config.model), folder, progress)
     typer.echo(f"wrote {folder}", err=True)

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from compiled_engine.outputs import RequestOutput
+    from compiled_engine.frontend.outputs import RequestOutput
 
 
 def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:

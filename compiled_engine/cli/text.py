@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
-    from compiled_engine.outputs import RequestOutput
+    from compiled_engine.frontend.outputs import RequestOutput
 
 
 def print_stream(prompt: str, stream: Iterable[RequestOutput]) -> RequestOutput:

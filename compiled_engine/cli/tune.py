@@ -36,7 +36,7 @@ def tune(
     with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
         from compiled_engine.bench.shapes import write_shape
         from compiled_engine.passes.profile import profile_path
-        from compiled_engine.progress import RichProgress
+        from compiled_engine.process.progress import RichProgress
         from compiled_engine.tune.device_tuning import device_name, tune_device
 
         device = device_name()

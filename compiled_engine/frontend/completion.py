@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from compiled_engine.engine_io import EngineOutput
 from compiled_engine.frontend.detokenizer import Detokenizer
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob
 from compiled_engine.frontend.stop_strings import StopStrings
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.outputs import CompletionOutput, Logprob
+from compiled_engine.messages import EngineOutput
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling.step import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
 def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:

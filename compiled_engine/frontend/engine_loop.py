@@ -7,17 +7,18 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
-from compiled_engine.engine_io import EngineRequest, StepOutputs
 from compiled_engine.frontend.deferred_interrupt import deferred_interrupt
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor, RequestState
-from compiled_engine.outputs import RequestOutput
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.messages import EngineRequest, StepOutputs
+from compiled_engine.sampling.token_mask import TokenMask
 
 
 class Core(Protocol):
     """What the loop asks of the engine core."""
 
-    def add(self, request: EngineRequest) -> None: ...
+    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None: ...
 
     def abort(self, request_id: str, *, stopped: bool = False) -> object: ...
 
@@ -91,7 +92,7 @@ class EngineLoop:
                 with deferred_interrupt():
                     running[request.request_id] = self._outputs.add(request)
                     for engine_request in request.engine_requests:
-                        self._core.add(engine_request)
+                        self._core.add(engine_request, request.sampling_params.token_mask)
                         added.add(engine_request.request_id)
             while running:
                 changed = [request_id for request_id in self._changed if request_id in running]

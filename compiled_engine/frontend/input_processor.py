@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from compiled_engine.engine_io import EngineRequest
 from compiled_engine.frontend.bad_words import encode_bad_words
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams, validate_for_model
 
 
@@ -166,6 +166,7 @@ class InputProcessor:
                     seed=_child_seed(params.seed, index),
                     max_tokens=max_tokens,
                     prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+                    token_mask=None,
                 ),
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,

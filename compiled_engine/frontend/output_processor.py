@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from compiled_engine.engine_io import EngineOutput, StepOutputs
 from compiled_engine.frontend.completion import Completion, logprob_dict
 from compiled_engine.frontend.input_processor import PreparedRequest
+from compiled_engine.frontend.outputs import Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.outputs import Logprob, RequestMetrics, RequestOutput
-from compiled_engine.scheduling.step import TokenLogprobs
+from compiled_engine.messages import EngineOutput, StepOutputs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
 class RequestState:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from compiled_engine.models.json_fields import JsonFields
+from compiled_engine.models.checkpoint.json_fields import JsonFields
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

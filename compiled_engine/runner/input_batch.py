@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.graphs.graph_key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.messages import SchedulerOutput
 from compiled_engine.runner.input_buffers import InputBuffers, StagedDecodes
 from compiled_engine.runner.prepare_inputs import prepare_inputs
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.scheduling.step import SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class InputBatch:
     num_rows: int
     padded_tokens: int
     host: tuple[int, int, int]
-    token_masks: dict[str, np.ndarray] = field(default_factory=dict)
+    token_masks: dict[str, bytes] = field(default_factory=dict)
     order: np.ndarray | None = None
 
     @property

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.models.parameters import InsufficientMemoryError
+from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 
 GIB = 1 << 30
 CPU_LIMIT_BYTES = 4 * GIB

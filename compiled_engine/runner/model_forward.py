@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.graphs.compiler import CompiledModel, Forwards
-from compiled_engine.graphs.segments import AttentionsOfEagerCode, OnAttention
+from compiled_engine.attention.op import OnAttention
+from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
+from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
 
 ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
 
@@ -25,9 +26,9 @@ class ForwardOutput:
 
 
 class ModelForward:
-    """Calls the version for the number of tokens.
+    """Calls the forward that is compiled for the number of tokens, or the eager model.
 
-    on_attention: what `run(..., around_attention=True)` calls in place of the attention ops.
+    on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
     """
 
     def __init__(
@@ -35,16 +36,20 @@ class ModelForward:
         model: nn.Module,
         compiled: CompiledModel | None,
         parameters: Mapping[str, torch.Tensor],
-        on_attention: OnAttention,
+        on_attention: OnAttention | None,
     ):
         self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits  # type: ignore[assignment]
         if compiled:
-            self._whole, self._parts = compiled.bind(parameters), compiled.bind(parameters, on_attention)
+            self._whole = self._parts = compiled.bind(parameters)
+            if on_attention is not None:
+                self._parts = compiled.bind(parameters, on_attention)
         else:
-            self._whole, self._parts = Forwards(model), Forwards(_EagerParts(model, on_attention))
+            self._whole = self._parts = Forwards(model)
+            if on_attention is not None:
+                self._parts = Forwards(_EagerParts(model, on_attention))
 
     def ends_at_logits(self, num_tokens: int) -> bool:
-        """Whether the version for so many tokens returns logits unless it is told otherwise."""
+        """Whether the forward for so many tokens returns logits unless it is told otherwise."""
         return self._whole.for_logits(num_tokens) is not None
 
     def run(

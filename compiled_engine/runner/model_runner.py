@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,24 +10,27 @@ import torch
 from torch import nn
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.compiler import CompiledModel, compile_model
-from compiled_engine.graphs.cuda_graphs import CudaGraphManager
-from compiled_engine.graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.graph_capture import CudaCapture
-from compiled_engine.graphs.graph_counters import Fallback, GraphCounters
-from compiled_engine.graphs.graph_key import GraphKey, GraphKind
-from compiled_engine.models.loader import load_weights
-from compiled_engine.models.parameters import materialize
-from compiled_engine.models.registry import build_model
-from compiled_engine.parameter_layout import ParameterLayout
-from compiled_engine.progress import Progress
+from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
+from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
+from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
+from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
+from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.passes.parameter_layout import ParameterLayout
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.cpu_threads import threads_for_step
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
-from compiled_engine.runner.kernel_cache import kernel_folder, kernels_in
-from compiled_engine.runner.kernel_workers import KernelWorkers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs
@@ -42,9 +45,6 @@ from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.transfer import upload
-from compiled_engine.scheduling.step import NewRequest, SchedulerOutput
-from compiled_engine.step_clock import StepClock
-from compiled_engine.timeline import Timeline
 
 
 class Runner:
@@ -62,44 +62,44 @@ class Runner:
 
         Raises what build_processors, the loader, the compiler and kv_cache.count_blocks raise.
         """
-        self.config = config
-        self.timeline = timeline
+        self._config, self._timeline, self._clock = config, timeline, clock
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
-        with KernelWorkers(config.compile.workers if on_gpu else 0, kernels) as workers:
+        with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (rehearse.__module__,)) as workers:
             if kernels is not None and not any(kernels.iterdir()):
                 workers.start()
-            self._load(progress, clock, logits_processors, workers)
+            self._load(progress, logits_processors, workers)
             with kernels_in(kernels):
                 self._start(progress, workers)
 
     def _load(
         self,
         progress: Progress,
-        clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory],
         workers: KernelWorkers,
     ) -> None:
-        config, timeline, scheduler = self.config, self.timeline, self.config.scheduler
+        config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
 
         def model_to_trace() -> nn.Module:
             workers.start()  # what is new to the compile cache has kernels that are new
             return build_model(config.model)
 
-        self.compiled: CompiledModel | None = None
+        self._compiled: CompiledModel | None = None
         layout = ParameterLayout()
         if config.compile.enabled:
-            self.compiled = compile_model(config, model_to_trace, progress, timeline)
-            layout = self.compiled.layout
+            self._compiled = compile_model(config, model_to_trace, progress, timeline)
+            layout = self._compiled.layout
         with timeline.span("load weights"):
             model = build_model(config.model)
             parameters = materialize(model, layout, config.device)
             load_weights(model, config.model, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        # A version may take a parameter alone that another takes packed: the model's own are views.
+        # One compile range may take a parameter alone that another takes packed: the model's own are views.
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
-        self.forward = ModelForward(model, self.compiled, named, self._on_attention)
+        self.dispatcher = Dispatcher(config.graph, scheduler)
+        capture = CudaCapture(config.device) if self.dispatcher.keys else None
+        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None)
 
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
         self.states = RequestStates(
@@ -112,47 +112,40 @@ class Runner:
             self.states.writes,
             config.device,
         )
-        self._clock = clock
-        self.pending = PendingSteps(self.buffers, config.device, clock)
-        self.kv_caches = kv_cache.allocate(config, 1)
-        self.dispatcher = Dispatcher(config.graph, scheduler)
-        self.counters = GraphCounters(self.dispatcher)
-        self.padded_step = PaddedStep(
-            self.forward,
+        self.pending = PendingSteps(self.buffers, config.device, self._clock)
+        self._kv_caches = kv_cache.allocate(config, 1)
+        self._counters = GraphCounters(self.dispatcher)
+        self.step = PaddedStep(
+            self.model,
             self.sampler,
             self.states,
             self.buffers,
-            self.kv_caches,
+            self._kv_caches,
             config.attention_backend,
             scheduler.max_model_len,
         )
-        keys = self.dispatcher.keys
         self.graphs = None
-        if keys:
-            capture = CudaCapture(config.device)
-            self.graphs = CudaGraphManager(keys, capture, self.padded_step, decodes_first=config.graph.background)
+        if capture is not None:
+            keys, decodes_first = self.dispatcher.keys, config.graph.background
+            self.graphs = CudaGraphManager(keys, capture, self.step, decodes_first)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
-        if workers.started and self.config.device.type == "cuda":
-            with self.timeline.span("compile kernels"):
-                rehearse(self, workers, progress)
+        if workers.started and self._config.device.type == "cuda":
+            with self._timeline.span("compile kernels"):
+                rehearse(self._config, self.step, workers, progress)
         workers.close()
-        with self.timeline.span("warm up"):
-            activation_bytes = warm_up(self, progress)
-        with self.timeline.span("predict graph memory"):
-            self.predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
+        with self._timeline.span("warm up"):
+            activation_bytes = warm_up(self._config, self.step, progress)
+        with self._timeline.span("predict graph memory"):
+            self._predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
         # What the first request with penalties allocates is set aside for it.
-        set_aside = penalty_bytes(self.config.scheduler.max_num_seqs, self.config.model.vocab_size)
-        self.num_blocks = kv_cache.count_blocks(self.config, activation_bytes + set_aside, self.predicted_graph_bytes)
-        self.kv_caches[:] = kv_cache.allocate(self.config, self.num_blocks)
-        if self.graphs and not self.config.graph.background:
-            with self.timeline.span("capture"):
+        set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
+        self.num_blocks = kv_cache.count_blocks(self._config, activation_bytes + set_aside, self._predicted_graph_bytes)
+        self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
+        if self.graphs and not self._config.graph.background:
+            with self._timeline.span("capture"):
                 self.graphs.capture_all(progress)
-
-    def _on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        assert self.graphs is not None
-        self.graphs.on_attention(function, arguments)
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> PendingStep:
@@ -161,7 +154,7 @@ class Runner:
         self.pending.catch_up()
         try:
             self._update_rows(step)
-            with threads_for_step(step.num_tokens, self._num_parameters, self.config.device):
+            with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
             if self.graphs and not self.graphs.complete and self.graphs.capture_in_background():
                 self.pending.lose_count()
@@ -189,19 +182,17 @@ class Runner:
             logits_RV = self._replay(batch).tensor
         else:
             prepare(batch, self.states, self.buffers)
-            if batch.key is None:
-                output = self.padded_step.forward(batch, hidden_wanted=hidden_wanted)
-            else:
-                output = self._replay(batch)
+            eager = batch.key is None
+            output = self.step.forward(batch, hidden_wanted=hidden_wanted) if eager else self._replay(batch)
             if hidden_wanted:
-                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.forward)
+                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model)
             if not batch.samples.any():
                 nobody_R = self.buffers.sample_positions_R
                 advance(self.states, self.buffers, nobody_R, batch.num_rows, decodes_only=batch.decodes_only)
                 self.pending.launched()
                 return self.pending.step(batch, None, prompt)
             wanted = output.tensor[self.buffers.logits_index_R[: batch.num_rows]]
-            logits_RV = wanted if output.is_logits else self.forward.logits(wanted)
+            logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
         self.pending.launched()
         return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
@@ -211,9 +202,9 @@ class Runner:
         assert batch.key is not None
         inputs = None  # attention is in a full graph
         if batch.key.kind is not GraphKind.FULL:
-            inputs = attention_inputs(batch, self.buffers, self.config.attention_backend)
-        output = self.padded_step.output(batch.key, self.graphs.replay(batch.key, inputs))
-        self.counters.replay(batch.key, batch.num_tokens)
+            inputs = attention_inputs(batch, self.buffers, self._config.attention_backend)
+        output = self.step.output(batch.key, self.graphs.replay(batch.key, inputs))
+        self._counters.replay(batch.key, batch.num_tokens)
         return output
 
     def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> BatchLogprobs | None:
@@ -223,11 +214,11 @@ class Runner:
         if self.sampler.sampler_class(rows_R) is SamplerClass.PLAIN:
             return None
         count = batch.num_requests
-        row_index_R = upload(rows_R.astype(np.int32), self.config.device)
+        row_index_R = upload(rows_R.astype(np.int32), self._config.device)
         positions_R = self.buffers.sample_positions_R[:count]
         masks = None
         if batch.token_masks:
-            masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self.config.device)
+            masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self._config.device)
         sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
         advance(
             self.states,
@@ -243,19 +234,19 @@ class Runner:
     def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
         """The graph to replay for a batch; why there is none is counted."""
         decodes_only = num_tokens == num_requests
-        self.counters.batch(num_tokens, decodes_only)
+        self._counters.batch(num_tokens, decodes_only)
         key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None)
         if key is None:
-            self.counters.no_key(num_tokens, decodes_only)
+            self._counters.no_key(num_tokens, decodes_only)
             return None
         assert self.graphs is not None
-        if hidden_wanted and (key.is_decode or self.forward.ends_at_logits(key.num_tokens)):
+        if hidden_wanted and (key.is_decode or self.model.ends_at_logits(key.num_tokens)):
             reason = Fallback.PROMPT_LOGPROBS
         elif self.graphs.has(key):
             return key
         else:
             reason = Fallback.LOST if self.graphs.is_lost(key) else Fallback.NOT_YET
-        self.counters.fallback(reason, key.name)
+        self._counters.fallback(reason, key.name)
         return None
 
     def _update_rows(self, step: SchedulerOutput) -> None:
@@ -277,7 +268,13 @@ class Runner:
         assert params.seed is not None  # the engine core fills it in
         try:
             self.sampler.add_row(
-                row, params, params.seed, request.token_ids, request.num_prompt_tokens, request.eos_token_ids
+                row,
+                params,
+                params.seed,
+                request.token_ids,
+                request.num_prompt_tokens,
+                request.eos_token_ids,
+                masked=request.masked,
             )
         except BaseException:
             self.states.remove(request.request_id)
@@ -285,15 +282,15 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
-        return runner_metrics(self.compiled, self.graphs, self.counters, self.predicted_graph_bytes, self.timeline)
+        return runner_metrics(self._compiled, self.graphs, self._counters, self._predicted_graph_bytes, self._timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""
         if self.graphs:
             self.graphs.close()
-        self.kv_caches.clear()
-        self.forward.close()
-        self.compiled = None
-        if self.config.device.type == "cuda":
+        self._kv_caches.clear()
+        self.model.close()
+        self._compiled = None
+        if self._config.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_engine.graphs.graph_key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
@@ -18,7 +18,7 @@ class PaddedStep:
 
     def __init__(
         self,
-        forward: ModelForward,
+        model: ModelForward,
         sampler: Sampler,
         states: RequestStates,
         buffers: InputBuffers,
@@ -26,27 +26,27 @@ class PaddedStep:
         attention_backend: str,
         max_model_len: int,
     ):
-        self._forward, self._sampler, self._states = forward, sampler, states
-        self._buffers, self._kv_caches = buffers, kv_caches
+        self.model, self.sampler, self.states = model, sampler, states
+        self.buffers, self.kv_caches = buffers, kv_caches
         self._backend, self._max_model_len = attention_backend, max_model_len
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
-        self._states.writes.apply()
-        prepare(batch, self._states, self._buffers)
+        self.states.writes.apply()
+        prepare(batch, self.states, self.buffers)
 
     def run(self, key: GraphKey) -> torch.Tensor:
         """A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states.
         Any other: the forward of inputs that are there."""
         batch = self._empty(key)
-        self._states.writes.discard()  # `fill` made these writes
+        self.states.writes.discard()  # `fill` made these writes
         if key.is_decode:
-            prepare(batch, self._states, self._buffers)
+            prepare(batch, self.states, self.buffers)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL)
         if not key.is_decode:
             return output.tensor
-        logits_RV = output.tensor if output.is_logits else self._forward.logits(output.tensor)
-        sample_and_advance(logits_RV, self._sampler, self._states, self._buffers, batch)
+        logits_RV = output.tensor if output.is_logits else self.model.logits(output.tensor)
+        sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
         return logits_RV
 
     def forward(
@@ -54,31 +54,31 @@ class PaddedStep:
     ) -> ForwardOutput:
         """The model on the batch in the buffers."""
         arguments = (
-            self._buffers.input_ids_T[: batch.padded_tokens],
-            self._buffers.positions_T[: batch.padded_tokens],
-            attention_inputs(batch, self._buffers, self._backend),
-            self._kv_caches,
+            self.buffers.input_ids_T[: batch.padded_tokens],
+            self.buffers.positions_T[: batch.padded_tokens],
+            attention_inputs(batch, self.buffers, self._backend),
+            self.kv_caches,
         )
-        return self._forward.run(
+        return self.model.run(
             batch.padded_tokens, arguments, hidden_wanted=hidden_wanted, around_attention=around_attention
         )
 
     def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
         """What `run` returned, or a replay left, for a key."""
-        return ForwardOutput(result, key.is_decode or self._forward.ends_at_logits(key.num_tokens))
+        return ForwardOutput(result, key.is_decode or self.model.ends_at_logits(key.num_tokens))
 
     def addresses(self) -> tuple[int, ...]:
         """Of one buffer for each use and of the first and the last cache: they are replaced together if at all."""
-        buffers, caches = self._buffers, self._kv_caches
-        read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self._states.last_token_S)
+        buffers, caches = self.buffers, self.kv_caches
+        read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
 
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:
             host = (key.num_decodes, key.max_query_len, key.max_seq_len)
-            return empty_batch(self._buffers, key.num_tokens, key.num_requests, host, key)
+            return empty_batch(self.buffers, key.num_tokens, key.num_requests, host, key)
         # Attention is not captured, only warmed up.
-        return empty_batch(self._buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
+        return empty_batch(self.buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
 
 
 def sample_and_advance(

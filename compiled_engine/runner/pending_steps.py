@@ -8,11 +8,12 @@ from itertools import compress
 import numpy as np
 import torch
 
+from compiled_engine.messages import RunnerOutput
+from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.scheduling.step import RunnerOutput, TokenLogprobs
-from compiled_engine.step_clock import StepClock
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.passes.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import may_launch_early
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.messages import SchedulerOutput
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.pending_steps import PromptLogprobs
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import token_logprobs
 from compiled_engine.sampling.transfer import upload
-from compiled_engine.scheduling.step import SchedulerOutput
 
 # Positions whose logits are there at once.
 CHUNK = 256

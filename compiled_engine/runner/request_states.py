@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.messages import NewRequest
 from compiled_engine.runner.staged_writes import StagedWrites
-from compiled_engine.scheduling.step import NewRequest
 
 
 class RequestStates:

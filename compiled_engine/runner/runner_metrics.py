@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.graphs.compiler import CompiledModel
-from compiled_engine.graphs.cuda_graphs import CudaGraphManager
-from compiled_engine.graphs.graph_counters import GraphCounters
-from compiled_engine.timeline import Timeline
+from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
+from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
+from compiled_engine.process.timeline import Timeline
 
 
 def runner_metrics(
@@ -41,10 +41,10 @@ def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str
     if compiled is None:
         return {}
     return {
-        version.compile_range.name: {
+        compiled_range.compile_range.name: {
             report.name: {"matches": report.matches, "contract": report.contract}
-            for report in version.passes
+            for report in compiled_range.passes
             if report.applied
         }
-        for version in compiled.versions
+        for compiled_range in compiled.ranges
     }

@@ -5,32 +5,66 @@ A warm-up batch is an ordinary batch without slots and with empty contexts, so i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.progress import Progress
+from compiled_engine.passes.registry import kernel_token_counts
+from compiled_engine.process.progress import Progress
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, prepare
-from compiled_engine.runner.padded_step import sample_and_advance
+from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.sampling.kernel_warm_up import MOST_MEMORY, sample_once, ways_of_sampling
 
-if TYPE_CHECKING:
-    from compiled_engine.runner.model_runner import Runner
+PROMPT_TOKENS = 16
 
 
-def warm_up(runner: Runner, progress: Progress) -> int:
-    """Run the largest batch, and one of each kind; returns the peak bytes of a step beyond what was there before."""
-    config = runner.config
+class BatchShape(NamedTuple):
+    """Requests that share `num_tokens` evenly; `max_seq_len` bounds their contexts."""
+
+    num_tokens: int
+    num_requests: int
+    max_seq_len: int
+
+    @property
+    def host_3(self) -> tuple[int, int, int]:
+        """See AttentionInputs."""
+        num_decodes = self.num_requests if self.num_tokens == self.num_requests else 0
+        return num_decodes, -(-self.num_tokens // self.num_requests), self.max_seq_len
+
+
+def start_up_batches(config: EngineConfig) -> list[BatchShape]:
+    """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
+
+    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, and by the bound of the
+    contexts; those of passes where the passes say so.
+    """
+    scheduler = config.scheduler
+    max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    longest = scheduler.max_model_len
+    num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
+    if config.device.type != "cuda":
+        prompts = [BatchShape(min(max_tokens, PROMPT_TOKENS), num_requests, longest)] if max_tokens > 1 else []
+        return [BatchShape(1, 1, longest), *prompts]
+    counts = kernel_token_counts(config.compile.passes)
+    num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
+    prompts = [BatchShape(num_tokens, num_requests, bound) for bound in (1, longest) if max_tokens > 1]
+    sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
+    decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
+    return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes]
+
+
+def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
+    """Run the start-up batches; returns the peak bytes of a step beyond what was there before."""
     on_gpu = config.device.type == "cuda"
-    shapes = _shapes(config)
+    shapes = start_up_batches(config)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
     with progress.stage("warm up", total=len(shapes)) as progressed:
         for shape in shapes:
-            _run_empty(runner, *shape)
+            _run_empty(step, shape)
             progressed(1)
     if not on_gpu:
         return 0
@@ -41,34 +75,17 @@ def warm_up(runner: Runner, progress: Progress) -> int:
     return peak
 
 
-def _shapes(config: EngineConfig) -> list[tuple[int, int, int]]:
-    """(tokens, requests, bound of the contexts) of each warm-up batch: on a GPU the largest first, then decodes."""
-    scheduler = config.scheduler
-    max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    longest = scheduler.max_model_len
-    prompts = []
-    if max_tokens > 1:
-        num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
-        prompts = [(min(max_tokens, 16), num_requests, max_seq_len) for max_seq_len in (1, longest)]
-    if config.device.type != "cuda":
-        return [(1, 1, longest), *prompts[1:]]
-    # Kernels differ by the size of the batch, in steps wider than a factor of two, and by the bound.
-    sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length()))}
-    return [(max_tokens, max_requests, longest), *((size, size, longest) for size in sorted(sizes)), *prompts]
-
-
-def _run_empty(runner: Runner, num_tokens: int, num_requests: int, max_seq_len: int) -> None:
-    states, buffers = runner.states, runner.buffers
-    num_decodes = num_requests if num_tokens == num_requests else 0
-    host = (num_decodes, -(-num_tokens // num_requests), max_seq_len)
-    batch = empty_batch(buffers, num_tokens, num_requests, host)
+def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
+    states, buffers = step.states, step.buffers
+    num_tokens, num_requests = shape.num_tokens, shape.num_requests
+    batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3)
     states.writes.apply()
     prepare(batch, states, buffers)
-    hidden_TD = runner.padded_step.forward(batch, hidden_wanted=True).tensor
-    logits_RV = runner.forward.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
+    hidden_TD = step.forward(batch, hidden_wanted=True).tensor
+    logits_RV = step.model.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
     del hidden_TD
-    if runner.forward.ends_at_logits(num_tokens):
-        logits_RV = runner.padded_step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
-    sample_and_advance(logits_RV, runner.sampler, states, buffers, batch)
+    if step.model.ends_at_logits(num_tokens):
+        logits_RV = step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
+    sample_and_advance(logits_RV, step.sampler, states, buffers, batch)
     sampled = sample_once(MOST_MEMORY, logits_RV)
     advance(states, buffers, sampled.token_ids_S, num_requests, decodes_only=batch.decodes_only, again=True)

@@ -95,8 +95,10 @@ class Sampler:
         token_ids: Sequence[int],
         num_prompt_tokens: int,
         eos_token_ids: Iterable[int],
+        *,
+        masked: bool = False,
     ) -> None:
-        """Give a free row to a request.
+        """Give a free row to a request; `masked`: it is sampled with a mask, see `sample`.
 
         What it writes to the device it writes in the current stream's order, after the steps that were launched.
         seed: params.seed, or the one chosen for the request if that is None; 64 bits, signed or not.
@@ -128,7 +130,6 @@ class Sampler:
         self._penalised_N[row] = penalised
         self._added_to_N[row] = additions is not None
         self._processed_N[row] = processed
-        masked = params.token_mask is not None
         self._edited_N[row] = penalised or additions is not None or processed or masked
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
@@ -184,8 +185,8 @@ class Sampler:
 
         logits_SV: [S, V], of any floating dtype, left as they are. rows_S: int [S], on the host: logits_SV[i] belongs
         to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the device. positions_S:
-        int64 [S] on the device, the position that each token will have in its request. masks: for rows whose
-        parameters have a token_mask. A row may come repeatedly unless it has penalties or bad words, whose history
+        int64 [S] on the device, the position that each token will have in its request. masks: for rows that
+        are masked. A row may come repeatedly unless it has penalties or bad words, whose history
         takes one token a step. Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
         num_samples = len(rows_S)

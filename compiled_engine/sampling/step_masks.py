@@ -22,9 +22,9 @@ class StepMasks:
     mask_index_S: torch.Tensor
 
     @classmethod
-    def of(cls, masks_S: Sequence[np.ndarray | None], device: torch.device) -> StepMasks:
-        """masks_S: a mask, int32 [W], or None for each row, at least one of them a mask. The host does not wait."""
-        masks = [mask for mask in masks_S if mask is not None]
+    def of(cls, masks_S: Sequence[bytes | None], device: torch.device) -> StepMasks:
+        """masks_S: a mask of W words or None for each row, at least one of them a mask. The host does not wait."""
+        masks = [np.frombuffer(mask, np.int32) for mask in masks_S if mask is not None]
         has_mask_S = np.array([mask is not None for mask in masks_S])
         index_S = np.where(has_mask_S, np.cumsum(has_mask_S) - 1, -1).astype(np.int32)
         # One copy for all.

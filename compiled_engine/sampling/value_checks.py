@@ -89,12 +89,23 @@ def sequence_of(check: Check, *, may_be_empty: bool = True) -> Check:
 
 
 def arguments(name: str, value: Any) -> dict[str, Any] | None:
-    """A mapping of names to anything, as a dict of its own, or None."""
+    """A mapping of names to JSON values, as a dict of its own, or None: it may cross to another process."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict of names to values, got {value!r}")
-    return {text(f"{name} key", key): item for key, item in value.items()}
+    return {text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
+
+
+def json_value(name: str, value: Any) -> Any:
+    """What JSON can say, as a copy."""
+    if value is None or isinstance(value, str | int | float):  # a bool is an int
+        return value
+    if isinstance(value, list | tuple):
+        return [json_value(f"{name}[{index}]", item) for index, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        return {text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
+    raise TypeError(f"{name} must be a JSON value (text, number, bool, None, list or dict), got {value!r}")
 
 
 def having(method: str) -> Check:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from compiled_engine.config import POLICIES, SchedulerConfig
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.messages import EngineRequest
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.messages import EngineRequest, NewRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling.step import NewRequest, TokenLogprobs
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.stop import StopRule
 
 
@@ -32,7 +33,7 @@ class Request:
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length, prompt included, at which it ends.
     ending_ids: the tokens that may end it sooner.
-    masked: whether a token mask says which tokens may come, so that all have to be known before one is sampled.
+    token_mask: says which tokens may come, so that all have to be known before one is sampled; None for no mask.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
     block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
@@ -54,7 +55,7 @@ class Request:
     stop_rule: StopRule
     max_num_tokens: int
     ending_ids: frozenset[int]
-    masked: bool
+    token_mask: TokenMask | None
     num_tokens: int
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -69,7 +70,9 @@ class Request:
     plain_until_known: int = 0
 
     @classmethod
-    def of(cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int) -> Request:
+    def of(
+        cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int, token_mask: TokenMask | None
+    ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together."""
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
@@ -84,7 +87,7 @@ class Request:
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids,
-            masked=request.sampling_params.token_mask is not None,
+            token_mask=token_mask,
             num_tokens=num_prompt_tokens,
         )
         made.set_plain_limits()
@@ -102,7 +105,7 @@ class Request:
 
     def plain_limits(self) -> tuple[int, int]:
         """What the two have to be."""
-        if self.masked or self.status is RequestStatus.FINISHED:
+        if self.token_mask is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
         decodes = self.num_computed_tokens + 1 == self.num_tokens
@@ -143,4 +146,5 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=tuple(self.block_ids),
+            masked=self.token_mask is not None,
         )

@@ -5,10 +5,9 @@ shares a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal e
 Running requests come first, then waiting ones are admitted strictly in order. When the blocks run out, the
 request that is last in order is preempted, to be computed again later.
 
-With two steps in flight a step is scheduled before the tokens of the one before it are known. How many there are is
-known, and that is all that scheduling needs: the limit on length is foreseen. A request that a token ends is found out
-one step late, and what that step samples for it is dropped. A request with a token mask is not scheduled ahead: while
-its newest token is in flight, steps leave it out.
+With two steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
+their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
+A request with a token mask is left out of steps while its newest token is in flight.
 """
 
 from __future__ import annotations
@@ -19,19 +18,17 @@ from collections import deque
 from itertools import compress
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.engine_io import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
+from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.integrity import check_all_free, check_requests
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.limits import check_fits, check_limits
 from compiled_engine.scheduling.masks import ask_for_masks
 from compiled_engine.scheduling.request import Request, RequestStatus
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
-from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
-
-_order = operator.attrgetter("order")
 
 
 class Scheduler:
@@ -67,7 +64,7 @@ class Scheduler:
         self._removed: list[str] = []
         self._counts = SchedulerCounts(least_free=num_blocks)
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a request. Raises ValueError if its id is in use, or if it can never be computed."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
@@ -75,7 +72,7 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        queued = Request.of(request, order, self._max_total_tokens)
+        queued = Request.of(request, order, self._max_total_tokens, token_mask)
         self._requests[request.request_id] = queued
         self._waiting.push(queued)
 
@@ -144,7 +141,7 @@ class Scheduler:
                 request.num_tokens += 1
                 budget -= 1
                 continue
-            if request.masked and request.awaits_token:
+            if request.token_mask is not None and request.awaits_token:
                 budget -= 1  # as if it had its share: no more may be admitted than can run together
                 continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
@@ -168,7 +165,7 @@ class Scheduler:
                 break
             self._waiting.pop()
             request.status = RequestStatus.RUNNING
-            bisect.insort(self._running, request, key=_order)
+            bisect.insort(self._running, request, key=operator.attrgetter("order"))
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             budget -= num_tokens
             draft.new.append(request.as_new())
@@ -182,7 +179,7 @@ class Scheduler:
         if end >= request.next_block_end:
             self._kv_cache.register(request)
         if samples:
-            if request.masked:
+            if request.token_mask is not None:
                 draft.masked.append(request)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:

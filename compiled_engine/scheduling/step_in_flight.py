@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import compress
 
-import numpy as np
-
+from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.scheduling.request import Request
-from compiled_engine.scheduling.step import NewRequest, SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class StepInFlight:
         draft: StepDraft,
         removed: list[str],
         registered_blocks: list[int],
-        token_masks: dict[str, np.ndarray],
+        token_masks: dict[str, bytes],
         mask_errors: dict[str, str],
     ) -> StepInFlight:
         shares = draft.shares()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from compiled_engine.engine_io import EngineOutput
+from compiled_engine.messages import EngineOutput, RunnerOutput
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.scheduling.request import Request, RequestStatus
-from compiled_engine.scheduling.step import RunnerOutput, TokenLogprobs
 from compiled_engine.scheduling.step_in_flight import StepInFlight
 from compiled_engine.scheduling.stop import check_stop
 

@@ -14,8 +14,8 @@ import torch
 from compiled_engine.bench.pass_ablation import gains, measure
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
-from compiled_engine.progress import Progress
-from compiled_engine.resolve import resolve
+from compiled_engine.process.progress import Progress
+from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.linear_candidates import cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
 

@@ -20,7 +20,7 @@ import torch
 
 from compiled_engine.passes.small_batch_linear_launch import Tiles, launch
 from compiled_engine.passes.small_batch_linear_op import reference
-from compiled_engine.progress import Progress
+from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, candidates
 
 # So many bytes of weights in turn that the L2 cache holds none of them.

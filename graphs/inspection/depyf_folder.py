@@ -11,9 +11,9 @@ import depyf
 from torch import nn
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.compiler import compile_model
-from compiled_engine.progress import Progress
-from compiled_engine.timeline import Timeline
+from compiled_engine.graphs.compiled_model import compile_model
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
 
 
 def write_depyf_folder(

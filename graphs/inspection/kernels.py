@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_engine import passes
-from compiled_engine.graphs.direct_piece import VIEWS
+from compiled_engine.graphs.compiler.direct_piece import VIEWS
 
 _PASSES = Path(passes.__file__ or "").parent
 # How Inductor's output code makes a kernel from its source -> what the source is written in.

@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.graphs.cache_entry import factors_key
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
+from compiled_engine.graphs.compiler.record import RECORD
 from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
 from compiled_engine.graphs.inspection.module_pieces import modules_of_pieces, parameter_uses, with_pieces
 from compiled_engine.graphs.inspection.piece_text import piece_text
-from compiled_engine.graphs.record import RECORD
-from compiled_engine.graphs.version import Version, read_versions
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def make_report(
     """The report of a resolved configuration.
 
     config: as plain JSON. entry: None where nothing is compiled. start_up: the spans of this process
-    (compiled_engine.timeline). metrics: of an engine that has run, None if none was started.
+    (compiled_engine.process.timeline). metrics: of an engine that has run, None if none was started.
     """
     phases = {"start_up": list(start_up), "build": []}
     data: dict[str, Any] = {
@@ -70,22 +70,22 @@ def make_report(
     texts: dict[str, str] = {}
     if entry is not None:
         folder = entry.folder
-        versions = read_versions(folder)
-        kernels = {key: kernels_of(_output_code(folder, key)) for v in versions for key in v.plan.piece_keys()}
+        ranges = read_compiled_ranges(folder)
+        kernels = {key: kernels_of(_output_code(folder, key)) for v in ranges for key in v.plan.piece_keys()}
         record = json.loads((folder / RECORD).read_text())
         phases["build"] = record["phases"]
-        modules = with_pieces(record["modules"], parameter_uses(versions))
+        modules = with_pieces(record["modules"], parameter_uses(ranges))
         data |= {
-            "passes": [_pass(report, version) for version in versions for report in map(asdict, version.passes)],
-            "pieces": _pieces(versions, kernels, record["pieces"], modules_of_pieces(modules)),
-            "ranges": [_range(version) for version in versions],
+            "passes": [_pass(report, compiled) for compiled in ranges for report in map(asdict, compiled.passes)],
+            "pieces": _pieces(ranges, kernels, record["pieces"], modules_of_pieces(modules)),
+            "ranges": [_range(compiled) for compiled in ranges],
             "cache": _cache(entry),
             "modules": modules,
             "symbols": record["symbols"],
             "guards": record["guards"],
-            "kernels_per_step": {v.compile_range.name: _per_step(v, kernels) for v in versions},
+            "kernels_per_step": {v.compile_range.name: _per_step(v, kernels) for v in ranges},
         }
-        texts = _texts(folder, versions)
+        texts = _texts(folder, ranges)
     data["notes"] = _notes(config, entry, metrics)
     return Report(data, texts)
 
@@ -95,25 +95,25 @@ def piece_file(range_name: str, number: int, suffix: str) -> str:
     return f"{range_name}/piece_{number}{suffix}"
 
 
-def _pass(report: dict[str, Any], version: Version) -> dict[str, Any]:
+def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
     """A pass report without its diff, which is one of the texts."""
-    number = [known.name for known in version.passes].index(report["name"])
-    diff = f"{version.compile_range.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
-    return report | {"range": version.compile_range.name, "diff": diff, "near_misses": list(report["near_misses"])}
+    number = [known.name for known in compiled.passes].index(report["name"])
+    diff = f"{compiled.compile_range.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
+    return report | {"range": compiled.compile_range.name, "diff": diff, "near_misses": list(report["near_misses"])}
 
 
 def _pieces(
-    versions: Iterable[Version],
+    ranges: Iterable[CompiledRange],
     kernels: Mapping[str, tuple[Kernel, ...]],
-    compiled: Iterable[dict[str, Any]],
+    compilations: Iterable[dict[str, Any]],
     modules: Mapping[str, list[str]],
 ) -> list[dict[str, Any]]:
     pieces: dict[str, dict[str, Any]] = {}
-    compilations = {piece["key"]: piece for piece in compiled}
-    for version in versions:
-        name = version.compile_range.name
-        counts = Counter(step.piece for step in version.plan.steps if step.piece)
-        for number, key in enumerate(version.plan.piece_keys(), start=1):
+    by_key = {piece["key"]: piece for piece in compilations}
+    for compiled in ranges:
+        name = compiled.compile_range.name
+        counts = Counter(step.piece for step in compiled.plan.steps if step.piece)
+        for number, key in enumerate(compiled.plan.piece_keys(), start=1):
             piece = pieces.setdefault(
                 key,
                 {
@@ -123,8 +123,8 @@ def _pieces(
                     "uses": {},
                     "modules": modules.get(key, []),
                     "kernels": [{"name": k.name, "kind": k.kind, "launches": k.launches} for k in kernels[key]],
-                    "seconds": compilations[key]["seconds"],
-                    "worker": compilations[key]["worker"],
+                    "seconds": by_key[key]["seconds"],
+                    "worker": by_key[key]["worker"],
                     "graph": piece_file(name, number, ".txt"),
                     "source": piece_file(name, number, ".py"),
                 },
@@ -140,22 +140,22 @@ def _letters(number: int) -> str:
     return head + chr(ord("A") + number % 26)
 
 
-def _range(version: Version) -> dict[str, Any]:
+def _range(compiled: CompiledRange) -> dict[str, Any]:
     """The range, its steps and the names of its texts."""
-    name = version.compile_range.name
-    return asdict(version.compile_range) | {
+    name = compiled.compile_range.name
+    return asdict(compiled.compile_range) | {
         "name": name,
-        "returns": "the logits of every token" if version.compile_range.small else "hidden states",
-        "steps": [{"piece": step.piece, "op": step.op} for step in version.plan.steps],
+        "returns": "the logits of every token" if compiled.compile_range.small else "hidden states",
+        "steps": [{"piece": step.piece, "op": step.op} for step in compiled.plan.steps],
         "graph": f"{name}/graph.txt",
         "forward": f"{name}/forward.py",
     }
 
 
-def _per_step(version: Version, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
+def _per_step(compiled: CompiledRange, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
     """How often one forward launches what. An op between the pieces counts as one, whatever it launches inside."""
     launches: Counter[tuple[str, str]] = Counter()
-    for step in version.plan.steps:
+    for step in compiled.plan.steps:
         if step.piece is None:
             launches[str(step.op), "splitting op"] += 1
         else:
@@ -197,15 +197,15 @@ def _output_code(folder: Path, key: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def _texts(folder: Path, versions: Iterable[Version]) -> dict[str, str]:
+def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
     texts = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.glob("trace/*.txt"))}
-    for version in versions:
-        name = version.compile_range.name
+    for compiled in ranges:
+        name = compiled.compile_range.name
         own = folder / name
         for path in [*sorted(own.glob("passes/*.diff")), own / "graph.txt", own / "forward.py"]:
             if path.exists():
                 texts[path.relative_to(folder).as_posix()] = path.read_text()
-        for number, key in enumerate(version.plan.piece_keys(), start=1):
+        for number, key in enumerate(compiled.plan.piece_keys(), start=1):
             piece = (folder / "pieces" / f"{key}.json").read_text()
             texts[piece_file(name, number, ".txt")] = "\n".join(piece_text(piece)) + "\n"
             texts[piece_file(name, number, ".py")] = _output_code(folder, key)

@@ -1,6 +1,6 @@
 """The model that ships with the package: five million parameters, trained on Python source, ready offline.
 
-`compiled_engine.models.train_bundled` makes it; README.md beside this file says how, and how good it is.
+`compiled_engine.models.bundled_training.train` makes it; README.md beside this file says how, and how good it is.
 """
 
 from __future__ import annotations

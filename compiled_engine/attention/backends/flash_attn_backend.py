@@ -1,0 +1,146 @@
+"""Attention by the package flash-attn: version 3 (module flash_attn_interface) on Hopper if installed, or else 2.
+
+Dao 2023 (FlashAttention-2), Shah et al. 2024 (FlashAttention-3). K and V are written by the engine's own kernel.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch.nn.functional import pad
+
+from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.backends.torch_backend import BACKEND as REFERENCE
+from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.inputs import AttentionInputs
+
+HAS_VERSION_3 = find_spec("flash_attn_interface") is not None
+if HAS_VERSION_3:
+    import flash_attn_interface
+else:
+    import flash_attn
+
+# Version 2 demands pages of a multiple of 256 tokens; version 3 takes any.
+PAGE_MULTIPLE = 1 if HAS_VERSION_3 else 256
+MIN_CAPABILITY = (9, 0) if HAS_VERSION_3 else (8, 0)
+MAX_HEAD_DIM = 256
+
+
+class FlashAttnBackend:
+    """See the module's docstring. A row with seq_len 0 gives zeros: the kernels write them and read no key."""
+
+    name = "flash_attn"
+    graph_support = GraphSupport.UNIFORM_DECODE
+    default_block_size = 256
+
+    def unsupported(self, case: AttentionCase) -> str | None:
+        if case.device_type != "cuda":
+            return f"device is {case.device_type}; allowed: cuda"
+        if torch.cuda.get_device_capability() < MIN_CAPABILITY:
+            return f"the device's compute capability is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
+        if case.dtype not in (torch.bfloat16, torch.float16):
+            return f"dtype is {case.dtype}; allowed: torch.bfloat16, torch.float16"
+        if case.head_dim > MAX_HEAD_DIM or case.head_dim % 8:
+            return f"head_dim is {case.head_dim}; allowed: multiples of 8 up to {MAX_HEAD_DIM}"
+        if case.num_heads % case.num_kv_heads:
+            return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
+        if case.block_size % PAGE_MULTIPLE:
+            return f"block_size is {case.block_size}; allowed: multiples of {PAGE_MULTIPLE}"
+        return _defect_of_build(case.dtype, case.head_dim)
+
+    def write_kv(
+        self,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, dependent_launch=False)
+
+    def attend(
+        self,
+        q_THd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        sliding_window: int,
+    ) -> None:
+        k_NPKd, v_NPKd = kv_cache_N2PKd.unbind(1)
+        window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        num_decodes, max_query_len, max_seq_len = inputs.host_3.tolist()
+        if HAS_VERSION_3:
+            result_THd = flash_attn_interface.flash_attn_with_kvcache(
+                q_THd,
+                k_NPKd,
+                v_NPKd,
+                cache_seqlens=inputs.seq_lens_R,
+                page_table=inputs.block_table_RB,
+                cu_seqlens_q=inputs.query_start_loc_R1,
+                max_seqlen_q=max_query_len,
+                softmax_scale=scale,
+                causal=True,
+                window_size=window,
+            )
+            out_THd.copy_(result_THd)
+            return
+        if num_decodes:
+            result_R1Hd = flash_attn.flash_attn_with_kvcache(
+                q_THd[:num_decodes].unsqueeze(1),
+                k_NPKd,
+                v_NPKd,
+                cache_seqlens=inputs.seq_lens_R[:num_decodes],
+                block_table=inputs.block_table_RB[:num_decodes],
+                softmax_scale=scale,
+                causal=True,
+                window_size=window,
+            )
+            out_THd[:num_decodes].copy_(result_R1Hd.squeeze(1))
+        if num_decodes < inputs.seq_lens_R.shape[0]:
+            # The starts count from the batch's first token, so all queries go in; the decodes are not computed.
+            # At 1 the package would take every row to hold exactly one query, which a padding row need not.
+            result_THd = flash_attn.flash_attn_varlen_func(
+                q_THd,
+                k_NPKd,
+                v_NPKd,
+                cu_seqlens_q=inputs.query_start_loc_R1[num_decodes:],
+                cu_seqlens_k=pad(inputs.seq_lens_R[num_decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
+                max_seqlen_q=max(2, max_query_len),
+                max_seqlen_k=max_seq_len,
+                softmax_scale=scale,
+                causal=True,
+                window_size=window,
+                block_table=inputs.block_table_RB[num_decodes:],
+            )
+            out_THd[num_decodes:].copy_(result_THd[num_decodes:])
+
+
+@cache
+def _defect_of_build(dtype: torch.dtype, head_dim: int) -> str | None:
+    """Try a decode and a prefill against the reference: builds may leave out types and head sizes, even silently."""
+    block_size, num_queries = FlashAttnBackend.default_block_size, 70
+    cache_N2PKd = torch.arange(6 * 2 * block_size * head_dim, device="cuda").sin().to(dtype)
+    cache_N2PKd = cache_N2PKd.view(6, 2, block_size, 1, head_dim)
+    q_THd = torch.arange(num_queries * 2 * head_dim, device="cuda").cos().to(dtype).view(num_queries, 2, head_dim)
+    inputs = AttentionInputs(
+        query_start_loc_R1=torch.tensor([0, 1, num_queries], dtype=torch.int32, device="cuda"),
+        seq_lens_R=torch.tensor([700, 300], dtype=torch.int32, device="cuda"),
+        block_table_RB=torch.tensor([[1, 5, 0], [4, 2, 3]], dtype=torch.int32, device="cuda"),
+        slot_mapping_T=torch.full((num_queries,), -1, device="cuda"),
+        host_3=torch.tensor([1, num_queries - 1, 700], dtype=torch.int32),
+        backend="flash_attn",
+    )
+    expected_THd, out_THd = torch.empty_like(q_THd), torch.full_like(q_THd, float("nan"))
+    REFERENCE.attend(q_THd, cache_N2PKd, expected_THd, inputs, head_dim**-0.5, 0)
+    try:
+        BACKEND.attend(q_THd, cache_N2PKd, out_THd, inputs, head_dim**-0.5, 0)
+    except RuntimeError as error:
+        return f"this build of flash-attn refuses dtype {dtype} with head_dim {head_dim}: {error}"
+    if not torch.allclose(out_THd, expected_THd, atol=0.02, rtol=0.02):
+        return f"this build of flash-attn computes dtype {dtype} with head_dim {head_dim} wrongly"
+    return None
+
+
+BACKEND: AttentionBackend = FlashAttnBackend()

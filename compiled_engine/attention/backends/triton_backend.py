@@ -1,0 +1,118 @@
+"""Attention by the engine's own Triton kernels: any block size that is a multiple of 16, any head size up to 256."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+
+from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.backends.decode_splits import plan_splits
+from compiled_engine.attention.backends.triton_decode import decode
+from compiled_engine.attention.backends.triton_prefill import prefill
+from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.inputs import AttentionInputs
+
+# Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
+MIN_SHARED_MEMORY = 96 << 10
+BLOCK_SIZE_MULTIPLE = 16
+HEAD_DIM_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+MAX_GROUP = 32
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonBackend:
+    """See the module's docstring. The first one-query requests go to the decode kernel, the others to prefill.
+
+    Kernels read everything that changes between batches from the device; grids follow from tensor shapes and
+    host_3, so every batch can be captured. A model needs each kernel once, those of decodes and of prompts twice: with
+    small tiles and with large ones.
+    """
+
+    name = "triton"
+    graph_support = GraphSupport.ALWAYS
+    default_block_size = 16
+
+    def unsupported(self, case: AttentionCase) -> str | None:
+        if case.device_type != "cuda" and not triton.knobs.runtime.interpret:
+            return f"device is {case.device_type}; allowed: cuda"
+        if torch.cuda.is_available():
+            device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
+            shared_memory = device["max_shared_mem"]
+            if shared_memory < MIN_SHARED_MEMORY:
+                return (
+                    f"the GPU has {shared_memory} bytes of shared memory a block; allowed: from {MIN_SHARED_MEMORY} on"
+                )
+        if case.dtype not in DTYPES:
+            return f"dtype is {case.dtype}; allowed: {', '.join(str(dtype) for dtype in DTYPES)}"
+        if case.device_type != "cuda" and case.dtype == torch.bfloat16:
+            return "dtype is torch.bfloat16; Triton's interpreter computes its matrix products wrongly"
+        if case.head_dim % HEAD_DIM_MULTIPLE or not 16 <= case.head_dim <= MAX_HEAD_DIM:
+            return f"head_dim is {case.head_dim}; allowed: multiples of {HEAD_DIM_MULTIPLE} from 16 to {MAX_HEAD_DIM}"
+        if case.num_heads % case.num_kv_heads or case.num_heads // case.num_kv_heads > MAX_GROUP:
+            return f"num_heads is {case.num_heads}; allowed: up to {MAX_GROUP} times num_kv_heads {case.num_kv_heads}"
+        if case.block_size % BLOCK_SIZE_MULTIPLE:
+            return f"block_size is {case.block_size}; allowed: multiples of {BLOCK_SIZE_MULTIPLE}"
+        return None
+
+    def write_kv(
+        self,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        slot_mapping_T: torch.Tensor,
+    ) -> None:
+        _require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
+        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, _device_facts(k_TKd.device)[1])
+
+    def attend(
+        self,
+        q_THd: torch.Tensor,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scale: float,
+        sliding_window: int,
+    ) -> None:
+        _require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
+        num_decodes, _, max_seq_len = inputs.host_3.tolist()
+        if num_decodes:
+            num_sms, dependent_launch = _device_facts(q_THd.device)
+            context = min(max_seq_len, sliding_window or max_seq_len)
+            splits = plan_splits(num_decodes, kv_cache_N2PKd.shape[3], context, num_sms)
+            decode(
+                q_THd,
+                kv_cache_N2PKd,
+                out_THd,
+                inputs,
+                num_decodes,
+                splits,
+                scale,
+                sliding_window,
+                dependent_launch,
+            )
+        if inputs.seq_lens_R.shape[0] > num_decodes:
+            prefill(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, max_seq_len, scale, sliding_window)
+
+
+def _require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """The kernels take the cache to be contiguous, and a head's elements to follow each other."""
+    if not kv_cache_N2PKd.is_contiguous():
+        raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
+
+
+@cache
+def _device_facts(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors, and whether a kernel may be launched before the one it depends on ends (Hopper on)."""
+    if device.type != "cuda":
+        return 16, False
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9
+
+
+BACKEND: AttentionBackend = TritonBackend()

@@ -1,0 +1,278 @@
+"""Triton kernels: attention of one query per request over the paged cache, its keys split between programs.
+
+Split keys and a second kernel that combines them: Dao et al. 2023 (Flash-Decoding). The query heads that share
+a K/V head are computed together, so that each key is read once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS, Splits
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
+from compiled_engine.attention.inputs import AttentionInputs
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """Keys of a tile, and how it is compiled."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(head_dim: int, element_size: int, small: bool) -> DecodeTiles:
+    """Tiles by head size (elements) and element size (bytes); small ones leave room for other programs."""
+    if element_size == 4:
+        return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
+    if small:
+        keys = 4096 // max(64, triton.next_power_of_2(head_dim))
+        return DecodeTiles(keys, num_warps=1 if head_dim <= 128 else 4, num_stages=3)
+    if head_dim <= 64:
+        return DecodeTiles(keys=128, num_warps=4, num_stages=5)
+    if head_dim <= 128:
+        return DecodeTiles(keys=128, num_warps=4, num_stages=3)
+    return DecodeTiles(keys=32, num_warps=4, num_stages=5)
+
+
+@triton.jit
+def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, GRAIN: tl.constexpr) -> tl.tensor:
+    """Keys that each split takes; the last ones may find nothing left."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
+
+
+@triton.jit(
+    do_not_specialize=["table_stride", "q_token_stride", "out_token_stride", "min_keys"],
+    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "block_table_ptr"],
+)
+def decode_kernel(
+    q_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    table_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    min_keys: tl.tensor,
+    Q_HEAD_STRIDE: tl.constexpr,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per (K/V head, request, split). A lone split writes the result, several leave acc, max and sum.
+
+    partial_ptr: float32 [R, H, S, d]; partial_max_ptr and partial_sum_ptr: float32 [R, H, S].
+    """
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    # Before the wait: kernels just before this one write q and the cache, but lengths were there before them.
+    seq_len = tl.load(seq_lens_ptr + request)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    first_key = 0
+    if WINDOW > 0:
+        first_key = tl.maximum(seq_len - WINDOW, 0)
+    num_keys = seq_len - first_key
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    first_key += split * length
+    end_key = tl.minimum(first_key + length, seq_len)
+    if (split > 0) & (first_key >= end_key):
+        return
+
+    rows_M = tl.arange(0, TILE_M)
+    heads_M = kv_head * GROUP + rows_M
+    d_D = tl.arange(0, TILE_D)
+    mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
+    # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+    q_token_ptr = q_ptr + tl.multiple_of(request * q_token_stride, 8)
+    q_MD = tl.load(q_token_ptr + heads_M[:, None] * Q_HEAD_STRIDE + d_D[None, :], mask=mask_MD, other=0.0)
+    positions_M = tl.full([TILE_M], 0, tl.int32) + seq_len - 1
+    table_ptr = block_table_ptr + request * table_stride
+    head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
+    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+    max_M = tl.full([TILE_M], LOWEST, tl.float32)
+    sum_M = tl.zeros([TILE_M], tl.float32)
+    for key in range(first_key, end_key, TILE_N):
+        keys_N = key + tl.arange(0, TILE_N)
+        block_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=keys_N < end_key, other=0)
+        acc_MD, max_M, sum_M = attend_tile(
+            q_MD,
+            acc_MD,
+            max_M,
+            sum_M,
+            positions_M,
+            key,
+            end_key,
+            block_N,
+            head_cache_ptr,
+            scale_log2,
+            True,
+            0,
+            BLOCK_SIZE,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            TILE_N,
+            TILE_D,
+        )
+    if length < num_keys:
+        partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
+        tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
+        tl.store(partial_max_ptr + partials_M, max_M, mask=rows_M < GROUP)
+        tl.store(partial_sum_ptr + partials_M, sum_M, mask=rows_M < GROUP)
+    else:
+        # A padding row (seq_len 0) saw no key: zeros.
+        out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+        out_rows_M = tl.multiple_of(request * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
+        tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+
+
+@triton.jit(
+    do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
+    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr"],
+)
+def combine_kernel(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    out_token_stride: tl.tensor,
+    num_splits: tl.tensor,
+    min_keys: tl.tensor,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_S: tl.constexpr,
+    TILE_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per (head, request): weigh what the splits that had keys left, and write the result."""
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    num_keys = tl.load(seq_lens_ptr + request)
+    if WINDOW > 0:
+        num_keys = tl.minimum(num_keys, WINDOW)
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    if length >= num_keys:
+        return  # a lone split has written the result
+    splits_S = tl.arange(0, TILE_S)
+    written_S = splits_S * length < num_keys
+    written_S &= splits_S < num_splits
+    d_D = tl.arange(0, TILE_D)
+    partials_S = (request * tl.num_programs(0) + head) * num_splits + splits_S
+    max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST)
+    sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0)
+    mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
+    acc_SD = tl.load(partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :], mask=mask_SD, other=0.0)
+    weight_S = tl.exp2((max_S - tl.max(max_S, 0)) * scale_log2)
+    total = tl.sum(sum_S * weight_S, 0)
+    out_D = tl.sum(acc_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out_row = tl.multiple_of(request * out_token_stride, 8) + head * OUT_HEAD_STRIDE
+    tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
+
+
+def decode(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    num_decodes: int,
+    splits: Splits,
+    scale: float,
+    sliding_window: int,
+    dependent_launch: bool,
+) -> None:
+    """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
+    num_heads = q_THd.shape[1]
+    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    group = num_heads // num_kv_heads
+    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.small)
+    tile_d = triton.next_power_of_2(head_dim)
+    scale_log2 = scale * math.log2(math.e)
+    split = splits.count > 1
+    partial_shape = (num_decodes, num_heads, splits.count) if split else (0,)
+    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
+    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
+    launch_options = {"launch_pdl": True} if dependent_launch else {}
+    decode_kernel[(num_kv_heads, num_decodes, splits.count)](
+        q_THd,
+        kv_cache_N2PKd,
+        out_THd,
+        partial,
+        partial_max,
+        partial_sum,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        scale_log2,
+        inputs.block_table_RB.stride(0),
+        q_THd.stride(0),
+        out_THd.stride(0),
+        splits.min_keys,
+        Q_HEAD_STRIDE=q_THd.stride(1),
+        OUT_HEAD_STRIDE=out_THd.stride(1),
+        WINDOW=sliding_window,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        TILE_M=max(16, triton.next_power_of_2(group)),
+        TILE_N=tiles.keys,
+        TILE_D=tile_d,
+        GRAIN=GRAIN,
+        DEPENDENT_LAUNCH=dependent_launch,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
+        **launch_options,
+    )
+    if not split:
+        return
+    combine_kernel[(num_heads, num_decodes)](
+        partial,
+        partial_max,
+        partial_sum,
+        out_THd,
+        inputs.seq_lens_R,
+        scale_log2,
+        out_THd.stride(0),
+        splits.count,
+        splits.min_keys,
+        OUT_HEAD_STRIDE=out_THd.stride(1),
+        WINDOW=sliding_window,
+        HEAD_DIM=head_dim,
+        TILE_S=MAX_SPLITS,
+        TILE_D=tile_d,
+        GRAIN=GRAIN,
+        DEPENDENT_LAUNCH=dependent_launch,
+        num_warps=4,
+        enable_fp_fusion=True,
+        **launch_options,
+    )

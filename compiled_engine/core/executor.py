@@ -1,0 +1,76 @@
+"""How the engine core reaches its runner or runners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.model_runner import Runner
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+
+
+class PendingOutput(Protocol):
+    """The result of a step that was submitted."""
+
+    def result(self) -> RunnerOutput:
+        """Wait for the step to end; called once. Raises what executing it raised."""
+        ...
+
+
+class Executor(Protocol):
+    """One or more runners that execute each step together."""
+
+    num_blocks: int
+
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
+        """Have a step executed after all those submitted before. Raises what fails before it is under way."""
+        ...
+
+    def metrics(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+class InProcessExecutor:
+    """A single runner in this process: `runner`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress,
+        timeline: Timeline,
+        clock: StepClock,
+        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    ):
+        self._device = config.device
+        with self._own_context():
+            self.runner = Runner(config, progress, timeline, clock, logits_processors)
+        self.num_blocks = self.runner.num_blocks
+
+    def submit(self, step: SchedulerOutput) -> PendingOutput:
+        with self._own_context():
+            return self.runner.submit(step)
+
+    def metrics(self) -> dict[str, Any]:
+        return self.runner.metrics()
+
+    def close(self) -> None:
+        with self._own_context():
+            self.runner.close()
+
+    @contextmanager
+    def _own_context(self) -> Iterator[None]:
+        """The engine's device, and no autocast, whatever the caller has set."""
+        kind = self._device.type
+        on_device = torch.cuda.device(self._device) if kind == "cuda" else nullcontext()
+        no_autocast = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with on_device, no_autocast:
+            yield

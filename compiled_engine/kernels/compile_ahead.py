@@ -1,0 +1,70 @@
+"""Triton kernels that are asked for are compiled side by side, and not launched."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from typing import Any
+
+from compiled_engine.kernels.workers import KernelWorkers
+
+PACKAGE = "compiled_engine."
+# Triton has one hook for the whole process.
+_HOOK = threading.Lock()
+
+
+@contextmanager
+def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKernels]:
+    """Within this context a launch of one of the engine's kernels, if it is not compiled so far, has it compiled by
+    `workers`, and returns; one of `threads` waits for that.
+
+    What such a launch would have written is not there. Launches of other threads wait for a worker, and are made; those
+    of kernels that are compiled already, and of others than the engine's, are as ever. One engine at a time.
+    """
+    import triton  # not installed everywhere
+
+    with _HOOK:
+        workers.aim(triton.runtime.driver.active.get_current_target())
+        before = triton.knobs.runtime.jit_cache_hook
+        kernels = AskedKernels(workers, threads, before)
+        triton.knobs.runtime.jit_cache_hook = kernels.asked
+        try:
+            yield kernels
+        finally:
+            triton.knobs.runtime.jit_cache_hook = before
+
+
+class AskedKernels:
+    """The kernels that the thread which makes it has asked for; `asked` is Triton's hook, `before` the one before."""
+
+    def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
+        self._workers, self._threads, self._before = workers, threads, before
+        self._caller = threading.get_ident()
+        self._known: set[tuple[Any, str]] = set()
+        self._compiling: list[tuple[Any, str, Future[None]]] = []
+
+    def asked(self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
+        """Triton calls it before it compiles; True: do not."""
+        specialization = compile["specialization_data"]
+        if not is_manual_warmup and fn.module.startswith(PACKAGE):
+            if threading.get_ident() == self._caller:
+                if (fn.jit_function, key) not in self._known:
+                    self._known.add((fn.jit_function, key))
+                    future = self._threads.submit(self._workers.compile, fn.module, fn.name, specialization)
+                    self._compiling.append((fn.jit_function, specialization, future))
+                return True
+            self._workers.compile(fn.module, fn.name, specialization)
+        everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
+        return self._before(**everything) if self._before is not None else None
+
+    def load(self) -> list[Future[Any]]:
+        """Have what was asked for loaded, and compiled where no worker did."""
+        return [self._threads.submit(_load, *kernel) for kernel in self._compiling]
+
+
+def _load(jit_function: Any, specialization: str, compiling: Future[None]) -> Any:
+    compiling.result()
+    kernel = jit_function.preload(specialization)
+    return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler

@@ -1,0 +1,125 @@
+"""The messages that cross the engine core's borders: API to core, and scheduler to runner.
+
+They may cross process borders, so each is plain typed data that msgspec encodes and decodes without pickle. What is
+not data, such as a token mask object, is handed over beside its message and stays in its process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
+
+    `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int] = frozenset()
+    priority: int = 0
+
+
+class EngineOutput(NamedTuple):
+    """Core to API: what one step added to a request.
+
+    `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
+    that ended it, None for an end-of-sequence token, or what the error is. `prompt_logprobs`: (first position,
+    entries), see RunnerOutput. `num_cached_tokens` counts prompt tokens that came from the prefix cache; it comes with
+    the first token or before, and None says nothing new.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """Core to API: what one step added to requests; iterates over an EngineOutput for each.
+
+    In columns are those that got their next token and nothing else, which nearly all do: `request_ids`, `token_ids`.
+    """
+
+    request_ids: Sequence[str] = ()
+    token_ids: Sequence[int] = ()
+    others: Sequence[EngineOutput] = ()
+
+    def __len__(self) -> int:
+        return len(self.request_ids) + len(self.others)
+
+    def __iter__(self) -> Iterator[EngineOutput]:
+        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
+            yield EngineOutput(request_id, (token_id,))
+        yield from self.others
+
+
+@dataclass(frozen=True)
+class NewRequest:
+    """A request that takes a row of the runner: all that the runner will ever need to know of it.
+
+    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: the steps that
+    sample it bring a token mask.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int]
+    block_ids: tuple[int, ...]
+    masked: bool = False
+
+
+@dataclass(frozen=True)
+class SchedulerOutput:
+    """Scheduler to runner: one step of R requests, in lists of R entries; those with a single token come first.
+
+    removed: requests whose rows the runner frees before anything else: finished, aborted or preempted.
+    starts, counts: request i computes `counts[i]` tokens from position `starts[i]` on. The last one may be the
+        token that the step before samples, whose id the scheduler does not know yet.
+    samples: whether the step reaches a request's last token, so that a next one is sampled.
+    new_block_ids: of requests that got blocks since the runner last heard of them (never a NewRequest).
+    token_masks: by request id, of masked requests that sample: the words of the mask (see sampling/token_mask.py).
+    """
+
+    step: int
+    removed: tuple[str, ...]
+    new: tuple[NewRequest, ...]
+    request_ids: list[str]
+    starts: list[int]
+    counts: list[int]
+    samples: list[bool]
+    new_block_ids: dict[str, tuple[int, ...]]
+    token_masks: dict[str, bytes] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True)
+class RunnerOutput:
+    """Runner to scheduler: what a step produced.
+
+    token_ids: one for each request that samples, in the order of the step.
+    logprobs: by request id, of requests that sample and want them.
+    prompt_logprobs: by request id, (position of the first entry, entries): the entry for position p is the
+        log-probability of prompt token p given those before it, so positions start at 1.
+    """
+
+    token_ids: Sequence[int] = ()
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)

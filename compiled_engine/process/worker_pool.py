@@ -1,0 +1,94 @@
+"""Worker processes for callers in several threads."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from threading import Lock
+from typing import Any
+
+from compiled_engine.process.worker_process import WorkerEnded, WorkerProcess
+
+log = logging.getLogger("compiled_engine")
+
+
+class WorkerPool:
+    """Processes that run `main()` of a module. What cannot be started, or ends, is done without; there may be none.
+
+    They start at once, so their imports run beside whatever the caller does before it asks.
+    """
+
+    def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
+        self._workers: list[WorkerProcess] = []
+        self._lock = Lock()
+        self._idle: deque[WorkerProcess] = deque()
+        self._waiting: deque[Future[WorkerProcess | None]] = deque()  # the first to ask is the first to get one
+        self._left = 0
+        try:
+            for number in range(count):
+                self._workers.append(WorkerProcess(module, number, environment))
+        except OSError as error:
+            log.warning("%d of %d worker processes are started: %s", len(self._workers), count, error)
+
+    def __len__(self) -> int:
+        """How many were started."""
+        return len(self._workers)
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send all of them a message that has no answer."""
+        for worker in self._workers:
+            worker.send(message)
+
+    def begin(self, message: dict[str, Any]) -> None:
+        """Tell all of them what holds for every question; to be called once, before `ask`."""
+        self.tell(message)
+        with self._lock:
+            self._left = len(self._workers)
+            self._idle.extend(self._workers)
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
+        """The answer of whichever is idle first, with its number as "worker"; None if it ended, or if all have.
+
+        For threads that nobody interrupts: one that is would take its worker along.
+        """
+        worker = self._take()
+        if worker is None:
+            return None
+        try:
+            answer = worker.ask(message)
+        except WorkerEnded as error:
+            log.warning("%s", error)
+            self._lose()
+            return None
+        self._give(worker)
+        return answer | {"worker": worker.number}
+
+    def _take(self) -> WorkerProcess | None:
+        with self._lock:
+            if not self._left:
+                return None
+            if self._idle:
+                return self._idle.popleft()
+            turn: Future[WorkerProcess | None] = Future()
+            self._waiting.append(turn)
+        return turn.result()
+
+    def _give(self, worker: WorkerProcess) -> None:
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().set_result(worker)
+            else:
+                self._idle.append(worker)
+
+    def _lose(self) -> None:
+        with self._lock:
+            self._left -= 1
+            while not self._left and self._waiting:
+                self._waiting.popleft().set_result(None)
+
+    def close(self) -> None:
+        """End them."""
+        for worker in self._workers:
+            worker.close()

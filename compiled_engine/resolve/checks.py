@@ -1,0 +1,60 @@
+"""The types and the ranges of a user's options, where no other option plays a part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.config import POLICIES
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
+
+MODES = ("auto", "eager", "compiled", "graphed")
+# Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
+MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens": 1 << 20, "num_blocks": 2**31 - 1}
+
+
+def check_types(options: EngineOptions) -> None:
+    """Raise TypeError or ValueError naming the field, the value and what is allowed."""
+    for name, most in MOST.items():
+        require_positive(name, getattr(options, name), optional=True, most=most)
+    if isinstance(options.seed, bool) or not isinstance(options.seed, int):
+        raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
+    for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture"):
+        if not isinstance(getattr(options, name), bool):
+            raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
+    share = options.gpu_memory_utilization
+    if isinstance(share, bool) or not isinstance(share, int | float):
+        raise TypeError(f"gpu_memory_utilization is {share!r}; allowed: a number above 0 and at most 1")
+    if not 0 < share <= 1:
+        raise ValueError(f"gpu_memory_utilization is {share!r}; allowed: above 0 and at most 1")
+    require_one_of("mode", options.mode, MODES)
+    require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
+    require_one_of("generation_config", options.generation_config, ("auto", "none"))
+    lists = ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes", "logits_processors")
+    for name in lists:
+        value = getattr(options, name)
+        if not isinstance(value, tuple) and (value is not None or name == "disable_passes"):
+            raise TypeError(f"{name} is {value!r}; allowed: a list")
+    resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
+    for name in ("model", "tokenizer", "cache_dir"):
+        value = getattr(options, name)
+        if value is not None and not isinstance(value, str | Path):
+            raise TypeError(f"{name} is {value!r}; allowed: the path of a folder, or None")
+        if value == "":
+            raise ValueError(f"{name} is ''; allowed: the path of a folder, or None")
+
+
+def require_positive(name: str, value: Any, optional: bool = False, most: int | None = None) -> None:
+    if value is None and optional:
+        return
+    allowed = "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+    if value < 1 or (most is not None and value > most):
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def require_one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")

@@ -1,0 +1,103 @@
+"""Turn what a user asked of the compiler into its configuration, or into an error that says what is allowed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import CompileConfig, SchedulerConfig
+from compiled_engine.graphs.cache.lookup import default_root
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes.registry import registered_passes
+from compiled_engine.resolve.checks import require_one_of, require_positive
+
+COMPILE_OPTIONS = (
+    "passes",
+    "disable_passes",
+    "strict_passes",
+    "verify_passes",
+    "compile_ranges",
+    "compile_workers",
+    "cache_dir",
+)
+# Up to how many tokens a version of its own is compiled by default.
+DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
+MIN_CORES_FOR_WORKERS = 4
+# A range has three pieces, a cold start some 45 kernels.
+MAX_WORKERS = 8
+
+
+def compiler_obstacle(device: torch.device) -> str | None:
+    """Why nothing can be compiled here, and what would change that."""
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
+        return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
+    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
+        return "compiling on a CPU needs a C++ compiler, and g++ was not found"
+    return None
+
+
+def resolve_compile(
+    options: EngineOptions, enabled: bool, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
+) -> CompileConfig:
+    """enabled: what `mode` came to. Raises ValueError or TypeError naming the field."""
+    defaults = EngineOptions()
+    if not enabled:
+        for name in COMPILE_OPTIONS:
+            if getattr(options, name) != getattr(defaults, name):
+                raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
+        return CompileConfig(False, (), (), False, False, 0, _cache_dir(options))
+    known = tuple(graph_pass.name for graph_pass in registered_passes())
+    for field in ("passes", "disable_passes"):
+        for name in getattr(options, field) or ():
+            require_one_of(field, name, known)
+    wanted = known if options.passes is None else options.passes
+    return CompileConfig(
+        enabled=True,
+        passes=tuple(name for name in known if name in wanted and name not in options.disable_passes),
+        small_ranges=_small_ranges(options, scheduler, device, reasons),
+        strict=options.strict_passes,
+        verify=options.verify_passes,
+        workers=_workers(options, reasons),
+        cache_dir=_cache_dir(options),
+    )
+
+
+def _small_ranges(
+    options: EngineOptions, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
+) -> tuple[tuple[int, int], ...]:
+    most = scheduler.max_num_batched_tokens
+    ends = options.compile_ranges
+    if ends is None:
+        ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES[device.type] if most > 1)
+        reasons["compile.small_ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
+    for end in ends:
+        require_positive("compile_ranges", end)
+        if end >= most:
+            raise ValueError(f"compile_ranges has {end}; allowed: less than max_num_batched_tokens ({most})")
+    ends = tuple(sorted(set(ends)))
+    return tuple(zip((1, *(end + 1 for end in ends)), ends, strict=False))
+
+
+def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
+    if options.compile_workers is not None:
+        if isinstance(options.compile_workers, bool) or not isinstance(options.compile_workers, int):
+            raise TypeError(f"compile_workers is {options.compile_workers!r}; allowed: an integer from 0 on")
+        if options.compile_workers < 0:
+            raise ValueError(f"compile_workers is {options.compile_workers!r}; allowed: an integer from 0 on")
+        return options.compile_workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"
+    return min(cores // 2, MAX_WORKERS) if cores >= MIN_CORES_FOR_WORKERS else 0
+
+
+def _cache_dir(options: EngineOptions) -> Path | None:
+    if not options.compile_cache:
+        if options.cache_dir is not None:
+            raise ValueError(
+                f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
+            )
+        return None
+    return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()

@@ -1,0 +1,185 @@
+"""Turn what a user asked of CUDA graphs into their mode and sizes, or into an error that says what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.attention.backend import GraphSupport
+from compiled_engine.attention.registry import BACKENDS, get_backend
+from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.graphs.cuda_graphs.plan import CaptureBudget
+from compiled_engine.graphs.cuda_graphs.sizes import (
+    MAX_CAPTURED_TOKENS,
+    default_capture_sizes,
+    planned_capture_sizes,
+    read_histogram,
+)
+from compiled_engine.options import EngineOptions
+
+GRAPH_MODES = ("auto", *(mode.value for mode in GraphMode))
+# Modes whose graphs hold eager code alone, or may do so.
+EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
+CAPTURE_OPTIONS = (
+    "capture_sizes",
+    "capture_token_sizes",
+    "capture_histogram",
+    "capture_budget",
+    "background_capture",
+)
+BUDGET_KEYS = ("graphs", "seconds", "bytes")
+
+
+def resolve_graphs(
+    options: EngineOptions,
+    *,
+    compiled: bool,
+    graphed: bool,
+    backend: str,
+    scheduler: SchedulerConfig,
+    num_layers: int,
+    device: torch.device,
+    reasons: dict[str, str],
+) -> GraphConfig:
+    """compiled, graphed: what `mode` came to. Raises ValueError or TypeError naming the field."""
+    mode = _mode(options, compiled, graphed, backend, device, reasons)
+    if mode is GraphMode.NONE:
+        for name in CAPTURE_OPTIONS:
+            if getattr(options, name) != getattr(EngineOptions(), name):
+                raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
+        return GraphConfig(mode)
+    decode_sizes, token_sizes = _sizes(options, mode, scheduler, num_layers, reasons)
+    if not decode_sizes and not token_sizes:
+        asked = {name: getattr(options, name) for name in ("capture_sizes", "capture_token_sizes", "capture_histogram")}
+        given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
+        raise ValueError(
+            f"graph_mode {mode.value!r} would capture nothing with {given}; allowed: sizes or batches of 1 to "
+            f"max_num_seqs ({scheduler.max_num_seqs}) decodes or {MAX_CAPTURED_TOKENS} tokens, or graph_mode none"
+        )
+    return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture)
+
+
+def _mode(
+    options: EngineOptions,
+    compiled: bool,
+    graphed: bool,
+    backend: str,
+    device: torch.device,
+    reasons: dict[str, str],
+) -> GraphMode:
+    support = get_backend(backend).graph_support
+    if options.graph_mode == "auto":
+        if not graphed:
+            reasons["graph.mode"] = "graphs come with mode graphed"
+            return GraphMode.NONE
+        if support is GraphSupport.NEVER:
+            reasons["graph.mode"] = f"attention backend {backend} cannot be captured, so it runs between the graphs"
+            return GraphMode.PIECEWISE
+        reasons["graph.mode"] = "default: decodes as full graphs, other batches as graphs around attention"
+        return GraphMode.FULL_AND_PIECEWISE
+    if options.graph_mode not in GRAPH_MODES:
+        raise ValueError(f"graph_mode is {options.graph_mode!r}; allowed: {', '.join(GRAPH_MODES)}")
+    mode = GraphMode(options.graph_mode)
+    obstacle = _obstacle(mode, options, compiled, backend, device)
+    if obstacle is not None:
+        allowed = [m.value for m in GraphMode if _obstacle(m, options, compiled, backend, device) is None]
+        if mode is GraphMode.FULL and device.type == "cuda":
+            able = [name for name in BACKENDS if _always_captured(name)]
+            allowed.append(f"attention_backend {', '.join(able)}")
+        raise ValueError(f"graph_mode is {mode.value!r}, {obstacle}; allowed: {', '.join(allowed) or 'another mode'}")
+    return mode
+
+
+def _obstacle(
+    mode: GraphMode, options: EngineOptions, compiled: bool, backend: str, device: torch.device
+) -> str | None:
+    """Why there can be no such graphs, or None."""
+    if mode is GraphMode.NONE:
+        return "but mode is 'graphed'" if options.mode == "graphed" else None
+    if device.type != "cuda":
+        return "which replays CUDA graphs and needs a CUDA GPU"
+    if not compiled and mode not in EAGER_GRAPH_MODES:
+        return "which captures compiled pieces, but mode is 'eager'"
+    if compiled and mode is GraphMode.BREAKABLE:
+        return f"which captures eager code, but mode is {options.mode!r}"
+    support = get_backend(backend).graph_support
+    if mode.captures_decodes and support is GraphSupport.NEVER:
+        return f"but attention_backend {backend!r} cannot be captured"
+    if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
+        return f"but attention_backend {backend!r} can be captured for {support.value} alone"
+    return None
+
+
+def _always_captured(backend: str) -> bool:
+    try:
+        return get_backend(backend).graph_support is GraphSupport.ALWAYS
+    except ImportError:
+        return False
+
+
+def _sizes(
+    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, num_layers: int, reasons: dict[str, str]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(decode sizes, token sizes)"""
+    # Without graphs of their own decodes use those of mixed batches.
+    most_decodes = 0 if mode.captures_decodes else scheduler.max_num_seqs
+    most_tokens = min(max(MAX_CAPTURED_TOKENS, most_decodes), scheduler.max_num_batched_tokens)
+    families = (
+        ("capture_sizes", "decode_sizes", mode.captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
+        (
+            "capture_token_sizes",
+            "token_sizes",
+            mode.captures_mixed,
+            scheduler.max_num_batched_tokens,
+            "max_num_batched_tokens",
+        ),
+    )
+    defaults = (default_capture_sizes(scheduler.max_num_seqs), default_capture_sizes(most_tokens))
+    if options.capture_histogram is None:
+        if options.capture_budget is not None:
+            raise ValueError(f"capture_budget is {options.capture_budget!r}, but there is no capture_histogram")
+        why = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in steps of 16"
+    else:
+        if not isinstance(options.capture_histogram, str | Path):
+            raise TypeError(f"capture_histogram is {options.capture_histogram!r}; allowed: the path of a file, or None")
+        histogram, budget = read_histogram(Path(options.capture_histogram)), _budget(options.capture_budget)
+        defaults = planned_capture_sizes(histogram, budget, mode, num_layers, scheduler.max_num_seqs, most_tokens)
+        why = f"planned from {options.capture_histogram}"
+    sizes = []
+    for (option, field, captured, most, limit), default in zip(families, defaults, strict=True):
+        given = getattr(options, option)
+        if given is None:
+            sizes.append(default if captured else ())
+            if captured:
+                reasons[f"graph.{field}"] = why
+        elif not captured:
+            raise ValueError(f"{option} is {given!r}, but graph mode {mode.value!r} captures no such batches")
+        elif options.capture_histogram is not None:
+            raise ValueError(f"{option} is {given!r}, but capture_histogram plans the sizes; allowed: one of the two")
+        else:
+            sizes.append(_explicit(option, given, most, limit))
+    return sizes[0], sizes[1]
+
+
+def _explicit(option: str, sizes: tuple[Any, ...], most: int, limit: str) -> tuple[int, ...]:
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{option} has {size!r}; allowed: integers of at least 1")
+        if size > most:
+            raise ValueError(f"{option} has {size}; allowed: at most {limit} ({most})")
+    return tuple(sorted(set(sizes)))
+
+
+def _budget(given: Mapping[str, float] | None) -> CaptureBudget:
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"capture_budget is {given!r}; allowed: a mapping with {', '.join(BUDGET_KEYS)}")
+    for name, value in (given or {}).items():
+        if name not in BUDGET_KEYS:
+            raise ValueError(f"capture_budget has {name!r}; allowed: {', '.join(BUDGET_KEYS)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ValueError(f"capture_budget has {name} = {value!r}; allowed: a number above 0")
+    limits = dict(given or {})
+    return CaptureBudget(limits.get("graphs"), limits.get("seconds"), limits.get("bytes"))

@@ -1,0 +1,167 @@
+"""Turn what a user asked for into the frozen configuration, with the reason for everything that was chosen.
+
+A request that cannot be honoured is an error that says why; nothing is changed silently, here or later.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.registry import resolve_backend
+from compiled_engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.checks import check_types
+from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
+from compiled_engine.resolve.cuda_graphs import resolve_graphs
+
+DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
+
+
+def resolve(options: EngineOptions) -> EngineConfig:
+    """Raises ValueError or TypeError naming the field, the value and what is allowed."""
+    check_types(options)
+    reasons: dict[str, str] = {}
+    device = resolve_device(options.device, reasons)
+    path = BUNDLED_MODEL_PATH if options.model is None else Path(options.model)
+    if options.model is None:
+        reasons["model.path"] = "no model was named: the bundled one"
+    model, model_reasons = read_model_config(
+        path,
+        dtype=options.dtype,
+        max_model_len=options.max_model_len,
+        load_format=options.load_format,
+        seed=options.seed,
+        device_type=device.type,
+    )
+    reasons |= model_reasons
+    compiled, graphed = _mode(options, device, reasons)
+    scheduler = _scheduler(options, model, device, reasons)
+    backend, block_size = _attention(options, model, device, reasons)
+    return EngineConfig(
+        model=model,
+        cache=CacheConfig(
+            block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
+        ),
+        scheduler=scheduler,
+        compile=resolve_compile(options, compiled, scheduler, device, reasons),
+        graph=resolve_graphs(
+            options,
+            compiled=compiled,
+            graphed=graphed,
+            backend=backend,
+            scheduler=scheduler,
+            num_layers=model.num_layers,
+            device=device,
+            reasons=reasons,
+        ),
+        device=device,
+        attention_backend=backend,
+        reasons=reasons,
+    )
+
+
+def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
+    """The device for "auto", "cpu", "cuda" or "cuda:N". Raises ValueError for anything else, and what is not there."""
+    if asked == "auto":
+        if torch.cuda.is_available():
+            reasons["device"] = "an NVIDIA GPU is there"
+            return torch.device("cuda", torch.cuda.current_device())
+        reasons["device"] = "no NVIDIA GPU was found"
+        return torch.device("cpu")
+    try:
+        device = torch.device(asked)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+        raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {asked!r}, but torch finds no CUDA GPU here; allowed: auto, cpu")
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise ValueError(f"device is {asked!r}; allowed: cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+        device = torch.device("cuda", index)
+    return device
+
+
+def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
+    """(compile?, CUDA graphs?)"""
+    mode = options.mode
+    obstacle = compiler_obstacle(device)
+    if mode == "auto" and obstacle is not None:
+        mode = "eager"
+        reasons["compile.enabled"] = f"mode is eager: {obstacle}"
+    elif mode == "auto" and options.graph_mode == "breakable":
+        mode = "eager"
+        reasons["compile.enabled"] = "graph_mode is breakable, which captures eager code"
+    elif mode == "auto" and options.graph_mode == "none":
+        mode = "compiled"
+        reasons["compile.enabled"] = "graph_mode is none, so mode is compiled"
+    elif mode == "auto":
+        mode = "graphed" if device.type == "cuda" else "compiled"
+        reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"
+    if mode == "graphed" and device.type != "cuda":
+        raise ValueError(
+            "mode is 'graphed', which replays CUDA graphs and needs a CUDA GPU; allowed on cpu: eager, compiled"
+        )
+    if obstacle is not None and mode != "eager":
+        raise ValueError(f"mode is {mode!r}, but {obstacle}; allowed: eager")
+    return mode != "eager", mode == "graphed"
+
+
+def _scheduler(
+    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
+) -> SchedulerConfig:
+    default_seqs, default_tokens = DEFAULT_LIMITS[device.type]
+    max_num_seqs = options.max_num_seqs
+    if max_num_seqs is None:
+        max_num_seqs = default_seqs
+        if options.max_num_batched_tokens is not None:
+            max_num_seqs = min(max_num_seqs, options.max_num_batched_tokens)
+        reasons["scheduler.max_num_seqs"] = f"default on {device.type}"
+    max_num_batched_tokens = options.max_num_batched_tokens
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = max(default_tokens, max_num_seqs)
+        reasons["scheduler.max_num_batched_tokens"] = f"default on {device.type}"
+    if max_num_batched_tokens < max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens is {max_num_batched_tokens}; allowed: at least max_num_seqs ({max_num_seqs}), "
+            "so that every running request can decode in a step"
+        )
+    ahead = options.async_scheduling
+    if ahead is None:
+        ahead = device.type == "cuda"
+        reasons["scheduler.async_scheduling"] = f"default on {device.type}"
+    elif not isinstance(ahead, bool):
+        raise TypeError(f"async_scheduling is {ahead!r}; allowed: True, False or None")
+    return SchedulerConfig(max_num_seqs, max_num_batched_tokens, model.max_model_len, options.scheduling_policy, ahead)
+
+
+def _attention(
+    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
+) -> tuple[str, int]:
+    windows = [window for window in model.sliding_windows if window is not None]
+    case = AttentionCase(
+        device.type,
+        model.dtype,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        0,
+        min(windows, default=None),
+    )
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
+    reasons |= attention_reasons
+    return backend, block_size

@@ -1,0 +1,224 @@
+"""What decides, besides the config, what is compiled: versions, device, compilers with their settings, our source.
+
+Everything is readable, so that of two entries it can be said in words why they are two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton._C import libtriton
+
+from compiled_engine.graphs.compiler.inductor_options import INDUCTOR_OPTIONS
+from compiled_engine.passes.profile import DeviceProfile, profile_of
+
+# The rooms that shape a compiled graph: every file directly in them counts.
+SOURCE_ROOMS = ("attention", "graphs.compiler", "models.textbook", "passes")
+# Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.
+_DYNAMO_SETTINGS = (
+    "allow_unspec_int_on_nn_module",
+    "assume_static_by_default",
+    "automatic_dynamic_shapes",
+    "capture_scalar_outputs",
+    "dynamic_shapes",
+    "inline_inbuilt_nn_modules",
+    "install_free_tensors",
+    "specialize_float",
+    "specialize_int",
+)
+# Functions of the caller's that Inductor runs on every graph; it leaves them out of its portable settings.
+_INDUCTOR_HOOKS = (
+    "_pre_fusion_custom_pass",
+    "joint_custom_post_pass",
+    "joint_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "pre_grad_custom_pass",
+)
+# Settings and environment variables that say where something is written, who does it, or what is shown meanwhile.
+_SHAPES_NOTHING = (
+    *("*path", "*dir", "*progress"),
+    *("*_PATH", "*_DIR", "*LOG*", "*WORKER*", "*_COMPILE_THREADS", "*_TIMEOUT*", "MAST_HPC_JOB_NAME", "ROLE_RANK"),
+    *("PT2_COMPILE_ID_PREFIX", "CXX"),
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One factor a field, each a dict from names to plain JSON values.
+
+    `compiler`: the C++ compiler, for a CPU. `settings`: of the compilers in torch, and the options that we give them.
+    `profile`: what was measured on the device and decides which passes are run. `source`: a digest of each of our
+    files that shapes the graph.
+    """
+
+    versions: dict[str, Any]
+    device: dict[str, Any]
+    compiler: dict[str, Any]
+    settings: dict[str, Any]
+    profile: dict[str, Any]
+    source: dict[str, str]
+
+    def as_factors(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def this_environment(device: torch.device) -> Environment:
+    """Of this process, for a model on `device`."""
+    return Environment(
+        versions={
+            "python": sys.implementation.cache_tag,
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+        },
+        device=describe_device(device),
+        compiler=cpp_compiler() if device.type == "cpu" else {},
+        settings=compiler_settings(device.type),
+        profile=measured_gains(profile_of(device)),
+        source=source_digests(),
+    )
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """The device as far as generated code depends on it."""
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        return {
+            "type": "cuda",
+            "index": device.index,
+            "name": properties.name,
+            "capability": [properties.major, properties.minor],
+            "multiprocessors": properties.multi_processor_count,
+        }
+    return {
+        "type": "cpu",
+        "machine": platform.machine(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "instructions": cpu_instructions(),
+    }
+
+
+def cpu_instructions() -> list[str]:
+    """The instruction sets that the CPU says it has; compiled pieces use all of them."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return sorted(flags.partition(":")[2].split())
+
+
+@cache
+def cpp_compiler() -> dict[str, Any]:
+    """The C++ compiler, and the folders of headers in its command line, which Inductor digests as a whole.
+
+    With another folder an artifact would be compiled again when it is loaded.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    command = get_cpp_compiler()
+    version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+    return {
+        "command": command,
+        "path": os.path.realpath(shutil.which(command) or command),
+        "version": version.split("\n")[0],
+        "headers": [sysconfig.get_path("include"), str(Path(torch.__file__).parent / "include")],
+    }
+
+
+def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
+    """The part of a profile that decides which passes are run; the rest is read when kernels are launched."""
+    return _plain({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
+
+
+def compiler_settings(device_type: str) -> dict[str, Any]:
+    """What was set in torch's compilers other than their defaults, by whom ever, and what decides these defaults."""
+    hooks = {name: getattr(_settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
+    inductor = _changed("inductor") | {name: _plain(hook) for name, hook in hooks.items() if hook is not None}
+    dynamo = _changed("dynamo")
+    return {
+        "inductor": inductor | _plain(INDUCTOR_OPTIONS),
+        "functorch": _changed("functorch"),
+        "dynamo": {name: dynamo[name] for name in _DYNAMO_SETTINGS if name in dynamo},
+        "environment": _environment_variables(),
+        "torch": {
+            "default_dtype": str(torch.get_default_dtype()),
+            "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            "mkldnn": torch.backends.mkldnn.enabled,
+        },
+        "triton": libtriton.get_cache_invalidating_env_vars() if device_type == "cuda" else {},
+    }
+
+
+def _settings_of(compiler: str) -> Any:
+    """A compiler's settings; None while it is not imported, for then nobody has changed them. A warm start does
+    without the compilers, which take seconds to import."""
+    return sys.modules.get(f"torch._{compiler}.config")
+
+
+def _changed(compiler: str) -> dict[str, Any]:
+    config = _settings_of(compiler)
+    if config is None:
+        return {}
+    return {
+        name: _plain(value)
+        for name, value in config.save_config_portable().items()
+        if value != config._config[name].default and _shapes_code(name)
+    }
+
+
+def _environment_variables() -> dict[str, str]:
+    """Those that torch's settings take their defaults from, where they are set."""
+    root = Path(torch.__file__).parent
+    sources = [(root / f"_{name}" / "config.py").read_text() for name in ("inductor", "functorch", "dynamo")]
+    read = {name for source in sources for name in re.findall(r"[\"']([A-Z][A-Z0-9_]+)[\"']", source)}
+    return {name: os.environ[name] for name in sorted(read & os.environ.keys()) if _shapes_code(name)}
+
+
+def _shapes_code(name: str) -> bool:
+    return not any(fnmatchcase(name, pattern) for pattern in _SHAPES_NOTHING)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON; of a function or object its own `uuid()`, or its name: no address, which differs in each process."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, set | frozenset):
+        return sorted(str(_plain(item)) for item in value)
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{named.__module__}.{named.__qualname__}"
+    return f"{name} {value.uuid()}" if callable(getattr(value, "uuid", None)) else name
+
+
+@cache
+def source_digests() -> dict[str, str]:
+    """Digest of every file that shapes the compiled graph: models, passes, the compiler itself."""
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files().items()}
+
+
+def source_files() -> dict[str, Path]:
+    """The files that `source_digests` reads, by their names below the package compiled_engine."""
+    files: dict[str, Path] = {}
+    for room in SOURCE_ROOMS:
+        folder = Path(import_module(f"compiled_engine.{room}").__path__[0])
+        files |= {f"{room.replace('.', '/')}/{path.name}": path for path in folder.glob("*.py")}
+    return dict(sorted(files.items()))

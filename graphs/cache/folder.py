@@ -1,0 +1,205 @@
+"""The folder that holds the entries of the compile cache: private, locked an entry at a time, tidied up.
+
+<root>/compiled/                mode 0700
+  <key>/                        an entry
+  <key>.lock                    held while the entry is looked up, built or removed; touched when it is used
+  work_<key>_<random>/          where an engine that runs or compiles now has its files
+  damaged_<key>_<random>/       an entry that was set aside
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import re
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.graphs.cache.entry import write_entry
+from compiled_engine.graphs.cache.work_folder import WorkFolder, is_in_use
+
+log = logging.getLogger("compiled_engine")
+
+# The entries have a folder of their own below the root, which may be any folder of the user's.
+ENTRIES = "compiled"
+_KEY = re.compile(r"[0-9a-f]{32}")
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class CacheFolder:
+    """The entries below a root that nobody but `uid` can change. `open_cache` makes one."""
+
+    path: Path
+    uid: int
+
+    def entry(self, key: str) -> Path:
+        return self.path / key
+
+    def entry_keys(self) -> list[str]:
+        """The keys of all entries, damaged or not."""
+        return sorted(name for name in os.listdir(self.path) if _KEY.fullmatch(name))
+
+    def other_keys(self) -> list[str]:
+        """Keys without an entry that have a lock file or folders."""
+        found = {_key_in(name) for name in os.listdir(self.path)}
+        return sorted(found - {""} - set(self.entry_keys()))
+
+    def set_aside(self, key: str) -> list[Path]:
+        """The damaged entries of this key."""
+        return sorted(self.path.glob(f"damaged_{key}_*"))
+
+    def work_folders(self, key: str, *, in_use: bool) -> list[Path]:
+        """What engines with this entry work in, or what they left when they were killed.
+
+        Which of both it is can be told while the key's lock is held.
+        """
+        return [path for path in sorted(self.path.glob(f"work_{key}_*")) if is_in_use(path) is in_use]
+
+    def last_used(self, key: str) -> float:
+        """When an engine found or built the entry, in seconds since the epoch."""
+        try:
+            return self._lock(key).stat().st_mtime
+        except FileNotFoundError:
+            return self.entry(key).lstat().st_mtime
+
+    def mark_used(self, key: str) -> None:
+        try:
+            os.utime(self._lock(key))
+        except OSError as error:
+            log.debug("compile cache %s: the use of %s is not recorded (%s)", self.path, key, str(error))
+
+    @contextmanager
+    def locked(self, key: str, *, wait: bool = True, notice_after_s: float = 5.0) -> Iterator[None]:
+        """Hold the lock of a key, which may have no entry yet. It is free when its process has ended, however.
+
+        Raises BlockingIOError when another one has it and `wait` is False. Waiting longer than `notice_after_s` is
+        logged.
+        """
+        path = self._lock(key)
+        noticed_at = time.monotonic() + notice_after_s
+        while True:
+            handle = _open_lock(path)
+            try:
+                while not _try_lock(handle):
+                    if not wait:
+                        raise BlockingIOError(errno.EAGAIN, "another process uses it", str(path))
+                    if time.monotonic() > noticed_at:
+                        noticed_at = float("inf")
+                        log.warning("waiting for another process that compiles the same model (it holds %s)", path)
+                    time.sleep(_POLL_S)
+                if _is_same_file(handle, path):  # and was not removed while we waited
+                    yield
+                    return
+            finally:
+                os.close(handle)
+
+    def work_folder(self, key: str) -> WorkFolder:
+        return WorkFolder(self.path, f"work_{key}_")
+
+    def store(self, key: str, source: Path, factors: dict[str, Any]) -> None:
+        """Make what was built in `source` the entry of `key`, all of it or nothing. Needs the lock."""
+        work = self.work_folder(key)
+        try:
+            write_entry(source, work.path / key, factors)
+            os.rename(work.path / key, self.entry(key))
+        finally:
+            work.close()
+
+    def move_aside(self, key: str) -> Path:
+        """Put an entry where nobody finds it but a person. Needs the lock."""
+        aside = Path(tempfile.mkdtemp(prefix=f"damaged_{key}_", dir=self.path))
+        os.rename(self.entry(key), aside / key)
+        return aside
+
+    def remove_abandoned(self, key: str) -> None:
+        """Delete what killed processes have left. Needs the lock."""
+        for path in self.work_folders(key, in_use=False):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove_set_aside(self, key: str) -> None:
+        """Delete the damaged entries. Needs the lock."""
+        for path in self.set_aside(key):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def remove(self, key: str) -> None:
+        """Delete an entry with all that belongs to its key. Needs the lock, which is deleted too.
+
+        An engine that runs with it is not disturbed.
+        """
+        if os.path.lexists(self.entry(key)):
+            self.move_aside(key)  # killed half-way, it leaves no half an entry
+        self.remove_set_aside(key)
+        self.remove_abandoned(key)
+        self._lock(key).unlink(missing_ok=True)
+
+    def _lock(self, key: str) -> Path:
+        return self.path / f"{key}.lock"
+
+
+def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
+    """The cache below `root`, made if it is not there. `uid`: whose it must be; None for this process's user.
+
+    Raises OSError, which says why, where it cannot be made or others could change it.
+    """
+    uid = os.geteuid() if uid is None else uid
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    _require_plain(root, status)
+    if status.st_uid not in (uid, 0):
+        raise PermissionError(f"{root} belongs to another user")
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"anybody can write to {root}")
+    path = root / ENTRIES
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    _require_plain(path, status)
+    if status.st_uid != uid:
+        raise PermissionError(f"{path} belongs to another user")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o700)
+    return CacheFolder(path, uid)
+
+
+def _require_plain(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path} is a symbolic link; name the folder itself")
+
+
+def _key_in(name: str) -> str:
+    """The key in the name of a lock, a work folder or a damaged entry; empty for others."""
+    found = re.fullmatch(rf"(?:work_|damaged_)?({_KEY.pattern})(?:\.lock|_.*)?", name)
+    return found[1] if found else ""
+
+
+def _open_lock(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.EROFS or not path.exists():
+            raise
+        return os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_same_file(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.lstat())
+    except FileNotFoundError:
+        return False

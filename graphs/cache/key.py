@@ -1,0 +1,117 @@
+"""What decides whether a compiled model can be used again: the declared factors of the cache key.
+
+Every config field is in one of the lists below; a field in none is an error, so that a new one cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from typing import Any
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.cache.environment import Environment, this_environment
+from compiled_engine.passes.manager import pass_uuid
+from compiled_engine.passes.registry import registered_passes
+
+# With another value the pieces, their plan or their ranges can be others.
+GRAPH_FIELDS = (
+    "model.architecture",
+    "model.vocab_size",
+    "model.hidden_size",
+    "model.intermediate_size",
+    "model.num_layers",
+    "model.num_heads",
+    "model.num_kv_heads",
+    "model.head_dim",
+    "model.rms_norm_eps",
+    "model.qkv_bias",
+    "model.attention_out_bias",
+    "model.mlp_bias",
+    "model.sliding_windows",
+    "model.dtype",
+    "scheduler.max_num_batched_tokens",
+    "compile.passes",
+    "compile.small_ranges",
+    "attention_backend",
+)
+# These count by what they make of model.rope.angle_scale, a constant of the graph.
+ANGLE_SCALE_FIELDS = (
+    "model.rope.kind",
+    "model.rope.factor",
+    "model.rope.attention_factor",
+    "model.rope.mscale",
+    "model.rope.mscale_all_dim",
+)
+# With another value they are the same: rotary frequencies and tied weights, for instance, are inputs of the graph like
+# any others. The device is a factor of its own.
+OTHER_FIELDS = (
+    "model.path",
+    "model.rope.theta",
+    "model.rope.original_max_position_embeddings",
+    "model.rope.low_freq_factor",
+    "model.rope.high_freq_factor",
+    "model.rope.beta_fast",
+    "model.rope.beta_slow",
+    "model.rope.truncate",
+    "model.tie_word_embeddings",
+    "model.max_position_embeddings",
+    "model.max_model_len",
+    "model.load_format",
+    "model.seed",
+    "cache.block_size",
+    "cache.num_blocks",
+    "cache.gpu_memory_utilization",
+    "cache.enable_prefix_caching",
+    "scheduler.max_num_seqs",
+    "scheduler.max_model_len",
+    "scheduler.policy",
+    "scheduler.async_scheduling",
+    "compile.enabled",
+    "compile.strict",
+    "compile.verify",
+    "compile.workers",
+    "compile.cache_dir",
+    "graph.mode",
+    "graph.decode_sizes",
+    "graph.token_sizes",
+    "graph.background",
+    "device",
+    "reasons",
+)
+
+
+def cache_factors(config: EngineConfig, environment: Environment | None = None) -> dict[str, Any]:
+    """All factors as plain JSON. `environment` None: this process's, for the config's device."""
+    environment = this_environment(config.device) if environment is None else environment
+    passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
+    return {"config": graph_config(config), "passes": passes} | environment.as_factors()
+
+
+def graph_config(config: EngineConfig) -> dict[str, Any]:
+    """What of the config shapes the graph, under dotted names.
+
+    Raises RuntimeError for a field that is declared neither as one that does nor as one that does not.
+    """
+    flat = flatten(config)
+    undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})
+    if undeclared:
+        raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
+    return {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every field of nested dataclasses as JSON has it, under its dotted name."""
+    flat: dict[str, Any] = {}
+    for field in fields(value):
+        name, inner = prefix + field.name, getattr(value, field.name)
+        flat |= flatten(inner, f"{name}.") if is_dataclass(inner) else {name: _plain(inner)}
+    return flat
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    return value if isinstance(value, str | int | float | bool | dict | None) else str(value)

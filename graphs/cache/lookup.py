@@ -1,0 +1,190 @@
+"""The compile cache: what was compiled is found by the digest of its declared factors, or built and kept.
+
+An entry is checked in full before anything in it is used. One that does not pass is reported, set aside and built
+again; where there is no usable cache folder the engine compiles into a temporary one.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.graphs.cache.entry import DamagedEntry, copy_entry, factors_key
+from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
+from compiled_engine.graphs.cache.work_folder import WorkFolder
+
+log = logging.getLogger("compiled_engine")  # is given texts: a record with an exception would keep folders alive
+
+# With less than this the compiler works in the temporary folder; the entry itself may still find room.
+_ENOUGH_BYTES = 256 << 20
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What was found or built, ready for use.
+
+    `status` is hit, miss (built now and kept) or off (built now, not kept). `folder` is the entry, or where it is
+    off, the temporary folder. `loaded` came from `work`, which lives as long as this object.
+    """
+
+    folder: Path
+    key: str
+    status: str
+    loaded: Any
+    work: WorkFolder
+
+
+def default_root() -> Path:
+    """$COMPILED_ENGINE_CACHE_DIR, else compiled_engine below the XDG cache folder."""
+    if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compiled_engine"
+
+
+def find_or_build(
+    root: Path | None,
+    factors: dict[str, Any],
+    build: Callable[[Path], None],
+    load: Callable[[Path], Any] = lambda folder: None,
+    *,
+    uid: int | None = None,
+    notice_after_s: float = 5.0,
+) -> Lookup:
+    """What `build(folder)` made of `factors`, now or some time before, and what `load(folder)` reads from it.
+
+    Both are given a folder that is this process's own; it may be written to also after the load. `root` None keeps
+    nothing. An entry that was found but cannot be loaded counts as damaged. `uid`: whose the cache must be; None for
+    this process's user. Two processes that want the same entry wait for each other, which is logged after
+    `notice_after_s`; the second finds it.
+
+    Raises what `build` raises, and what `load` raises on something newly built.
+    """
+    try:
+        return _look_up(root, factors, build, load, uid, notice_after_s, None)
+    except DamagedEntry as damage:
+        return _look_up(root, factors, build, load, uid, notice_after_s, damage)
+
+
+def _look_up(
+    root: Path | None,
+    factors: dict[str, Any],
+    build: Callable[[Path], None],
+    load: Callable[[Path], Any],
+    uid: int | None,
+    notice_after_s: float,
+    distrust: DamagedEntry | None,
+) -> Lookup:
+    """`distrust`: why the entry of these factors, if there is one, is not to be used.
+
+    Raises DamagedEntry when the entry, although whole, cannot be loaded.
+    """
+    key = factors_key(factors)
+    cache = None
+    with ExitStack() as held:
+        if root is not None:
+            try:
+                cache = open_cache(root, uid)
+                held.enter_context(cache.locked(key, notice_after_s=notice_after_s))
+                work = _copy_of_entry(cache, key, factors, distrust)
+                if work is not None:
+                    held.close()
+                    return Lookup(cache.entry(key), key, "hit", _load_copy(work, load), work)
+            except OSError as error:
+                log.warning("compile cache %s cannot be used (%s); compiling without one", root, str(error))
+                cache = None
+        work = _build(build, cache, key)
+        loaded = load(work.path)
+        if cache is not None and _keep(cache, key, work, factors):
+            return Lookup(cache.entry(key), key, "miss", loaded, work)
+        return Lookup(work.path, key, "off", loaded, work)
+
+
+def _copy_of_entry(
+    cache: CacheFolder, key: str, factors: dict[str, Any], distrust: DamagedEntry | None
+) -> WorkFolder | None:
+    """A copy of the entry to work in; None where there is none, or none any more because it is damaged."""
+    entry = cache.entry(key)
+    cache.remove_abandoned(key)
+    if not os.path.lexists(entry):
+        return None
+    work = _work_folder(cache, key)
+    try:
+        if distrust is not None:
+            raise distrust
+        copy_entry(entry, work.path, factors, cache.uid)
+    except DamagedEntry as damage:
+        work.close()
+        cache.remove_set_aside(key)
+        aside = cache.move_aside(key)
+        log.warning(
+            "compile cache entry %s is damaged (%s); set aside as %s, building it again", entry, str(damage), aside
+        )
+        return None
+    cache.mark_used(key)
+    return work
+
+
+def _load_copy(work: WorkFolder, load: Callable[[Path], Any]) -> Any:
+    try:
+        return load(work.path)
+    except Exception as error:
+        raise DamagedEntry(f"it cannot be loaded: {error}") from error
+
+
+def _build(build: Callable[[Path], None], cache: CacheFolder | None, key: str) -> WorkFolder:
+    """A work folder with what was built; where the cache's disk is full, in the temporary folder."""
+    work = _work_folder(cache, key)
+    try:
+        build(work.path)
+        return work
+    except Exception as error:
+        work.close()
+        if cache is None or not work.path.is_relative_to(cache.path) or not _is_no_space(error):
+            raise
+        log.warning("there is no space to compile in %s; compiling in %s", cache.path, tempfile.gettempdir())
+    return _build(build, None, key)
+
+
+def _keep(cache: CacheFolder, key: str, work: WorkFolder, factors: dict[str, Any]) -> bool:
+    try:
+        cache.store(key, work.path, factors)
+    except OSError as error:
+        log.warning("compile cache %s cannot keep what was compiled (%s)", cache.path, str(error))
+        return False
+    cache.mark_used(key)
+    return True
+
+
+def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
+    """In the cache's folder; in the temporary one if that is full or cannot be written to."""
+    if cache is not None:
+        try:
+            if shutil.disk_usage(cache.path).free >= _ENOUGH_BYTES:
+                return cache.work_folder(key)
+        except OSError as error:
+            log.debug("working in %s, not in %s (%s)", tempfile.gettempdir(), cache.path, str(error))
+    return WorkFolder(None, "compiled_engine_")
+
+
+def _is_no_space(error: BaseException) -> bool:
+    """Whether an error came from a full disk, however many compilers have passed it on."""
+    return any(
+        (isinstance(cause, OSError) and cause.errno in _NO_SPACE)
+        or any(os.strerror(number) in str(cause) for number in _NO_SPACE)
+        for cause in _causes(error)
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

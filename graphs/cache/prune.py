@@ -1,0 +1,86 @@
+"""Delete entries that nobody has used for long, or the longest unused until the rest is small enough.
+
+What was set aside, what killed processes have left, and entries that are damaged go in any case.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiled_engine.graphs.cache.folder import CacheFolder
+from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, report
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """What was deleted, or would be, and why. `removed` False: another process is looking it up or building it."""
+
+    key: str
+    path: Path
+    reason: str
+    size_bytes: int
+    removed: bool = True
+
+
+def prune(
+    cache: CacheFolder,
+    *,
+    now: float,
+    older_than_s: float | None = None,
+    max_bytes: int | None = None,
+    dry_run: bool = False,
+) -> list[Pruned]:
+    """Delete entries that were last used before `now - older_than_s`, then the longest unused while all together
+    have more than `max_bytes`.
+
+    Engines that run with an entry are not disturbed: they work on a copy. `dry_run` deletes nothing.
+    """
+    doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
+    done = []
+    for key in [*cache.entry_keys(), *cache.other_keys()]:
+        is_entry = os.path.lexists(cache.entry(key))
+        try:
+            with cache.locked(key, wait=False):
+                if key in doomed:
+                    done.append(_pruned(key, cache.entry(key), doomed[key]))
+                done += [_pruned(key, path, "set aside as damaged") for path in cache.set_aside(key)]
+                left = cache.work_folders(key, in_use=False)
+                done += [_pruned(key, path, "left by a killed process") for path in left]
+                if dry_run:
+                    continue
+                if key in doomed or not is_entry:
+                    cache.remove(key)
+                else:
+                    cache.remove_set_aside(key)
+                    cache.remove_abandoned(key)
+        except BlockingIOError:
+            if key in doomed:
+                done.append(Pruned(key, cache.entry(key), doomed[key], 0, removed=False))
+    return done
+
+
+def _doomed(
+    entries: list[EntryReport], now: float, older_than_s: float | None, max_bytes: int | None
+) -> Iterator[tuple[str, str]]:
+    """(key, why) of the entries to delete."""
+    kept = []
+    for entry in sorted(entries, key=lambda entry: entry.last_used):
+        if entry.damage is not None:
+            yield entry.key, f"damaged: {entry.damage}"
+        elif older_than_s is not None and entry.last_used < now - older_than_s:
+            yield entry.key, "not used for so long"
+        else:
+            kept.append(entry)
+    total = sum(entry.size_bytes for entry in kept)
+    for entry in kept:
+        if max_bytes is None or total <= max_bytes:
+            return
+        total -= entry.size_bytes
+        yield entry.key, "the longest unused, to come down to the size"
+
+
+def _pruned(key: str, path: Path, reason: str) -> Pruned:
+    return Pruned(key, path, reason, folder_bytes(path))

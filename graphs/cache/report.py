@@ -1,0 +1,115 @@
+"""What is in the compile cache: each entry with its size, its age and its state; which one is nearest to a config."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.graphs.cache.diff import Difference, differences
+from compiled_engine.graphs.cache.entry import DamagedEntry, check_files, factors_key, read_entry, read_factors
+from compiled_engine.graphs.cache.folder import ENTRIES, CacheFolder, open_cache
+
+
+def short(key: str) -> str:
+    """Enough of a key for people."""
+    return key[:12]
+
+
+@dataclass(frozen=True)
+class EntryReport:
+    """An entry as it lies there. `damage`: why it must not be used, as far as that was looked at; None if it may be.
+
+    Times are seconds since the epoch. `factors` are empty unless they are those of the key.
+    """
+
+    key: str
+    path: Path
+    factors: dict[str, Any]
+    passes_off: list[str]
+    size_bytes: int
+    created: float
+    last_used: float
+    damage: str | None
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The entry whose factors differ least from some others, and how."""
+
+    entry: EntryReport
+    differences: list[Difference]
+
+
+def existing_cache(root: Path) -> CacheFolder | None:
+    """The cache below a root, None where nothing was ever cached. Raises OSError as `open_cache` does."""
+    return open_cache(root) if os.path.lexists(root / ENTRIES) else None
+
+
+def report(cache: CacheFolder, key: str, *, read_all: bool = False) -> EntryReport:
+    """The state of an entry: from the names and owners of its files, or (`read_all`) from every byte."""
+    entry = cache.entry(key)
+    factors: dict[str, Any] = {}
+    damage = None
+    try:
+        stored = read_factors(entry)
+        if factors_key(stored) != key:
+            raise DamagedEntry("its factors are not those of its key")
+        factors = stored
+        if read_all:
+            for _ in read_entry(entry, cache.uid):
+                pass
+        else:
+            check_files(entry, cache.uid)
+    except DamagedEntry as error:
+        damage = str(error)
+    created = entry.lstat().st_mtime
+    size, off = folder_bytes(entry), _passes_off(entry)
+    return EntryReport(key, entry, factors, off, size, created, cache.last_used(key), damage)
+
+
+def find_key(keys: Sequence[str], wanted: str) -> str:
+    """The key that begins with `wanted`. Raises ValueError when there is none or more than one."""
+    found = [key for key in keys if key.startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        shown = ", ".join(key[: len(wanted) + 4] for key in found)
+        raise ValueError(f"KEY is {wanted!r}, with which {len(found)} entries begin: {shown}")
+    if not keys:
+        raise ValueError(f"KEY is {wanted!r}, but the cache has no entries")
+    length = max(len(wanted), 4)
+    near = difflib.get_close_matches(wanted, [key[:length] for key in keys], n=3, cutoff=0)
+    near_keys = [short(key) for start in near for key in keys if key.startswith(start)]
+    raise ValueError(f"KEY is {wanted!r}, with which no entry begins; the nearest: {', '.join(near_keys)}")
+
+
+def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest | None:
+    """The entry with the fewest other factors, of equal ones the last used; None without a readable one."""
+    candidates = [Nearest(entry, differences(factors, entry.factors)) for entry in entries if entry.factors]
+    return min(candidates, key=lambda found: (_distance(found.differences), -found.entry.last_used), default=None)
+
+
+def _passes_off(entry: Path) -> list[str]:
+    """Passes that were known when the entry was built, and disabled."""
+    for path in filter(Path.is_file, entry.glob("*/passes.json")):
+        try:
+            return [each["name"] for each in json.loads(path.read_bytes()) if not each["enabled"]]
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return []
+
+
+def _distance(found: Sequence[Difference]) -> int:
+    """The code, passes included, is one factor here, however many files have changed."""
+    is_code = [difference.factor.startswith(("source.", "passes.")) for difference in found]
+    return is_code.count(False) + any(is_code)
+
+
+def folder_bytes(folder: Path) -> int:
+    """The size of all files in a folder together; links are not followed."""
+    return sum(os.lstat(os.path.join(parent, name)).st_size for parent, _, names in os.walk(folder) for name in names)

@@ -1,0 +1,118 @@
+"""Compile a model, or find it compiled; then bind what came out to real parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_engine.attention.op import OnAttention
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.cache.key import cache_factors
+from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
+from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
+from compiled_engine.graphs.compiler.direct_piece import load_direct
+from compiled_engine.graphs.compiler.stitch import Forward, stitch
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.manager import require_contracts
+from compiled_engine.passes.parameter_layout import ParameterLayout
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+
+Piece = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class CompileCounts:
+    """What this process had to do: zero traces and zero compiles (unique pieces made) on a warm start."""
+
+    traces: int
+    compiles: int
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """The compiled forward of each compile range.
+
+    `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
+    logits [T, V] of every token.
+    """
+
+    hidden: Forward
+    small: tuple[tuple[CompileRange, Forward], ...] = ()
+
+    def for_logits(self, num_tokens: int) -> Forward | None:
+        """The forward that returns logits for so many tokens, if there is one."""
+        return next((forward for r, forward in self.small if r.low <= num_tokens <= r.high), None)
+
+
+@dataclass(frozen=True)
+class CompiledModel:
+    """An entry of the cache, loaded: the plan of each compile range, and the pieces that they share."""
+
+    ranges: tuple[CompiledRange, ...]
+    pieces: dict[str, Piece]
+    lookup: Lookup
+    counts: CompileCounts
+
+    @property
+    def layout(self) -> ParameterLayout:
+        """The packed parameters of all compile ranges."""
+        packed = {p.name: p for compiled_range in self.ranges for p in compiled_range.plan.layout().packed}
+        return ParameterLayout(tuple(packed.values()))
+
+    def bind(self, parameters: Mapping[str, torch.Tensor], on_attention: OnAttention | None = None) -> Forwards:
+        """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`."""
+        bound = [(r.compile_range, stitch(r.plan, self.pieces, parameters, on_attention)) for r in self.ranges]
+        hidden = next(forward for compile_range, forward in bound if not compile_range.small)
+        return Forwards(hidden, tuple(item for item in bound if item[0].small))
+
+
+def compile_model(
+    config: EngineConfig, make_model: Callable[[], nn.Module], progress: Progress, timeline: Timeline
+) -> CompiledModel:
+    """The compiled model for a config, from the cache if it holds it.
+
+    `make_model` builds the model on the meta device; it is called only when there is something to trace.
+
+    Raises GuardError when the model's code depends on sizes, SplitError on an unknown mutating op, CompileError when
+    Inductor fails, ContractError (strict) and VerificationError (verify) for a pass.
+    """
+    compiles: list[int] = []
+
+    def build(folder: Path) -> None:
+        with timeline.span("import the compilers"):  # which a warm start does without
+            from compiled_engine.graphs.compiler.build import build_entry
+        with timeline.span("build"):
+            compiles.append(build_entry(config, make_model, folder, progress, timeline))
+
+    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece]]:
+        with timeline.span("load pieces"):
+            ranges = read_compiled_ranges(folder)
+            keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
+            return ranges, {key: load_piece(folder, key) for key in keys}
+
+    with timeline.span("compile"):
+        with timeline.span("cache key"):
+            factors = cache_factors(config)
+        # Rewrites that are to be verified have to be made.
+        root = None if config.compile.verify else config.compile.cache_dir
+        lookup = find_or_build(root, factors, build, load)
+    ranges, pieces = lookup.loaded
+    if config.compile.strict:
+        for compiled_range in ranges:
+            require_contracts(compiled_range.compile_range, compiled_range.passes)
+    return CompiledModel(ranges, pieces, lookup, CompileCounts(traces=len(compiles), compiles=sum(compiles)))
+
+
+def load_piece(entry: Path, key: str) -> Piece:
+    """Inductor's artifact of a piece, or the generated Python of one that did not need Inductor."""
+    if (entry / "pieces" / f"{key}.bin").exists():
+        from compiled_engine.graphs.compiler.compile_piece import load_artifact  # imports Inductor, which takes seconds
+
+        return load_artifact(entry, key)
+    return load_direct((entry / "pieces" / f"{key}.py").read_text())

@@ -1,0 +1,88 @@
+"""Compiles unique pieces in parallel processes, or in this one."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compiled_engine.graphs.compiler.compat import changed_inductor_settings, forget_compilations
+from compiled_engine.graphs.compiler.compile_piece import compile_piece
+from compiled_engine.process.worker_pool import WorkerPool
+
+log = logging.getLogger("compiled_engine")
+
+
+class CompileError(RuntimeError):
+    """Inductor failed on a piece."""
+
+
+@dataclass(frozen=True)
+class CompiledPiece:
+    """How a piece was compiled: seconds since the pool began, seconds taken, and by which worker (None: here)."""
+
+    key: str
+    start_s: float
+    seconds: float
+    worker: int | None
+
+
+CompilePieces = Callable[[Sequence[str]], Iterator[CompiledPiece]]
+
+
+@contextmanager
+def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iterator[CompilePieces]:
+    """A function that compiles pieces of an entry by key, in any order, as they get ready.
+
+    The workers start at once, so that they import their compiler while the caller still traces. `modules` define the
+    ops of passes that are not ours. A piece that a worker cannot compile because it does not know an op, or because
+    it died, is compiled in this process. Raises CompileError with Inductor's traceback.
+    """
+    pool = WorkerPool("compiled_engine.graphs.compiler.compile_worker", workers)
+    origin = time.perf_counter()
+
+    def compile_all(keys: Sequence[str]) -> Iterator[CompiledPiece]:
+        def by_worker(key: str) -> CompiledPiece | str:
+            start = time.perf_counter() - origin
+            return _understood(pool.ask({"key": key}), key, start)
+
+        left = list(keys)
+        if len(pool):
+            left = []
+            with ThreadPoolExecutor(len(pool)) as threads:
+                for future in as_completed([threads.submit(by_worker, key) for key in keys]):
+                    result = future.result()
+                    if isinstance(result, str):
+                        left.append(result)
+                    else:
+                        yield result
+        if left:
+            forget_compilations()
+        for key in left:
+            start = time.perf_counter() - origin
+            yield CompiledPiece(key, start, compile_piece(entry, key), None)
+
+    order = {"entry": str(entry.absolute()), "modules": list(modules)}
+    try:
+        pool.begin(order | {"settings": changed_inductor_settings()})
+        yield compile_all
+    finally:
+        pool.close()
+
+
+def _understood(answer: dict[str, Any] | None, key: str, start_s: float) -> CompiledPiece | str:
+    """The result, or the key when this process has to compile the piece."""
+    if answer is None:
+        log.warning("piece %s is compiled in this process", key)
+        return key
+    if "seconds" in answer:
+        return CompiledPiece(key, start_s, answer["seconds"], answer["worker"])
+    if "error" in answer:
+        raise CompileError(f"piece {key} cannot be compiled:\n{answer['error']}")
+    log.warning("piece %s is compiled in this process: %s", key, answer["unknown"])
+    return key

@@ -1,0 +1,58 @@
+"""The plan of a compiled forward: which pieces and ops run in which order on which values. Plain JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
+from compiled_engine.passes.rope_kv_write import rope_kv_write
+
+# The ops that a graph is split at: those that touch the KV cache. The stitched forward calls them directly.
+SPLITTING_OPS: dict[str, Callable[..., Any]] = ATTENTION_OPS | {"compiled_engine::rope_kv_write": rope_kv_write}
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A call of `piece` (a piece key) or of splitting op `op`.
+
+    Arguments are {"value": index} or {"constant": c}; results are the indices of the values it defines.
+    """
+
+    piece: str | None
+    op: str | None
+    arguments: tuple[dict[str, Any], ...]
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Value i is input i for the first len(inputs) values; steps define the others."""
+
+    inputs: tuple[Source, ...]
+    steps: tuple[PlannedStep, ...]
+    outputs: tuple[int, ...]
+
+    def layout(self) -> ParameterLayout:
+        """The packed parameters that the pieces take."""
+        return ParameterLayout(tuple(PackedParameter(s.name, s.members) for s in self.inputs if s.members))
+
+    def piece_keys(self) -> tuple[str, ...]:
+        """The unique pieces, in order of first use."""
+        return tuple(dict.fromkeys(step.piece for step in self.steps if step.piece))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        data = json.loads(text)
+        inputs = tuple(Source(**item | {"members": tuple(item["members"])}) for item in data["inputs"])
+        steps = tuple(
+            PlannedStep(s["piece"], s["op"], tuple(s["arguments"]), tuple(s["results"])) for s in data["steps"]
+        )
+        return Plan(inputs, steps, tuple(data["outputs"]))

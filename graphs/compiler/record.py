@@ -1,0 +1,159 @@
+"""What a compilation leaves behind for the inspector, beside the files that the engine itself reads.
+
+`record.json` of a cache entry holds one `Record`; `trace/` holds what Dynamo and the lowering made. Whatever can be
+read from the entry's other files (kernels of a piece, where it is used) is not stored twice.
+"""
+
+from __future__ import annotations
+
+import dis
+import json
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import fx, nn
+
+from compiled_engine.graphs.compiler.guards import GuardRecord
+from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.process.timeline import Span
+
+RECORD = "record.json"
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A parameter or buffer that a module holds itself; `name` is the last part of its path."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class ModuleRecord:
+    """A module of the model as its file wrote it. `count` above 1: so many equal siblings, the first is shown."""
+
+    path: str
+    kind: str
+    count: int
+    parameters: tuple[ParameterRecord, ...]
+    children: tuple[ModuleRecord, ...]
+
+
+@dataclass(frozen=True)
+class SymbolRecord:
+    """A size that the compiled model leaves open: its symbol in the graphs, its range, and where it stands."""
+
+    symbol: str
+    name: str
+    low: int
+    high: int
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PieceRecord:
+    """How long Inductor took for a piece, and in which worker process (None: in the engine's own)."""
+
+    key: str
+    seconds: float
+    worker: int | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """`phases` start at the beginning of the build; `modules` is the root of the model's tree."""
+
+    phases: tuple[Span, ...]
+    modules: ModuleRecord
+    symbols: tuple[SymbolRecord, ...]
+    guards: tuple[GuardRecord, ...]
+    pieces: tuple[PieceRecord, ...]
+
+    def write(self, entry: Path) -> None:
+        (entry / RECORD).write_text(json.dumps(asdict(self), indent=1))
+
+
+def write_trace(
+    entry: Path, bytecode: tuple[types.CodeType, types.CodeType] | None, dynamo_graph: str, aten_graph: Iterable[str]
+) -> None:
+    """trace/bytecode.txt, dynamo_graph.txt and aten_graph.txt of an entry.
+
+    bytecode: of the traced function before and after Dynamo; None if Dynamo did not rewrite it.
+    """
+    folder = entry / "trace"
+    folder.mkdir()
+    if bytecode is not None:
+        (folder / "bytecode.txt").write_text(_decompiled(*bytecode))
+    (folder / "dynamo_graph.txt").write_text(dynamo_graph)
+    (folder / "aten_graph.txt").write_text("\n".join(aten_graph) + "\n")
+
+
+def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
+    """Both versions of a function as source."""
+    parts = [("The function that was traced", before), ("What Dynamo made of it", after)]
+    return "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
+
+
+def _source(code: types.CodeType) -> str:
+    """By depyf; the instructions where it does not know them, for nothing that the inspector shows may stop a build."""
+    import depyf  # takes a while, and a warm start does without it
+
+    try:
+        return depyf.decompile(code).strip()
+    except Exception as error:
+        return f"# depyf cannot decompile this: {error}\n{dis.Bytecode(code).dis().strip()}"
+
+
+def phases_since(spans: Iterable[Span], start_s: float) -> tuple[Span, ...]:
+    """The spans that began at `start_s` or later, counted from there, in the order of their start."""
+    later = [replace(span, start_s=span.start_s - start_s) for span in spans if span.start_s >= start_s]
+    return tuple(sorted(later, key=lambda span: span.start_s))
+
+
+def module_tree(model: nn.Module) -> ModuleRecord:
+    """The model's modules; layers that are alike but for their number appear once, with their count."""
+    return _module("", model)
+
+
+def _module(path: str, module: nn.Module) -> ModuleRecord:
+    own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    children: list[ModuleRecord] = []
+    for name, child in module.named_children():
+        record = _module(f"{path}.{name}" if path else name, child)
+        last = children[-1] if children else None
+        if last is not None and name.isdecimal() and _shape(last) == _shape(record):
+            children[-1] = replace(last, count=last.count + 1)
+        else:
+            children.append(record)
+    parameters = [ParameterRecord(name, tuple(value.shape), _dtype_name(value.dtype)) for name, value in own]
+    return ModuleRecord(path, type(module).__name__, 1, tuple(parameters), tuple(children))
+
+
+def _shape(module: ModuleRecord) -> tuple[object, ...]:
+    """What makes two modules alike: all but their path and count."""
+    return module.kind, module.parameters, tuple((_shape(child), child.count) for child in module.children)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def symbols(graph: fx.Graph, declared: Mapping[tuple[str, int], tuple[str, int, int]]) -> tuple[SymbolRecord, ...]:
+    """The open sizes of a traced graph. declared: (argument, dimension) -> (name of the size, least, most)."""
+    inputs = {
+        source_of(node).name: node.meta["val"]
+        for node in graph.find_nodes(op="placeholder")
+        if source_of(node).kind == "argument"
+    }
+    found: dict[str, SymbolRecord] = {}
+    for (argument, dim), (name, low, high) in declared.items():
+        place = f"{argument}.shape[{dim}]"
+        if name in found:
+            found[name] = replace(found[name], places=(*found[name].places, place))
+        elif argument in inputs:
+            found[name] = SymbolRecord(str(inputs[argument].shape[dim]), name, low, high, (place,))
+    return tuple(found.values())

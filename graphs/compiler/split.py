@@ -1,0 +1,114 @@
+"""Split a whole model's graph at its splitting ops into pieces, and plan how they are called.
+
+Pieces take their inputs in order of first use, and what differs between layers is an input, so the layers of a
+model give structurally equal pieces, which compile once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.graphs.compiler.piece import piece_key, piece_to_json
+from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
+from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.matching import arg
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the stitched forward: a piece, or a splitting op called by `op` name.
+
+    `inputs` are nodes of the whole graph, or constants for an op; `outputs` are the nodes it defines.
+    """
+
+    piece: fx.GraphModule | None
+    op: str | None
+    inputs: tuple[Any, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+class SplitError(RuntimeError):
+    """The graph cannot be split safely."""
+
+
+def split(graph: fx.Graph) -> list[Step]:
+    """Steps in execution order. Raises SplitError on a mutating op that is not a splitting op."""
+    steps: list[Step] = []
+    pending: list[fx.Node] = []
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        name = _op_name(node)
+        if name in SPLITTING_OPS:
+            if pending:
+                steps.append(_piece(pending))
+                pending = []
+            if node.kwargs:
+                raise SplitError(f"splitting op {name} is called with keywords: {dict(node.kwargs)}")
+            steps.append(Step(None, name, tuple(node.args), (node,) if node.users else ()))
+        elif _mutates(node):
+            raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(SPLITTING_OPS)}")
+        else:
+            pending.append(node)
+    return [*steps, _piece(pending)] if pending else steps
+
+
+def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]:
+    """The plan of a split graph, and each unique piece's JSON by its key."""
+    index: dict[fx.Node, int] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        index[node] = len(index)
+    inputs = tuple(source_of(node) for node in index)
+    unique: dict[str, str] = {}
+    planned = []
+    for step in steps:
+        arguments = tuple(
+            {"value": index[argument]} if isinstance(argument, fx.Node) else {"constant": argument}
+            for argument in step.inputs
+        )
+        for node in step.outputs:
+            index[node] = len(index)
+        key = None
+        if step.piece is not None:
+            text = piece_to_json(step.piece)
+            key = piece_key(text)
+            unique[key] = text
+        planned.append(PlannedStep(key, step.op, arguments, tuple(index[node] for node in step.outputs)))
+    outputs = arg(graph.output_node(), 0)
+    return Plan(inputs, tuple(planned), tuple(index[node] for node in outputs)), unique
+
+
+def _op_name(node: fx.Node) -> str:
+    return node.target.name() if isinstance(node.target, torch._ops.OpOverload) else str(node.target)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _piece(nodes: list[fx.Node]) -> Step:
+    inside = set(nodes)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[fx.Node] = []
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            if argument not in inside and argument not in copies:
+                copies[argument] = graph.placeholder(f"input_{len(inputs)}")
+                copies[argument].meta = _value_meta(argument)
+                inputs.append(argument)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda argument: copies[argument])
+        copies[node].meta = _value_meta(node)
+    outputs = tuple(node for node in nodes if any(user not in inside for user in node.users))
+    graph.output(tuple(copies[node] for node in outputs))
+    return Step(fx.GraphModule({}, graph), None, tuple(inputs), outputs)
+
+
+def _value_meta(node: fx.Node) -> dict[str, Any]:
+    value = node.meta["val"]
+    return {"val": value, "example_value": value}

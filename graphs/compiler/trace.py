@@ -1,0 +1,255 @@
+"""Trace a whole model once with Dynamo and lower it to ATen.
+
+The token, request and block counts are unbacked symbols, so one trace serves every size in the declared range and
+no guard can arise from the example. The trace is refused if one does.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._guards import CompileId, Guard
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.compiler import compat
+from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
+from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
+from compiled_engine.graphs.compiler.repeated_layers import repeat_layers, traced_layers
+from compiled_engine.graphs.compiler.structured_trace import current_compile_id
+from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.matching import arg, fake_mode_of
+
+MAX_BLOCKS = 1 << 31
+# More than any step has: the number of requests is not in the cache key, so it may not shape the trace.
+MAX_REQUESTS = 1 << 20
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The arguments of a model's forward, and the most tokens that they may have."""
+
+    input_ids_T: torch.Tensor
+    positions_T: torch.Tensor
+    attention_inputs: AttentionInputs
+    kv_caches: list[torch.Tensor]
+    max_tokens: int
+
+    def arguments(self) -> tuple[Any, ...]:
+        return self.input_ids_T, self.positions_T, self.attention_inputs, self.kv_caches
+
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """Every tensor argument under the name that `Source` uses."""
+        named = {"input_ids_T": self.input_ids_T, "positions_T": self.positions_T}
+        for field in fields(self.attention_inputs):
+            value = getattr(self.attention_inputs, field.name)
+            if isinstance(value, torch.Tensor):
+                named[f"attention_inputs.{field.name}"] = value
+        return named | {f"kv_caches.{i}": cache for i, cache in enumerate(self.kv_caches)}
+
+
+@dataclass(frozen=True)
+class TracedGraph:
+    """The ATen graph of a forward; each placeholder's meta holds its `source`, each node's its fake `val`.
+
+    Its outputs are (hidden_TD, logits_TV) of every token; `for_range` keeps one of them. The rest is what the
+    inspector shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, and the guards with
+    what discharges each.
+    """
+
+    module: fx.GraphModule
+    shape_env: ShapeEnv
+    dynamo_graph: str
+    bytecode: tuple[types.CodeType, types.CodeType] | None
+    symbols: tuple[SymbolRecord, ...]
+    guards: tuple[GuardRecord, ...]
+    compile_id: CompileId | None
+
+    def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
+        """A copy of the graph with the output that a range needs, and only the parameters that this takes."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self.module.graph, copies)
+        hidden, logits = arg(self.module.graph.output_node(), 0)
+        graph.output((copies[logits if compile_range.small else hidden],))
+        graph.eliminate_dead_code()
+        for placeholder in graph.find_nodes(op="placeholder"):
+            if not placeholder.users and placeholder.meta["source"].kind == "parameter":
+                graph.erase_node(placeholder)
+        return fx.GraphModule({}, graph)
+
+
+class GuardError(RuntimeError):
+    """The trace holds only for some sizes of the declared range."""
+
+
+def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
+    """Trace `model` (whose parameters may be without storage: nothing is executed) on example inputs.
+
+    Raises GuardError when the graph would not be valid for every size in the declared range.
+    """
+    layers = traced_layers(model)
+    if layers is not None:
+        with layers.alone():
+            traced = _trace(model, inputs)
+        if repeat_layers(traced.module.graph, layers):
+            traced.module.recompile()
+            note = f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
+            return replace(traced, dynamo_graph=note + traced.dynamo_graph)
+    return _trace(model, inputs)
+
+
+def _trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
+    declared = _declared_sizes(inputs)
+    tensors = inputs.by_name()
+    for (name, dim), size in declared.items():
+        compat.mark_dynamic_size(tensors[name], dim, *size)
+    dynamo = _run_dynamo(model, inputs)
+    graph, fakes = dynamo.graph, dynamo.fakes
+    fake_mode = fake_mode_of(fakes)
+    shape_env = fake_mode.shape_env
+    assert shape_env is not None
+    sources = _sources(graph, fakes, model)
+    for source, fake in zip(sources, fakes, strict=True):
+        if source.kind == "size":
+            _, low, high = declared[source.name, source.dim]
+            compat.declare_range(shape_env, fake.node.expr, low, high)
+    with fake_mode:
+        module = make_fx(graph)(*fakes)
+    for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
+        node.meta["source"] = source
+    proved = _discharge_asserts(module)
+    require_no_guards(shape_env)
+    module.graph.eliminate_dead_code()
+    module.recompile()
+    return TracedGraph(
+        module=module,
+        shape_env=shape_env,
+        dynamo_graph=graph.print_readable(print_output=False),
+        bytecode=dynamo.bytecode,
+        symbols=symbols(module.graph, declared),
+        guards=(*describe_guards(dynamo.guards), *proved_asserts(proved)),
+        compile_id=dynamo.compile_id,
+    )
+
+
+def require_no_guards(shape_env: ShapeEnv) -> None:
+    """Raise GuardError if a decision was taken on a size; called after the trace and again after Inductor."""
+    if shape_env.guards:
+        found = ", ".join(str(guard.expr) for guard in shape_env.guards)
+        raise GuardError(f"the compiled model would hold only where {found}")
+
+
+def _declared_sizes(inputs: ForwardInputs) -> dict[tuple[str, int], tuple[str, int, int]]:
+    """(argument, dimension) -> (name of the size, least, most); equal names are equal sizes."""
+    tokens = ("tokens", 1, inputs.max_tokens)
+    requests = ("requests", 1, MAX_REQUESTS)
+    declared = {
+        ("input_ids_T", 0): tokens,
+        ("positions_T", 0): tokens,
+        ("attention_inputs.slot_mapping_T", 0): tokens,
+        ("attention_inputs.seq_lens_R", 0): requests,
+        ("attention_inputs.block_table_RB", 0): requests,
+        ("attention_inputs.block_table_RB", 1): ("blocks_per_request", 1, MAX_BLOCKS),
+        ("attention_inputs.query_start_loc_R1", 0): ("request_borders", 2, MAX_REQUESTS + 1),
+    }
+    blocks = ("blocks", 1, MAX_BLOCKS)
+    return declared | {(f"kv_caches.{i}", 0): blocks for i in range(len(inputs.kv_caches))}
+
+
+@dataclass(frozen=True)
+class _DynamoResult:
+    """What Dynamo made of a forward; `fakes` are the values of the graph's placeholders."""
+
+    graph: fx.GraphModule
+    fakes: list[Any]
+    guards: tuple[Guard, ...]
+    compile_id: CompileId | None
+    bytecode: tuple[types.CodeType, types.CodeType] | None
+
+
+def _run_dynamo(model: nn.Module, inputs: ForwardInputs) -> _DynamoResult:
+    held: dict[str, Any] = {}
+
+    def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        placeholders = graph.graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            node.meta["source_name"] = compat.source_name(node)
+        held.update(graph=graph, fakes=[node.meta["example_value"] for node in placeholders])
+        held.update(guards=dynamo_guards(), compile_id=current_compile_id())
+        output = arg(graph.graph.output_node(), 0)
+        return lambda *args: tuple(torch.empty(0) for _ in output)
+
+    entry = _fresh_entry()
+    with torch.no_grad(), compat.bytecode_of(entry) as bytecode:
+        torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)(model, *inputs.arguments())
+    return _DynamoResult(bytecode=bytecode[0] if bytecode else None, **held)
+
+
+def _entry(
+    model: Any, input_ids_T: Any, positions_T: Any, attention_inputs: Any, kv_caches: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden_TD = model(input_ids_T, positions_T, attention_inputs, kv_caches)
+    return hidden_TD, model.logits(hidden_TD)
+
+
+def _fresh_entry() -> Callable[..., Any]:
+    """Dynamo keeps what it compiled, and a limit on it, per code object: a new one each time leaves no trace of
+    us in the caller's process and never meets the limit."""
+    return types.FunctionType(_entry.__code__.replace(), _entry.__globals__, "traced_forward")
+
+
+def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source]:
+    parameters = dict(model.named_parameters()) | dict(model.named_buffers())
+    sources: list[Source | None] = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        name = node.meta["source_name"]
+        is_tensor = isinstance(node.meta["example_value"], torch.Tensor)
+        sources.append(_named_source(name, parameters) if is_tensor else None)
+    sized = [
+        (source.name, dim, fake.shape[dim].node.expr)
+        for source, fake in zip(sources, fakes, strict=True)
+        if source is not None and source.kind == "argument"
+        for dim in range(fake.dim())
+        if isinstance(fake.shape[dim], torch.SymInt)
+    ]
+    for index, fake in enumerate(fakes):
+        if sources[index] is None:
+            name, dim = next((name, dim) for name, dim, expr in sized if expr == fake.node.expr)
+            sources[index] = Source("size", name, dim)
+    return [source for source in sources if source is not None]
+
+
+def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
+    """From Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and the like."""
+    argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
+    steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
+    if argument != "model":
+        return Source("argument", ".".join([argument, *steps]))
+    path = ".".join(steps)
+    if path not in parameters:
+        raise RuntimeError(f"graph input {name} is not a parameter or buffer of the model")
+    return Source("parameter", path)
+
+
+def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
+    """Drop run-time asserts that the declared sizes imply, and say which; any other one is an error."""
+    proved = []
+    for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = node.args[0]
+        value = condition.meta.get("val") if isinstance(condition, fx.Node) else condition
+        if isinstance(value, torch.SymBool):
+            value = statically_known_true(value)
+        if value is not True:
+            raise GuardError(f"the trace needs a run-time check that cannot be proved: {node.args[1]}")
+        proved.append(str(node.args[1]))
+        module.graph.erase_node(node)
+    return tuple(proved)

@@ -1,0 +1,174 @@
+"""How work becomes a graph: on CUDA by stream capture, with one memory pool for all graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
+from compiled_engine.graphs.cuda_graphs.segments import SegmentedGraph
+from compiled_engine.process.garbage_collection import collection_paused
+
+# By element size: the protocol for sharing memory has no type for bfloat16.
+_INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
+
+Work = Callable[[], torch.Tensor]
+
+
+class Replayable(Protocol):
+    """Captured work that can be run again on the same addresses."""
+
+    def replay(self, inputs: AttentionInputs | None) -> None:
+        """`inputs`: for attention, where it is not captured."""
+        ...
+
+    def reset(self) -> None: ...
+
+
+class Capture(Protocol):
+    """The captures of one set of graphs, which share a memory pool.
+
+    What is captured does not run; a tensor that the work returns has its values after a replay, until the next replay
+    of any graph of the set. It does not own its memory.
+    """
+
+    def session(self) -> AbstractContextManager[None]:
+        """Captures, and whatever has to run as it will in a capture, are made inside."""
+        ...
+
+    def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
+        """All of the work as one graph."""
+        ...
+
+    def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
+        """A graph for each stretch of the work between its calls of `on_attention`."""
+        ...
+
+    def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """What the work of `segments` has to call in place of an attention op; outside of a capture it runs it."""
+        ...
+
+    def memory(self) -> MemoryReading: ...
+
+    def settle(self) -> None:
+        """Wait for the device and give idle memory back, so that `memory` tells what is held."""
+        ...
+
+    def renew(self) -> None:
+        """Begin another set of graphs, after those of this one were reset."""
+        ...
+
+
+class CudaCapture:
+    """See the module's docstring.
+
+    Sessions are on a stream of their own, since the default stream cannot be captured. Between two captures nothing
+    waits for the device and nothing is collected, which `torch.cuda.graph` does each time: a model has many pieces.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        # cuBLAS keeps a workspace for every stream that it was ever used in.
+        self._stream = torch.cuda.Stream(device)
+        self.renew()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._segmented: SegmentedGraph | None = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        outside = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(outside)
+        try:
+            # A collection may free what must not be freed during a capture.
+            with collection_paused(), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+    def whole(self, work: Work) -> tuple[Replayable, torch.Tensor]:
+        return self._segments(work, SegmentedGraph(), breaks=False)
+
+    def segments(self, work: Work) -> tuple[Replayable, torch.Tensor]:
+        return self._segments(work, SegmentedGraph(), breaks=True)
+
+    def _segments(self, work: Work, captured: SegmentedGraph, breaks: bool) -> tuple[Replayable, torch.Tensor]:
+        self._segmented = captured if breaks else None
+        try:
+            self._begin()
+            result = work()
+            captured.add_graph(self._end())
+        except BaseException:
+            self._abandon()
+            captured.reset()
+            raise
+        finally:
+            self._segmented = None
+        return captured, alias_memory(result)
+
+    def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if self._segmented is None:
+            function(*arguments)
+            return
+        self._segmented.add_graph(self._end())
+        held = (alias_memory(a) if isinstance(a, torch.Tensor) and a.is_cuda else a for a in arguments)
+        self._segmented.add_call(function, tuple(held))
+        self._begin()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._graph = graph
+
+    def _end(self) -> torch.cuda.CUDAGraph:
+        graph, self._graph = self._graph, None
+        assert graph is not None
+        graph.capture_end()
+        return graph
+
+    def _abandon(self) -> None:
+        if self._graph is not None:
+            with contextlib.suppress(RuntimeError):  # the error that led here may have ended the capture
+                self._end()
+
+    def memory(self) -> MemoryReading:
+        free, total = torch.cuda.mem_get_info(self._device)
+        reserved = torch.cuda.memory_reserved(self._device)
+        return MemoryReading(reserved, total - free - reserved)
+
+    def settle(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+
+    def renew(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+
+class _Memory:
+    """What `torch.as_tensor` reads, by the protocol that CUDA libraries share; elements are integers of their size."""
+
+    def __init__(self, tensor: torch.Tensor):
+        size = tensor.element_size()
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "version": 3,
+            "typestr": _INTEGERS[size],
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
+def alias_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, shape, strides and dtype. Valid as long as someone else keeps the memory.
+
+    The results of a captured piece live in the graphs' memory pool. The next replay needs to know where; it must not
+    keep them alive, or no other graph could use the memory again.
+    """
+    if tensor.numel() == 0:
+        return tensor
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)

@@ -1,0 +1,73 @@
+"""What became of the batches: which graphs were replayed, how much was padded, and why batches ran without a graph."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from enum import Enum
+from typing import Any
+
+from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.key import GraphKey
+
+log = logging.getLogger("compiled_engine")
+
+
+class Fallback(Enum):
+    """Why a batch runs without a graph although graphs are on."""
+
+    NO_SUCH_GRAPH = "the mode captures decodes alone"
+    TOO_LARGE = "larger than every captured size"
+    DECODES_TOO_LARGE = "more decodes than every captured size"
+    PROMPT_LOGPROBS = "prompt log-probabilities need the hidden states"
+    NOT_YET = "not captured yet"
+    LOST = "its capture failed"
+
+
+_UNEXPECTED = (Fallback.DECODES_TOO_LARGE, Fallback.LOST)
+
+
+class GraphCounters:
+    """Counts one batch after the other; the first unexpected fallback of each kind is logged as a warning."""
+
+    def __init__(self, dispatcher: Dispatcher):
+        self._dispatcher = dispatcher
+        self._replays: Counter[str] = Counter()
+        self._padded_tokens = 0
+        self._fallbacks: Counter[Fallback] = Counter()
+        self._decodes: Counter[int] = Counter()
+        self._mixed: Counter[int] = Counter()
+
+    def batch(self, num_tokens: int, decodes_only: bool) -> None:
+        """A batch came; it may be replayed or not."""
+        (self._decodes if decodes_only else self._mixed)[num_tokens] += 1
+
+    def replay(self, key: GraphKey, num_tokens: int) -> None:
+        self._replays[key.name] += 1
+        self._padded_tokens += key.num_tokens - num_tokens
+
+    def no_key(self, num_tokens: int, decodes_only: bool) -> None:
+        """The dispatcher had no graph for a batch."""
+        if decodes_only and self._dispatcher.keys:
+            self.fallback(Fallback.DECODES_TOO_LARGE, f"{num_tokens} decodes")
+        elif self._dispatcher.token_keys:
+            self.fallback(Fallback.TOO_LARGE, f"{num_tokens} tokens")
+        elif self._dispatcher.decode_keys:
+            self.fallback(Fallback.NO_SUCH_GRAPH, f"{num_tokens} tokens")
+
+    def fallback(self, reason: Fallback, batch: str) -> None:
+        """A batch runs without a graph. `batch`: what it was, for the warning."""
+        self._fallbacks[reason] += 1
+        if reason in _UNEXPECTED and self._fallbacks[reason] == 1:
+            log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
+
+    def metrics(self) -> dict[str, Any]:
+        """Counts since the start; `batch_histogram` is what capture_histogram takes."""
+        return {
+            "graph_replays": self._replays.total(),
+            "graph_replays_by_key": dict(self._replays),
+            "graph_padded_tokens": self._padded_tokens,
+            "graph_fallbacks": self._fallbacks.total(),
+            "graph_fallbacks_by_reason": {reason.value: count for reason, count in self._fallbacks.items()},
+            "batch_histogram": {"decodes": dict(self._decodes), "mixed": dict(self._mixed)},
+        }

@@ -1,0 +1,209 @@
+"""The captured graphs: explicit capture in a fixed order, replay by key, memory predicted and measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.cuda_graphs.capture import Capture, Replayable
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.memory import (
+    MOST_SAMPLES,
+    MemoryReading,
+    capture_order,
+    enough_samples,
+    families,
+    total_bytes,
+)
+from compiled_engine.process.progress import Progress
+
+log = logging.getLogger("compiled_engine")
+
+# Of the time that requests run, at most this share goes to captures in the background.
+BACKGROUND_SHARE = 0.25
+
+
+class GraphStep(Protocol):
+    """A step that can be captured: its kernels read buffers at fixed addresses alone."""
+
+    def fill(self, key: GraphKey) -> None:
+        """Write a batch of the key's size into the buffers that leaves no trace when it runs. Not captured."""
+        ...
+
+    def run(self, key: GraphKey) -> torch.Tensor:
+        """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...].
+
+        For a key that is not FULL it calls the capture's `on_attention` in place of the attention ops.
+        """
+        ...
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the buffers are: in debug runs a replay checks that they still are there."""
+        ...
+
+
+class Captured(NamedTuple):
+    """A graph and where its result lies: [key.num_tokens, ...]."""
+
+    graph: Replayable
+    result: torch.Tensor
+
+
+class CudaGraphManager:
+    """Owns the graphs of `keys` and their memory pool. Only these are ever captured, each once.
+
+    Kernels in a graph read fixed addresses: the caller writes a batch's inputs into the same buffers each time and
+    reads the result before the next replay.
+
+    Graphs that hold no attention are captured first and large ones before small ones: the pool is then as large as
+    the largest needs, and the others fit into it. decodes_first: decodes gain the most, where requests run meanwhile.
+    """
+
+    def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep, decodes_first: bool = False):
+        self._capture, self._step = capture, step
+        self._decodes_first = decodes_first
+        self._pending = sorted(keys, key=lambda key: capture_order(key, decodes_first), reverse=True)
+        self._graphs: dict[GraphKey, Captured] = {}
+        self._lost: set[GraphKey] = set()
+        self._captured_addresses: tuple[int, ...] = ()
+        self._not_before = 0.0
+        self._memory: dict[GraphKey, MemoryReading] = {}
+        self._kept_by_driver = 0  # of what the graphs of `predict` took, for the next ones
+        self.capture_seconds = 0.0
+
+    @property
+    def num_captures(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def bytes_used(self) -> int:
+        """Measured; memory that the driver kept ready for graphs included."""
+        of_graphs = (([self._memory[key] for key in family], len(family)) for family in self._families(self._memory))
+        return total_bytes(of_graphs) + self._kept_by_driver
+
+    @property
+    def memory_by_key(self) -> dict[str, MemoryReading]:
+        """What each capture took more, by the name of its key."""
+        return {key.name: reading for key, reading in self._memory.items()}
+
+    def _families(self, keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
+        return families(keys, self._decodes_first)
+
+    @property
+    def complete(self) -> bool:
+        """Whether no capture is to come."""
+        return not self._pending
+
+    def has(self, key: GraphKey) -> bool:
+        return key in self._graphs
+
+    def is_lost(self, key: GraphKey) -> bool:
+        """Whether its capture was tried and failed."""
+        return key in self._lost
+
+    def predict(self) -> int:
+        """Bytes that all graphs will take: a few are captured, measured and given back.
+
+        To be called when everything that a step uses is in memory, but for the KV cache's size.
+        """
+        if not self._pending:
+            return 0
+        graphs: list[Captured] = []
+        readings: list[tuple[list[MemoryReading], int]] = []
+        self._capture.settle()
+        before = self._capture.memory()
+        with self._capture.session():
+            for family in self._families(self._pending):
+                found: list[MemoryReading] = []
+                for key in _spread(family):
+                    graph, reading = self._capture_one(key)
+                    graphs.append(graph)
+                    found.append(reading)
+                    if enough_samples(found):
+                        break
+                readings.append((found, len(family)))
+        for captured in graphs:
+            captured.graph.reset()
+        graphs.clear()
+        self._capture.renew()
+        self._capture.settle()
+        predicted = total_bytes(readings)
+        self._kept_by_driver = max(0, min(predicted, self._capture.memory().since(before).driver))
+        return predicted
+
+    def capture_all(self, progress: Progress) -> None:
+        """Capture every key that is left. Raises what a capture raises; afterwards there is nothing left to capture."""
+        with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
+            self._capture.settle()
+            while self._pending:
+                self._capture_next()
+                advance(1)
+        self._capture.settle()
+
+    def capture_in_background(self) -> bool:
+        """Capture at most one graph, if it is time for one; whether anything ran.
+
+        A capture holds up the requests that run, so the next one comes when they had three times as long for
+        themselves. A capture that fails is given up: its batches run without a graph. One that fails for anything but
+        memory was the last.
+        """
+        now = time.perf_counter()
+        if not self._pending or now < self._not_before:
+            return False
+        key = self._pending[-1]
+        try:
+            with self._capture.session():
+                self._capture_next()
+        except RuntimeError as error:  # what torch raises when CUDA fails
+            self._lost.add(key)
+            log.warning("the capture of graph %s failed: %s", key.name, error)
+            if not isinstance(error, torch.cuda.OutOfMemoryError):
+                self._lost.update(self._pending)
+                self._pending.clear()
+        end = time.perf_counter()
+        self._not_before = end + (end - now) * (1 / BACKGROUND_SHARE - 1)
+        return True
+
+    def _capture_next(self) -> None:
+        key = self._pending.pop()
+        start = time.perf_counter()
+        self._graphs[key], self._memory[key] = self._capture_one(key)
+        self._captured_addresses = self._step.addresses()
+        self.capture_seconds += time.perf_counter() - start
+
+    def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
+        self._step.fill(key)
+        self._step.run(key)  # as it is, so that nothing lazy ends up in a graph
+        before = self._capture.memory()
+        capture = self._capture.whole if key.kind is GraphKind.FULL else self._capture.segments
+        captured = Captured(*capture(lambda: self._step.run(key)))
+        return captured, self._capture.memory().since(before)
+
+    def replay(self, key: GraphKey, inputs: AttentionInputs | None) -> torch.Tensor:
+        """The result of the batch in the buffers, [key.num_tokens, ...]; valid until the next replay.
+
+        inputs: of the batch itself, for attention that runs between graphs; None for a full graph.
+        """
+        assert self._step.addresses() == self._captured_addresses, "a buffer that graphs read was replaced"
+        captured = self._graphs[key]
+        captured.graph.replay(inputs)
+        return captured.result
+
+    def close(self) -> None:
+        """Give the graphs' memory back."""
+        for captured in self._graphs.values():
+            captured.graph.reset()
+        self._graphs.clear()
+        self._pending.clear()
+
+
+def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
+    """The largest key first, on which the pool depends, then such from all over the family."""
+    yield family[0]
+    step = max(1, len(family) // MOST_SAMPLES)
+    yield from family[step::step]

@@ -1,0 +1,68 @@
+"""Puts a checkpoint's tensors into a materialised model: everything is checked before anything is copied."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
+from compiled_engine.models.checkpoint.safetensors_files import map_tensors, name_some
+from compiled_engine.models.checkpoint.staged_copy import copy_to_device
+from compiled_engine.process.progress import Progress
+
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
+
+
+def load_weights(model: nn.Module, config: ModelConfig, progress: Progress) -> None:
+    """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
+
+    The model has been through `parameters.materialize`. config.load_format dummy: random weights instead.
+    Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
+    unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different.
+    """
+    if config.load_format == "dummy":
+        with progress.stage("random weights"):
+            fill_with_random_weights(model, config.seed)
+        return
+    pairs = _match(map_tensors(config.path), model, config)
+    device = next(model.parameters()).device
+    with progress.stage("load weights", len(pairs)) as advance:
+        if device.type == "cuda":
+            copy_to_device(pairs, device, advance)
+            return
+        for source, target in pairs:
+            target.copy_(source)
+            advance(1)
+
+
+def _match(
+    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each parameter with the tensor that belongs in it, in file order."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    known = {name: tensor for name, tensor in tensors.items() if name in parameters}
+    found = {id(parameters[name]) for name in known}
+    problems = {
+        "missing": [name for name, parameter in model.named_parameters() if id(parameter) not in found],
+        "unexpected": [name for name in tensors if name not in known and not name.endswith(RECOMPUTED)],
+        "of another shape": [
+            f"{name} ({list(tensor.shape)} instead of {list(parameters[name].shape)})"
+            for name, tensor in known.items()
+            if tensor.shape != parameters[name].shape
+        ],
+        "of a dtype that is not supported": [
+            f"{name} ({tensor.dtype})" for name, tensor in known.items() if tensor.dtype not in STORED_DTYPES
+        ],
+    }
+    lines = [f"{len(names)} {kind}: {name_some(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
+
+    sources: dict[int, str] = {}
+    for name, tensor in known.items():
+        twin = sources.setdefault(id(parameters[name]), name)
+        if twin != name and not torch.equal(known[twin], tensor):
+            raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
+    return [(known[name], parameters[name]) for name in sources.values()]

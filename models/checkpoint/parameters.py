@@ -1,0 +1,99 @@
+"""Gives a model's parameters their memory: once for each packed tensor, once for each that stands alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import psutil
+import torch
+from torch import nn
+
+from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
+
+GIB = 2**30
+
+
+class InsufficientMemoryError(MemoryError):
+    """The device has less free memory than the model's parameters, or the KV cache of one request, need."""
+
+
+def materialize(model: nn.Module, layout: ParameterLayout, device: torch.device) -> dict[str, torch.Tensor]:
+    """Allocate every parameter (uninitialised) on the device, and move the buffers there.
+
+    The members of a packed parameter become views of its rows. Returns packed tensors, parameters that are in
+    no packed tensor, and buffers, each under its name; a tied parameter appears under each of its names.
+    Raises, before anything is allocated, ValueError for a layout that does not fit the model, and
+    InsufficientMemoryError for a device that is too small.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    _check_layout(parameters, layout)
+    _check_memory([*parameters.values(), *model.buffers()], device)
+
+    placed: dict[int, nn.Parameter] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for packed in layout.packed:
+        members = [parameters[name] for name in packed.members]
+        rows = [member.shape[0] for member in members]
+        tensor = torch.empty((sum(rows), *members[0].shape[1:]), dtype=members[0].dtype, device=device)
+        tensors[packed.name] = tensor
+        for member, view in zip(members, tensor.split(rows), strict=True):
+            placed[id(member)] = nn.Parameter(view, requires_grad=False)
+    packed_names = {name for packed in layout.packed for name in packed.members}
+    for name, parameter in parameters.items():
+        if name in packed_names:
+            continue
+        if id(parameter) not in placed:
+            tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            placed[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
+        tensors[name] = placed[id(parameter)]
+
+    for name, parameter in parameters.items():
+        owner, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, placed[id(parameter)])
+    for name, buffer in list(model.named_buffers()):
+        owner, _, attribute = name.rpartition(".")
+        tensors[name] = buffer.to(device)
+        setattr(model.get_submodule(owner), attribute, tensors[name])
+    return tensors
+
+
+def _check_layout(parameters: dict[str, nn.Parameter], layout: ParameterLayout) -> None:
+    members = [name for packed in layout.packed for name in packed.members]
+    unknown = [name for name in members if name not in parameters]
+    if unknown:
+        raise ValueError(f"the layout packs parameters that the model lacks: {', '.join(unknown)}")
+    uses = Counter(id(parameters[name]) for name in members)
+    repeated = [name for name in members if uses[id(parameters[name])] > 1]
+    if repeated:
+        raise ValueError(f"the layout packs a parameter more than once: {', '.join(repeated)}")
+    names = Counter([*parameters, *(packed.name for packed in layout.packed)])
+    taken = [packed.name for packed in layout.packed if names[packed.name] > 1]
+    if taken:
+        raise ValueError(f"the layout gives a packed parameter a name that is taken: {', '.join(taken)}")
+    for packed in layout.packed:
+        _check_members_fit(packed, [parameters[name] for name in packed.members])
+
+
+def _check_members_fit(packed: PackedParameter, members: list[nn.Parameter]) -> None:
+    kinds = {(member.shape[1:], member.dtype) for member in members}
+    if len(kinds) != 1:
+        shapes = ", ".join(f"{tuple(member.shape)} {member.dtype}" for member in members)
+        raise ValueError(f"the members of {packed.name} must agree in all but their rows, got {shapes or 'none'}")
+
+
+def _check_memory(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    needed = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    free = _free_memory(device)
+    if needed > free:
+        raise InsufficientMemoryError(
+            f"the model's parameters need {needed / GIB:.2f} GiB; {device} has {free / GIB:.2f} GiB free"
+        )
+
+
+def _free_memory(device: torch.device) -> int:
+    """Bytes; on CUDA what torch has reserved and does not use counts as free."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return psutil.virtual_memory().available

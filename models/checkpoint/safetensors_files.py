@@ -1,0 +1,79 @@
+"""The safetensors files of a checkpoint folder, memory-mapped: nothing is read before it is used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
+
+
+def find_shards(folder: Path) -> list[Path]:
+    """The files that make up the checkpoint: those of the index, or the single file, or all there are.
+
+    Raises ValueError when there is none (naming pickle files if any), or one of the index is missing.
+    """
+    if (folder / INDEX).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ValueError(f"{folder / INDEX} names files that are missing: {name_some(missing)}")
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    shards = sorted(folder.glob("*.safetensors"))
+    if not shards:
+        pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in folder.glob(pattern))
+        found = f"only pickle files, which can run code: {name_some(pickles)}" if pickles else "none"
+        raise ValueError(f"{folder} must hold weights as *.safetensors files, found {found}")
+    return shards
+
+
+def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the checkpoint by name, in file order, as a view of the mapped file.
+
+    Raises ValueError for missing, damaged or empty files, names in two files, and names in the index alone.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    problems: list[str] = []
+    for shard in find_shards(folder):
+        try:
+            with safe_open(shard, framework="pt") as file:
+                mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            problems.append(f"{shard.name} is damaged: {error}")
+            continue
+        repeated = [name for name in mapped if name in tensors]
+        if repeated:
+            problems.append(f"{shard.name} repeats tensors of other files: {name_some(repeated)}")
+        tensors |= dict(sorted(mapped.items(), key=lambda item: item[1].data_ptr()))
+    if not problems and (folder / INDEX).is_file():
+        absent = [name for name in _weight_map(folder) if name not in tensors]
+        if absent:
+            problems.append(f"{INDEX} names tensors that no file holds: {name_some(absent)}")
+    if not problems and not tensors:
+        problems.append("the safetensors files hold no tensors")
+    if problems:
+        raise ValueError(f"{folder}: " + "; ".join(problems))
+    return tensors
+
+
+def name_some(names: list[str], most: int = 10) -> str:
+    """The first names, and how many there are if that is more."""
+    return ", ".join(names[:most]) + (f", ... ({len(names)} in all)" if len(names) > most else "")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name, as the index states it."""
+    section = JsonFields.from_file(folder / INDEX).section("weight_map")
+    for name in section.values:
+        file_name = section.text(name)
+        if Path(file_name).name != file_name:
+            raise section.error(name, "the name of a file in the folder")
+    return section.values

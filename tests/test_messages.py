@@ -1,0 +1,54 @@
+"""Messages cross process borders: each is encoded and decoded by msgspec, without pickle, and is then the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from compiled_engine.messages import (
+    EngineOutput,
+    EngineRequest,
+    NewRequest,
+    RunnerOutput,
+    SchedulerOutput,
+    StepOutputs,
+)
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import TokenLogprobs
+
+PARAMS = SamplingParams(
+    temperature=0.5,
+    seed=2**63 + 5,
+    stop=["a", "b"],
+    stop_token_ids=[3],
+    max_tokens=9,
+    logprobs=2,
+    logit_bias={7: -1.5},
+    bad_words_token_ids=((1, 2), (3,)),
+    extra_args={"schema": {"type": "object", "depth": [1, 2.5, None, True]}},
+)
+LOGPROBS = TokenLogprobs((5, 7), (-0.25, -1.5), 1)
+NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), (4, 5), masked=True)
+STEP = SchedulerOutput(7, ("gone",), (NEW,), ["r", "s"], [3, 0], [1, 5], [True, False], {"s": (6,)}, {"r": b"\x05\x00"})
+MESSAGES = (
+    EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5),
+    EngineOutput("r", (5,), (LOGPROBS,), (1, (LOGPROBS,)), "stop", 5, 2),
+    StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")]),
+    NEW,
+    STEP,
+    RunnerOutput([5], {"r": LOGPROBS}, {"s": (1, [LOGPROBS])}),
+)
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_survives_the_crossing(message: Any) -> None:
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
+    assert decoded == message
+    assert type(decoded) is type(message)
+
+
+def test_what_is_no_data_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"extra_args\['parser'\] must be a JSON value .*, got <object"):
+        SamplingParams(extra_args={"parser": object()})
