@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,9 +39,6 @@ class EngineOptions:
         hold, instead of what `mode` stands for.
     capture_sizes: numbers of decodes to capture as full CUDA graphs, instead of the default rule.
     capture_token_sizes: the same for batches with prefills, by their tokens.
-    capture_histogram: JSON file of how often which batch size occurred (metrics()["batch_histogram"]); the sizes are
-        then those with the least padding within capture_budget.
-    capture_budget: most "graphs", "seconds" and "bytes" that the planned graphs may take, such as {"graphs": 20}.
     background_capture: capture between the steps of the first requests instead of before them.
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
@@ -76,8 +72,6 @@ class EngineOptions:
     graph_mode: str = "auto"
     capture_sizes: tuple[int, ...] | None = None
     capture_token_sizes: tuple[int, ...] | None = None
-    capture_histogram: str | Path | None = None
-    capture_budget: Mapping[str, float] | None = None
     background_capture: bool = False
     cache_dir: str | Path | None = None
     compile_cache: bool = True

@@ -173,10 +173,7 @@ BAD_INPUT = [
         ["bench", "load", "--shape", "qwen3-0.6b", "--device", "foo"],
         "device is 'foo'; allowed: auto, cpu, cuda, cuda:N",
     ),
-    (
-        ["config", "--capture-histogram", "h.json"],
-        "capture_histogram is 'h.json', but the mode captures no",
-    ),
+    (["config", "--capture-size", "8"], "capture_sizes is (8,), but the mode captures no"),
     (["bench", "step", "--profile", "README.md"], "profile is 'README.md', a file; allowed: a folder"),
     (["bench", "throughput", "--workload", "T"], "(workload T has max_num_seqs 256, max_model_len 4096)"),
 ]

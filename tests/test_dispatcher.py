@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.graphs.cuda_graphs.sizes import default_capture_sizes
+from compiled_engine.resolve.cuda_graphs import default_capture_sizes
 
 MAX_SEQ_LEN = 4096
 MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]

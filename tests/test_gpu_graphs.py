@@ -256,22 +256,12 @@ def test_thousands_of_random_batches_capture_and_keep_nothing(graph_mode: str) -
         assert torch.cuda.memory_reserved() <= reserved + 4 * ALLOCATOR_SEGMENT  # sizes that had not met before
 
 
-def test_background_capture_and_planned_sizes(tmp_path: Path, held_out_ids: list[int]) -> None:
+def test_background_capture(held_out_ids: list[int]) -> None:
     prompts, lengths = prompts_of(held_out_ids, 24, 100), [30] * 24
-    with engine("graphed", "auto", capture_sizes=None, capture_token_sizes=None, max_num_seqs=32) as llm:
+    sizes = {"max_num_seqs": 32, "capture_sizes": (1, 8, 32), "capture_token_sizes": (8, 64, 512)}
+    with engine("graphed", "auto", **sizes) as llm:
         expected = greedy(llm, prompts, lengths)
-        histogram = tmp_path / "histogram.json"
-        histogram.write_text(json.dumps(llm.metrics()["batch_histogram"]))
-    with engine(
-        "graphed",
-        "auto",
-        max_num_seqs=32,
-        capture_sizes=None,
-        capture_token_sizes=None,
-        capture_histogram=histogram,
-        capture_budget={"graphs": 6},
-        background_capture=True,
-    ) as llm:
+    with engine("graphed", "auto", background_capture=True, **sizes) as llm:
         assert llm.metrics()["captures"] == 0
         for _ in range(5):
             assert greedy(llm, prompts, lengths) == expected

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.cuda_graphs.sizes import default_capture_sizes
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve.cuda_graphs import resolve_graphs
+from compiled_engine.resolve.cuda_graphs import default_capture_sizes, resolve_graphs
 from compiled_engine.resolve.engine import resolve
 
 SCHEDULER = SchedulerConfig(256, 8192, 4096, "fcfs")
@@ -32,7 +29,6 @@ def resolved(
         graphed=mode == "graphed",
         backend=backend,
         scheduler=scheduler,
-        num_layers=28,
         device=torch.device(device),
         reasons=reasons,
     )
@@ -81,14 +77,6 @@ def test_explicit_sizes() -> None:
     assert reasons.keys() == {"graph.mode"}
 
 
-def test_planned_sizes(tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    path.write_text('{"decodes": {"5": 9, "6": 9}, "mixed": {"100": 1}}')
-    graph, reasons = resolved(capture_histogram=path, capture_budget={"graphs": 2})
-    assert (graph.decode_sizes, graph.token_sizes) == ((6,), (100,))
-    assert reasons["graph.decode_sizes"] == f"planned from {path}"
-
-
 @pytest.mark.parametrize(
     ("mode", "options", "kind", "message"),
     [
@@ -116,61 +104,11 @@ def test_planned_sizes(tmp_path: Path) -> None:
             "would capture nothing with capture_s",
         ),
         ("graphed", {"graph_mode": "full_decode_only", "capture_sizes": ()}, ValueError, "would capture nothing"),
-        ("graphed", {"capture_budget": {"graphs": 2}}, ValueError, "but there is no capture_histogram"),
-        ("graphed", {"capture_histogram": 3}, TypeError, "capture_histogram is 3; allowed: the path of a file"),
-        ("graphed", {"capture_histogram": "none.json"}, ValueError, "capture_histogram is 'none.json', which cannot"),
     ],
 )
 def test_what_cannot_be_is_refused(mode: str, options: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         resolved(mode, **options)
-
-
-@pytest.mark.parametrize(
-    ("budget", "kind", "message"),
-    [
-        ({"graph": 2}, ValueError, "capture_budget has 'graph'; allowed: graphs, seconds, bytes"),
-        ({"graphs": 0}, ValueError, "capture_budget has graphs = 0; allowed: a number above 0"),
-        ({"seconds": "2"}, ValueError, "capture_budget has seconds = '2'"),
-        (3, TypeError, "capture_budget is 3; allowed: a mapping"),
-        ({"graphs": 1}, ValueError, "does not allow one graph for each kind of batch"),
-    ],
-)
-def test_budgets(budget: Any, kind: type[Exception], message: str, tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    path.write_text('{"decodes": {"5": 9}, "mixed": {"100": 1}}')
-    with pytest.raises(kind, match=message):
-        resolved(capture_histogram=path, capture_budget=budget)
-    with pytest.raises(ValueError, match="capture_histogram plans the sizes; allowed: one of the two"):
-        resolved(capture_histogram=path, capture_sizes=(8,))
-
-
-NOTHING = "would capture nothing with capture_histogram"
-NO_COUNT = "allowed: a size of at least 1 and a count of at least 0, below"
-
-
-@pytest.mark.parametrize(
-    ("counts", "message"),
-    [
-        ("{}", NOTHING),
-        ('{"5": 0}', NOTHING),
-        ('{"9999": 3}', NOTHING),
-        ('{"5": 1e3}', NO_COUNT),
-        ('{"5": 10000000000000000}', NO_COUNT),
-        ('{"99999999999999999999": 1}', NO_COUNT),
-    ],
-)
-def test_a_histogram_without_a_batch_to_capture_is_refused(counts: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    path.write_text(f'{{"decodes": {counts}}}')
-    with pytest.raises(ValueError, match=message):
-        resolved(capture_histogram=path)
-
-
-def test_no_limit_of_graphs(tmp_path: Path) -> None:
-    path = tmp_path / "h.json"
-    path.write_text('{"decodes": {"5": 9, "6": 9}}')
-    assert resolved(capture_histogram=path, capture_budget={"graphs": math.inf})[0].decode_sizes == (5, 6)
 
 
 def test_decodes_without_graphs_of_their_own_all_have_one() -> None:

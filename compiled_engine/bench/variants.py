@@ -12,7 +12,7 @@ from compiled_engine.resolve.compile import COMPILE_OPTIONS
 NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
 # What the variants themselves decide.
 RESERVED = ("mode", "graph_mode")
-GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes", "capture_histogram", "capture_budget", "background_capture")
+GRAPH_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
 GRAPHS_NEED_CUDA = "CUDA graphs need a CUDA device: on a CPU there are no variants with graphs"
 
 

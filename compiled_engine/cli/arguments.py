@@ -41,14 +41,6 @@ def block_size(value: str) -> int | str:
     return int(value) if value.isdecimal() else value
 
 
-def budget(text: str) -> dict[str, float]:
-    """From graphs=20,seconds=2. Raises ValueError for what does not read like that."""
-    try:
-        return {name.strip(): float(value) for name, value in (item.split("=") for item in text.split(","))}
-    except ValueError as error:
-        raise ValueError(f"capture_budget is {text!r}; allowed: such as graphs=20,seconds=2,bytes=2e8") from error
-
-
 ENGINE_ARGUMENTS = (
     Argument("model", Path, "Checkpoint folder in Hugging Face layout. Without it: the bundled model.", convert=str),
     Argument("tokenizer", Path, "Folder with the tokenizer, when it is not the model's.", convert=str),
@@ -114,13 +106,6 @@ ENGINE_ARGUMENTS = (
         "The same for batches with prefills, by their tokens; may be repeated.",
         flag="--capture-token-size",
         convert=tuple,
-    ),
-    Argument("capture_histogram", Path, "JSON file of batch sizes that occurred, to plan from.", convert=str),
-    Argument(
-        "capture_budget",
-        str,
-        "What planned graphs may take together, such as graphs=20,seconds=2,bytes=2e8.",
-        convert=budget,
     ),
     Argument(
         "background_capture",

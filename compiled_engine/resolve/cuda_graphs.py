@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,26 +9,14 @@ import torch
 from compiled_engine.attention.backend import GraphSupport
 from compiled_engine.attention.registry import BACKENDS, get_backend
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.cuda_graphs.plan import CaptureBudget
-from compiled_engine.graphs.cuda_graphs.sizes import (
-    MAX_CAPTURED_TOKENS,
-    default_capture_sizes,
-    planned_capture_sizes,
-    read_histogram,
-)
 from compiled_engine.options import EngineOptions
 
 GRAPH_MODES = ("auto", *(mode.value for mode in GraphMode))
 # Modes whose graphs hold eager code alone, or may do so.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
-CAPTURE_OPTIONS = (
-    "capture_sizes",
-    "capture_token_sizes",
-    "capture_histogram",
-    "capture_budget",
-    "background_capture",
-)
-BUDGET_KEYS = ("graphs", "seconds", "bytes")
+CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
+# The most tokens of a mixed batch that are captured: beyond, the device has work for longer than launching takes.
+MAX_CAPTURED_TOKENS = 512
 
 
 def resolve_graphs(
@@ -40,7 +26,6 @@ def resolve_graphs(
     graphed: bool,
     backend: str,
     scheduler: SchedulerConfig,
-    num_layers: int,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphConfig:
@@ -51,9 +36,9 @@ def resolve_graphs(
             if getattr(options, name) != getattr(EngineOptions(), name):
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
         return GraphConfig(mode)
-    decode_sizes, token_sizes = _sizes(options, mode, scheduler, num_layers, reasons)
+    decode_sizes, token_sizes = _sizes(options, mode, scheduler, reasons)
     if not decode_sizes and not token_sizes:
-        asked = {name: getattr(options, name) for name in ("capture_sizes", "capture_token_sizes", "capture_histogram")}
+        asked = {name: getattr(options, name) for name in ("capture_sizes", "capture_token_sizes")}
         given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
         raise ValueError(
             f"graph_mode {mode.value!r} would capture nothing with {given}; allowed: sizes or batches of 1 to "
@@ -120,8 +105,14 @@ def _always_captured(backend: str) -> bool:
         return False
 
 
+def default_capture_sizes(limit: int) -> tuple[int, ...]:
+    """1, 2, 4, 8 to 256 in steps of 8, then in steps of 16, up to and including `limit`."""
+    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
+    return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
+
+
 def _sizes(
-    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, num_layers: int, reasons: dict[str, str]
+    options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(decode sizes, token sizes)"""
     # Without graphs of their own decodes use those of mixed batches.
@@ -138,27 +129,15 @@ def _sizes(
         ),
     )
     defaults = (default_capture_sizes(scheduler.max_num_seqs), default_capture_sizes(most_tokens))
-    if options.capture_histogram is None:
-        if options.capture_budget is not None:
-            raise ValueError(f"capture_budget is {options.capture_budget!r}, but there is no capture_histogram")
-        why = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in steps of 16"
-    else:
-        if not isinstance(options.capture_histogram, str | Path):
-            raise TypeError(f"capture_histogram is {options.capture_histogram!r}; allowed: the path of a file, or None")
-        histogram, budget = read_histogram(Path(options.capture_histogram)), _budget(options.capture_budget)
-        defaults = planned_capture_sizes(histogram, budget, mode, num_layers, scheduler.max_num_seqs, most_tokens)
-        why = f"planned from {options.capture_histogram}"
     sizes = []
     for (option, field, captured, most, limit), default in zip(families, defaults, strict=True):
         given = getattr(options, option)
         if given is None:
             sizes.append(default if captured else ())
             if captured:
-                reasons[f"graph.{field}"] = why
+                reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in steps of 16"
         elif not captured:
             raise ValueError(f"{option} is {given!r}, but graph mode {mode.value!r} captures no such batches")
-        elif options.capture_histogram is not None:
-            raise ValueError(f"{option} is {given!r}, but capture_histogram plans the sizes; allowed: one of the two")
         else:
             sizes.append(_explicit(option, given, most, limit))
     return sizes[0], sizes[1]
@@ -171,15 +150,3 @@ def _explicit(option: str, sizes: tuple[Any, ...], most: int, limit: str) -> tup
         if size > most:
             raise ValueError(f"{option} has {size}; allowed: at most {limit} ({most})")
     return tuple(sorted(set(sizes)))
-
-
-def _budget(given: Mapping[str, float] | None) -> CaptureBudget:
-    if given is not None and not isinstance(given, Mapping):
-        raise TypeError(f"capture_budget is {given!r}; allowed: a mapping with {', '.join(BUDGET_KEYS)}")
-    for name, value in (given or {}).items():
-        if name not in BUDGET_KEYS:
-            raise ValueError(f"capture_budget has {name!r}; allowed: {', '.join(BUDGET_KEYS)}")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"capture_budget has {name} = {value!r}; allowed: a number above 0")
-    limits = dict(given or {})
-    return CaptureBudget(limits.get("graphs"), limits.get("seconds"), limits.get("bytes"))

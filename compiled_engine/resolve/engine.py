@@ -61,7 +61,6 @@ def resolve(options: EngineOptions) -> EngineConfig:
             graphed=graphed,
             backend=backend,
             scheduler=scheduler,
-            num_layers=model.num_layers,
             device=device,
             reasons=reasons,
         ),

@@ -62,7 +62,7 @@ class GraphCounters:
             log.warning("a batch runs without a CUDA graph: %s (%s)", reason.value, batch)
 
     def metrics(self) -> dict[str, Any]:
-        """Counts since the start; `batch_histogram` is what capture_histogram takes."""
+        """Counts since the start; `batch_histogram` shows which sizes would be worth a capture."""
         return {
             "graph_replays": self._replays.total(),
             "graph_replays_by_key": dict(self._replays),
