@@ -8,9 +8,7 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.textbook.llama import LlamaForCausalLM
 from compiled_engine.models.textbook.qwen3 import Qwen3ForCausalLM
 
-CausalLM = LlamaForCausalLM | Qwen3ForCausalLM
-
-ARCHITECTURES: dict[str, type[CausalLM]] = {
+ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
@@ -18,7 +16,7 @@ ARCHITECTURES: dict[str, type[CausalLM]] = {
 }
 
 
-def build_model(config: ModelConfig) -> CausalLM:
+def build_model(config: ModelConfig) -> LlamaForCausalLM:
     """The model on the meta device, in config.dtype; `parameters.materialize` gives its parameters memory.
 
     It has `forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD` and

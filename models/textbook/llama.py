@@ -32,21 +32,26 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         kv_cache_N2PKd: torch.Tensor,
     ) -> torch.Tensor:
-        q_THd = self.q_proj(x_TD).unflatten(-1, (self.num_heads, self.head_dim))
-        k_TKd = self.k_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_TKd = self.v_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q_THd, k_TKd, v_TKd = self.heads(x_TD)
         q_THd = rotate(q_THd, cos_T1d, sin_T1d)
         k_TKd = rotate(k_TKd, cos_T1d, sin_T1d)
         scale = self.head_dim**-0.5
         out_THd = attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, self.sliding_window)
         return self.o_proj(out_THd.flatten(-2))
 
+    def heads(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v of each head."""
+        q_THd = self.q_proj(x_TD).unflatten(-1, (self.num_heads, self.head_dim))
+        k_TKd = self.k_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_TKd = self.v_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        return q_THd, k_TKd, v_TKd
+
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attention: type[Attention]) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.self_attn = Attention(config, layer)
+        self.self_attn = attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.mlp = SwiGLU(config)
 
@@ -64,13 +69,13 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, attention: type[Attention] = Attention) -> None:
         super().__init__()
         # Not initialised: nn.Embedding(V, D) would, which on the meta device imports the compiler (0.8 s).
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
-        self.layers = LayerStack(DecoderLayer(config, layer) for layer in range(config.num_layers))
+        self.layers = LayerStack(DecoderLayer(config, layer, attention) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(
@@ -87,11 +92,14 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(nn.Module):
-    """The model as the engine calls it; parameter names are those of the checkpoint."""
+    """The model as the engine calls it; parameter names are those of the checkpoint.
 
-    def __init__(self, config: ModelConfig) -> None:
+    attention: the class of the layers' attention, for families that differ in it alone.
+    """
+
+    def __init__(self, config: ModelConfig, attention: type[Attention] = Attention) -> None:
         super().__init__()
-        self.model = LlamaModel(config)
+        self.model = LlamaModel(config, attention)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

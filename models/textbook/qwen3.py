@@ -1,116 +1,25 @@
-"""Qwen3: like Llama, with an RMSNorm over each head of q and k before they are rotated."""
+"""Qwen3: Llama, with an RMSNorm over each head of q and k before they are rotated."""
 
 from __future__ import annotations
 
 import torch
-from torch import nn
 
-from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import attention
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.textbook.layer_stack import LayerStack
-from compiled_engine.models.textbook.layers import RMSNorm, SwiGLU, rotate
-from compiled_engine.models.textbook.rope import RotaryEmbedding
+from compiled_engine.models.textbook import llama
+from compiled_engine.models.textbook.layers import RMSNorm
 
 
-class Attention(nn.Module):
+class Attention(llama.Attention):
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        D, H, K, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-        self.q_proj = nn.Linear(D, H * d, bias=config.qkv_bias, dtype=config.dtype)
-        self.k_proj = nn.Linear(D, K * d, bias=config.qkv_bias, dtype=config.dtype)
-        self.v_proj = nn.Linear(D, K * d, bias=config.qkv_bias, dtype=config.dtype)
-        self.o_proj = nn.Linear(H * d, D, bias=config.attention_out_bias, dtype=config.dtype)
-        self.q_norm = RMSNorm(d, config.rms_norm_eps, config.dtype)
-        self.k_norm = RMSNorm(d, config.rms_norm_eps, config.dtype)
-        self.num_heads, self.num_kv_heads, self.head_dim = H, K, d
-        self.sliding_window = config.sliding_windows[layer]
+        super().__init__(config, layer)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
 
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        cos_T1d: torch.Tensor,
-        sin_T1d: torch.Tensor,
-        inputs: AttentionInputs,
-        kv_cache_N2PKd: torch.Tensor,
-    ) -> torch.Tensor:
-        q_THd = self.q_proj(x_TD).unflatten(-1, (self.num_heads, self.head_dim))
-        k_TKd = self.k_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_TKd = self.v_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        q_THd = rotate(self.q_norm(q_THd), cos_T1d, sin_T1d)
-        k_TKd = rotate(self.k_norm(k_TKd), cos_T1d, sin_T1d)
-        scale = self.head_dim**-0.5
-        out_THd = attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, self.sliding_window)
-        return self.o_proj(out_THd.flatten(-2))
+    def heads(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q_THd, k_TKd, v_TKd = super().heads(x_TD)
+        return self.q_norm(q_THd), self.k_norm(k_TKd), v_TKd
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = SwiGLU(config)
-
-    def forward(
-        self,
-        x_TD: torch.Tensor,
-        cos_T1d: torch.Tensor,
-        sin_T1d: torch.Tensor,
-        inputs: AttentionInputs,
-        kv_cache_N2PKd: torch.Tensor,
-    ) -> torch.Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_T1d, sin_T1d, inputs, kv_cache_N2PKd)
-        x_TD = x_TD + self.mlp(self.post_attention_layernorm(x_TD))
-        return x_TD
-
-
-class Qwen3Model(nn.Module):
+class Qwen3ForCausalLM(llama.LlamaForCausalLM):
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        # Not initialised: nn.Embedding(V, D) would, which on the meta device imports the compiler (0.8 s).
-        embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
-        self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
-        self.layers = LayerStack(DecoderLayer(config, layer) for layer in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        inputs: AttentionInputs,
-        kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:
-        x_TD = self.embed_tokens(input_ids_T)
-        cos_T1d, sin_T1d = self.rotary_emb(positions_T)
-        x_TD = self.layers(x_TD, cos_T1d, sin_T1d, inputs, kv_caches)
-        return self.norm(x_TD)
-
-
-class Qwen3ForCausalLM(nn.Module):
-    """The model as the engine calls it; parameter names are those of the checkpoint."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.model = Qwen3Model(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=config.dtype)
-        if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def forward(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        attention_inputs: AttentionInputs,
-        kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:
-        """Hidden states [T, D] after the final norm.
-
-        kv_caches has one [N, 2, P, K, d] for each layer; this step's keys and values are written into it.
-        """
-        return self.model(input_ids_T, positions_T, attention_inputs, kv_caches)
-
-    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """Logits [R, V] of the rows of hidden states that need them, in the model's dtype."""
-        return self.lm_head(hidden_RD)
+        super().__init__(config, Attention)
