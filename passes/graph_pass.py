@@ -44,13 +44,16 @@ class PassResult:
 
 
 class GraphPass(Protocol):
-    """Rewrites a whole model's ATen graph in place, before it is split."""
+    """Rewrites a whole model's ATen graph in place, before it is split.
+
+    A pass that derives from this class need not define `applicable`.
+    """
 
     name: str
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        """None where the pass applies, otherwise why it does not."""
-        ...
+        """None where the pass applies, otherwise why it does not; here it applies everywhere."""
+        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         """How often the pass must match in this model, of one of the known families."""

@@ -1,16 +1,41 @@
-"""Reading and writing FX graphs: the few questions that every pass asks."""
+"""Reading and writing FX graphs: what every pass does with them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from compiled_engine.passes.graph_pass import PassResult, Replacement
+
 aten = torch.ops.aten
+
+
+def rewrite_calls(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    rewrite: Callable[[fx.Graph, fx.Node], Sequence[Replacement] | str | None],
+) -> PassResult:
+    """Rewrite the patterns that have a call of `target` in them, then erase what nothing reads any more.
+
+    rewrite: is given each such call. It puts the fused op in its place and says what replaced what, or returns why what
+    looks like the pattern is another, or None for anything else.
+    """
+    matches, near_misses = 0, []
+    replacements: list[Replacement] = []
+    for node in graph.find_nodes(op="call_function", target=target):
+        found = rewrite(graph, node)
+        if isinstance(found, str):
+            near_misses.append(f"{node.name}: {found}")
+        elif found is not None:
+            matches += 1
+            replacements += found
+    graph.eliminate_dead_code()
+    return PassResult(matches, tuple(near_misses), tuple(replacements))
 
 
 def arg(node: fx.Node, index: int) -> Any:

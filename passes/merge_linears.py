@@ -17,7 +17,7 @@ from torch import fx
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, fake_mode_of, is_call
 
 
@@ -28,11 +28,8 @@ class _Linear:
     bias: fx.Node | None
 
 
-class MergeLinears:
+class MergeLinears(GraphPass):
     name = "merge_linears"
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         return 2 * model.num_layers

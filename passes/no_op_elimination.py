@@ -13,18 +13,15 @@ import torch
 from torch import fx
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import always_equal, aten, is_call
 
 _RESHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 
-class NoOpElimination:
+class NoOpElimination(GraphPass):
     name = "no_op_elimination"
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         """The models multiply cos and sin by a factor that is 1 but for most of yarn."""

@@ -8,8 +8,6 @@ takes both in. On an H200, leaving the pass out costs a decode step of the Qwen3
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,19 +16,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import may_launch_early
-from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
+from compiled_engine.passes import rms_norm
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import (
-    arg,
     aten,
     emit,
     emit_item,
     is_call,
     other_factor,
+    rewrite_calls,
     through_cast,
     user_through_cast,
 )
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.rms_norm import match_rms_norm
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -65,11 +64,9 @@ def _kernel(
 def reference(
     x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual), the norm in fp32 as the models compute it."""
+    """(RMSNorm(x + residual) * weight, x + residual)."""
     total_TD = x_TD + residual_TD
-    wide_TD = total_TD.float()
-    normed_TD = wide_TD * torch.rsqrt(wide_TD.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_D * normed_TD.to(x_TD.dtype), total_TD
+    return rms_norm.reference(total_TD, weight_D, eps), total_TD
 
 
 def launch(
@@ -111,66 +108,36 @@ residual_rms_norm = define_op(
 )
 
 
-class ResidualRMSNorm:
+class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         return 2 * model.num_layers
 
     def run(self, graph: fx.Graph) -> PassResult:
-        near_misses: list[str] = []
-        replacements: list[Replacement] = []
-        for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
-            found = _rewrite(graph, rsqrt)
-            if isinstance(found, str):
-                near_misses += [f"{rsqrt.name}: {found}"] if found else []
-            else:
-                replacements += found
-        return PassResult(len(replacements) // 2, tuple(near_misses), tuple(replacements))
+        return rewrite_calls(graph, aten.rsqrt.default, _rewrite)
 
 
-def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str:
-    """What was rewritten; why not, when it is a norm of a sum that does not fit; "" for norms of anything else.
-
-    The textbook form: wide * rsqrt(mean(wide ** 2) + eps), cast, times a weight; wide is the sum in fp32.
-    """
-    shifted = arg(rsqrt, 0)
-    mean: Any = arg(shifted, 0) if is_call(shifted, aten.add.Tensor) else None
-    if not (is_call(mean, aten.mean.dim) and is_call(mean.args[0], aten.pow.Tensor_Scalar)):
-        return ""
-    wide = mean.args[0].args[0]
-    total = through_cast(wide)
+def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
+    """rsqrt: the root in a norm, or in anything else."""
+    scaled = user_through_cast(rsqrt)
+    total = through_cast(other_factor(scaled, rsqrt)) if is_call(scaled, aten.mul.Tensor) else None
     if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
-        return ""
-    if wide.meta["val"].dtype != torch.float32:
-        return f"the norm is computed in {wide.meta['val'].dtype}"
-    if shifted.kwargs or mean.kwargs or mean.args[0].kwargs:
-        return "the mean of squares or its sum with eps has further arguments"
+        return None
+    product = user_through_cast(scaled)
+    found = match_rms_norm(product) if product is not None else None
+    if found is None:
+        return "no multiplication with a weight follows"
+    if isinstance(found, str):
+        return found
+    _, weight, eps = found
     left, right = total.args[:2]
     if not all(isinstance(a, fx.Node) and a.meta["val"].shape == total.meta["val"].shape for a in (left, right)):
         return "the addends differ in shape"
     if total.kwargs or any(a.meta["val"].dtype != total.meta["val"].dtype for a in (left, right)):
         return "the addends are scaled or differ in dtype"
-    if mean.args[1] != [-1] or mean.args[0].args[1] != 2 or not isinstance(shifted.args[1], float):
-        return "not the mean of squares over the last dimension plus a constant"
-    scaled = user_through_cast(rsqrt)
-    if scaled is None or not is_call(scaled, aten.mul.Tensor) or other_factor(scaled, rsqrt) is not wide:
-        return "the root is not multiplied with the normed value"
-    product = user_through_cast(scaled)
-    if product is None or not is_call(product, aten.mul.Tensor):
-        return "no multiplication with a weight follows"
-    weight = other_factor(product, scaled)
-    if not is_parameter(weight) or weight.meta["val"].dtype != total.meta["val"].dtype:
-        return "the weight is not a parameter of the same dtype"
-    if tuple(weight.meta["val"].shape) != (total.meta["val"].shape[-1],):
-        return "the weight is not a vector of the hidden size"
-    if product.meta["val"].dtype != total.meta["val"].dtype:
-        return "the result has another dtype"
     with graph.inserting_after(total):
-        fused = emit(graph, torch.ops.compiled_engine.residual_rms_norm.default, right, left, weight, shifted.args[1])
+        fused = emit(graph, residual_rms_norm, right, left, weight, eps)
     with graph.inserting_after(fused):
         new_total = emit_item(graph, fused, 1)
     with graph.inserting_after(fused):
@@ -178,15 +145,4 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str:
     replacements = [Replacement(total.name, new_total), Replacement(product.name, normed)]
     product.replace_all_uses_with(normed)
     total.replace_all_uses_with(new_total)
-    _erase_dead(graph, product)
     return replacements
-
-
-def _erase_dead(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a value that nothing reads, and what only led to it."""
-    if node.users or node.op != "call_function":
-        return
-    inputs = node.all_input_nodes
-    graph.erase_node(node)
-    for argument in inputs:
-        _erase_dead(graph, argument)

@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import may_launch_early
 from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, factors, is_call, through_cast
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import arg, aten, emit, factors, is_call, rewrite_calls, through_cast
 from compiled_engine.passes.op_library import define_op
 
 
@@ -48,11 +48,11 @@ def rms_norm_kernel(
     tl.store(out_ptr + token * K + column_K, (normed_K * weight_K).to(out_ptr.dtype.element_ty), mask=mask_K)
 
 
-def reference(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMSNorm(x) * weight, the norm in fp32 as the models compute it."""
-    wide_TD = x_TD.float()
-    normed_TD = wide_TD * torch.rsqrt(wide_TD.pow(2).mean(-1, keepdim=True) + eps)
-    return weight_D * normed_TD.to(x_TD.dtype)
+def reference(x: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm(x) * weight over the last dimension of x, the norm in fp32 as the models compute it."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight_D * normed.to(x.dtype)
 
 
 def launch(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
@@ -85,29 +85,24 @@ rms_norm = define_op(
 )
 
 
-class RMSNorm:
+class RMSNorm(GraphPass):
     name = "rms_norm"
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         return 1
 
     def run(self, graph: fx.Graph) -> PassResult:
-        replacements = []
-        near_misses = []
-        for product in graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-            found = match_rms_norm(product) if product.meta["val"].dim() == 2 else None
-            if isinstance(found, str):
-                near_misses.append(f"{product.name}: {found}")
-            elif found is not None:
-                with graph.inserting_before(product):
-                    fused = emit(graph, rms_norm, *found)
-                replacements.append(Replacement(product.name, fused))
-                product.replace_all_uses_with(fused)
-        graph.eliminate_dead_code()
-        return PassResult(len(replacements), tuple(near_misses), tuple(replacements))
+        return rewrite_calls(graph, aten.mul.Tensor, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, product: fx.Node) -> list[Replacement] | str | None:
+    found = match_rms_norm(product) if product.meta["val"].dim() == 2 else None
+    if found is None or isinstance(found, str):
+        return found
+    with graph.inserting_before(product):
+        fused = emit(graph, rms_norm, *found)
+    product.replace_all_uses_with(fused)
+    return [Replacement(product.name, fused)]
 
 
 def match_rms_norm(value: fx.Node) -> tuple[fx.Node, fx.Node, float] | str | None:
@@ -122,14 +117,14 @@ def match_rms_norm(value: fx.Node) -> tuple[fx.Node, fx.Node, float] | str | Non
         return None
     weight, scaled, wide, rsqrt = found[0]
     x = through_cast(wide)
-    head_dim, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
+    size, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
     eps = _eps(rsqrt, wide)
     if eps is None:
         return "its norm is not over the mean of its squares plus a constant"
     if wide.meta["val"].dtype != torch.float32 or scaled.meta["val"].dtype != dtype:
         return "its norm is not computed in fp32 and rounded before the weight"
-    if not is_parameter(weight) or weight.meta["val"].dtype != dtype or weight.meta["val"].shape != (head_dim,):
-        return "the weight of its norm is not a parameter of its dtype with one element for each of a head"
+    if not is_parameter(weight) or weight.meta["val"].dtype != dtype or weight.meta["val"].shape != (size,):
+        return "the weight of its norm is not a parameter of its dtype with one element for each of a row"
     return x, weight, eps
 
 

@@ -18,8 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import may_launch_early
 from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, only_user
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 
 
@@ -98,36 +98,17 @@ rope_angles = define_op(
 )
 
 
-class RopeAngles:
+class RopeAngles(GraphPass):
     name = "rope_angles"
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         return 1
 
     def run(self, graph: fx.Graph) -> PassResult:
-        near_misses = []
-        replacements = []
-        for cos in graph.find_nodes(op="call_function", target=aten.cos.default):
-            found = _match(cos)
-            if isinstance(found, str):
-                near_misses.append(f"{cos.name}: {found}")
-                continue
-            positions, inv_freq, scale, cos_value, sin_value = found
-            with graph.inserting_before(cos):
-                both = emit(graph, rope_angles, positions, inv_freq, scale, cos_value.meta["val"].dtype)
-                items = [emit_item(graph, both, index) for index in range(2)]
-            for value, item in zip((cos_value, sin_value), items, strict=True):
-                replacements.append(Replacement(value.name, item))
-                value.replace_all_uses_with(item)
-        graph.eliminate_dead_code()
-        return PassResult(len(replacements) // 2, tuple(near_misses), tuple(replacements))
+        return rewrite_calls(graph, aten.cos.default, _rewrite)
 
 
-def _match(cos: fx.Node) -> tuple[fx.Node, fx.Node, float, fx.Node, fx.Node] | str:
-    """Positions, frequencies, scale, and the last nodes of cos and sin; or why these are not rotary angles."""
+def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     angles = arg(cos, 0)
     sines = [user for user in angles.users if is_call(user, aten.sin.default)]
     if len(sines) != 1 or len(angles.users) != 2:
@@ -147,7 +128,12 @@ def _match(cos: fx.Node) -> tuple[fx.Node, fx.Node, float, fx.Node, fx.Node] | s
     (cos_value, cos_scale), (sin_value, sin_scale) = _scaled(cos), _scaled(sines[0])
     if cos_scale != sin_scale or cos_value.meta["val"].dtype != sin_value.meta["val"].dtype:
         return "cos and sin are scaled or rounded differently"
-    return rows.args[0], inv_freq, cos_scale, cos_value, sin_value
+    with graph.inserting_before(cos):
+        both = emit(graph, rope_angles, rows.args[0], inv_freq, cos_scale, cos_value.meta["val"].dtype)
+        new_cos, new_sin = (emit_item(graph, both, index) for index in range(2))
+    cos_value.replace_all_uses_with(new_cos)
+    sin_value.replace_all_uses_with(new_sin)
+    return [Replacement(cos_value.name, new_cos), Replacement(sin_value.name, new_sin)]
 
 
 def _scaled(value: fx.Node) -> tuple[fx.Node, float]:

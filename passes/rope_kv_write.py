@@ -18,9 +18,9 @@ from torch import fx
 
 from compiled_engine.attention.op import write_kv
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes import rope_kv_write_kernel
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
-from compiled_engine.passes.matching import always_equal, arg, aten, emit, factors, is_call
+from compiled_engine.passes import rms_norm, rope_kv_write_kernel
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import always_equal, arg, aten, emit, factors, is_call, rewrite_calls
 from compiled_engine.passes.rms_norm import match_rms_norm
 
 
@@ -37,9 +37,7 @@ def reference(
 
     def rotated(x_THd: torch.Tensor, weight_d: torch.Tensor | None) -> torch.Tensor:
         if weight_d is not None:
-            wide_THd = x_THd.float()
-            normed_THd = wide_THd * torch.rsqrt(wide_THd.pow(2).mean(-1, keepdim=True) + eps)
-            x_THd = weight_d * normed_THd.to(x_THd.dtype)
+            x_THd = rms_norm.reference(x_THd, weight_d, eps)
         first, second = x_THd.chunk(2, dim=-1)
         return x_THd * cos_T1d + torch.cat((-second, first), dim=-1) * sin_T1d
 
@@ -97,26 +95,14 @@ class _Rotated:
     sin: fx.Node
 
 
-class RopeKVWrite:
+class RopeKVWrite(GraphPass):
     name = "rope_kv_write"
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         return model.num_layers
 
     def run(self, graph: fx.Graph) -> PassResult:
-        near_misses: list[str] = []
-        replacements: list[Replacement] = []
-        for attention in graph.find_nodes(op="call_function", target=ATTENTION):
-            found = _match(attention)
-            if isinstance(found, str):
-                near_misses.append(f"{attention.name}: {found}")
-            else:
-                replacements.append(Replacement(attention.name, _rewrite(graph, attention, *found)))
-        graph.eliminate_dead_code()
-        return PassResult(len(replacements), tuple(near_misses), tuple(replacements))
+        return rewrite_calls(graph, ATTENTION, _rewrite)
 
 
 def _match(attention: fx.Node) -> tuple[_Rotated, _Rotated] | str:
@@ -219,8 +205,12 @@ def _equal(left: Sequence[int | torch.SymInt], right: Sequence[int | torch.SymIn
     return len(left) == len(right) and all(map(always_equal, left, right))
 
 
-def _rewrite(graph: fx.Graph, attention: fx.Node, q: _Rotated, k: _Rotated) -> fx.Node:
-    """Put the two ops in attention's place; returns the one that attends."""
+def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
+    """Put the two ops in attention's place."""
+    found = _match(attention)
+    if isinstance(found, str):
+        return found
+    q, k = found
     arguments: Any = attention.args
     rotated_q, _, v, cache, out, *inputs = arguments
     slot_mapping = inputs[3]
@@ -233,4 +223,4 @@ def _rewrite(graph: fx.Graph, attention: fx.Node, q: _Rotated, k: _Rotated) -> f
         fused = emit(graph, FUSED, q.x, k.x, v, *norm_and_angles, cache, slot_mapping)
         attend = emit(graph, ATTEND, fused, cache, out, *inputs)
     graph.erase_node(attention)
-    return attend
+    return [Replacement(attention.name, attend)]

@@ -17,8 +17,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import may_launch_early
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 
 # Up to so many tokens, smaller programs reach every multiprocessor.
@@ -76,32 +76,19 @@ def _fake(gate_up_TI2: torch.Tensor) -> torch.Tensor:
 silu_mul = define_op("silu_mul(Tensor gate_up_TI2) -> Tensor", cpu=reference, cuda=launch, fake=_fake)
 
 
-class SiluMul:
+class SiluMul(GraphPass):
     name = "silu_mul"
     requires = ("merge_linears",)
     kernel_token_counts = (FEW_TOKENS,)
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         return model.num_layers
 
     def run(self, graph: fx.Graph) -> PassResult:
-        near_misses: list[str] = []
-        replacements: list[Replacement] = []
-        for silu in graph.find_nodes(op="call_function", target=aten.silu.default):
-            found = _rewrite(graph, silu)
-            if isinstance(found, str):
-                near_misses.append(f"{silu.name}: {found}")
-            else:
-                replacements.append(found)
-        graph.eliminate_dead_code()
-        return PassResult(len(replacements), tuple(near_misses), tuple(replacements))
+        return rewrite_calls(graph, aten.silu.default, _rewrite)
 
 
-def _rewrite(graph: fx.Graph, silu: fx.Node) -> Replacement | str:
-    """What was rewritten, or why it was not."""
+def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
     product = only_user(silu)
     if product is None or not is_call(product, aten.mul.Tensor):
         return "it is not multiplied with another value"
@@ -117,8 +104,6 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> Replacement | str:
     if split.args[1][0] != split.args[1][1] or split.args[0].meta["val"].dim() != 2:
         return "the halves differ in width"
     with graph.inserting_before(product):
-        fused = emit(graph, torch.ops.compiled_engine.silu_mul.default, split.args[0])
-    replacement = Replacement(product.name, fused)
+        fused = emit(graph, silu_mul, split.args[0])
     product.replace_all_uses_with(fused)
-    graph.erase_node(product)
-    return replacement
+    return [Replacement(product.name, fused)]

@@ -19,7 +19,7 @@ from torch import fx
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import small_batch_linear_op  # noqa: F401  (registers the op)
 from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.graph_pass import CompileRange, PassResult, Replacement
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
 from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
 
@@ -39,7 +39,7 @@ class _Linear:
     silu_mul: bool = False
 
 
-class SmallBatchLinear:
+class SmallBatchLinear(GraphPass):
     name = "small_batch_linear"
     kernel_token_counts = TOKEN_BUCKETS
 

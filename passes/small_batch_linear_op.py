@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from compiled_engine.passes import rms_norm
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.small_batch_linear_launch import launch
 
@@ -26,9 +27,7 @@ def reference(
     where the textbook model does.
     """
     if norm_weight_K is not None:
-        wide_TK = x_TK.float()
-        normed_TK = wide_TK * torch.rsqrt(wide_TK.pow(2).mean(-1, keepdim=True) + eps)
-        x_TK = norm_weight_K * normed_TK.to(x_TK.dtype)
+        x_TK = rms_norm.reference(x_TK, norm_weight_K, eps)
     y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     if silu_mul:
         gate_TM, up_TM = y_TN.chunk(2, dim=-1)
