@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.attention.inputs import inputs_of
 from compiled_engine.attention.op import write_kv
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rms_norm, rope_kv_write_kernel
@@ -211,16 +212,14 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
     if isinstance(found, str):
         return found
     q, k = found
-    arguments: Any = attention.args
-    rotated_q, _, v, cache, out, *inputs = arguments
-    slot_mapping = inputs[3]
+    rotated_q, _, v, cache, out = (arg(attention, i) for i in range(5))
     if rotated_q in out.all_input_nodes:
         # The buffer must not come after the op: a piece with nothing else would stand between it and attend.
         out.args = (q.x, *out.args[1:])
         out.kwargs = {**out.kwargs, "memory_format": torch.contiguous_format}
     with graph.inserting_before(attention):
         norm_and_angles = q.norm_weight, k.norm_weight, q.eps, q.cos, q.sin
-        fused = emit(graph, FUSED, q.x, k.x, v, *norm_and_angles, cache, slot_mapping)
-        attend = emit(graph, ATTEND, fused, cache, out, *inputs)
+        fused = emit(graph, FUSED, q.x, k.x, v, *norm_and_angles, cache, inputs_of(attention.args).slot_mapping_T)
+        attend = emit(graph, ATTEND, fused, *attention.args[3:])
     graph.erase_node(attention)
     return [Replacement(attention.name, attend)]

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, without_inputs
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
-from compiled_engine.graphs.cuda_graphs.segments import INPUTS, input_arguments
 
 Work = Callable[[], torch.Tensor]
 
@@ -56,7 +55,7 @@ class RecordedCapture:
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         if self.inputs is not None:
-            function(*arguments[: INPUTS.start], *input_arguments(self.inputs), *arguments[INPUTS.stop :])
+            function(*without_inputs(arguments), *self.inputs.flat())
         elif not self._capturing:
             function(*arguments)
 

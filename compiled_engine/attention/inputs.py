@@ -7,7 +7,8 @@ N blocks in the pool, P slots in a block (the block size).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -32,3 +33,20 @@ class AttentionInputs:
     slot_mapping_T: torch.Tensor
     host_3: torch.Tensor
     backend: str
+
+    def flat(self) -> tuple[Any, ...]:
+        """The fields in their order: the last arguments of both attention ops."""
+        return tuple([getattr(self, name) for name in FIELDS])
+
+
+FIELDS = tuple(field.name for field in fields(AttentionInputs))
+
+
+def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
+    """From the arguments of an attention op."""
+    return AttentionInputs(*arguments[-len(FIELDS) :])
+
+
+def without_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an attention op before those that `inputs_of` reads."""
+    return arguments[: -len(FIELDS)]

@@ -6,6 +6,7 @@ Both mutate what they are given, so the graph is split around them (see compiled
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,18 +30,13 @@ def attend(
     q_THd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     out_THd: torch.Tensor,
-    query_start_loc_R1: torch.Tensor,
-    seq_lens_R: torch.Tensor,
-    block_table_RB: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-    host_3: torch.Tensor,
-    backend: str,
     scale: float,
     sliding_window: int,
+    *fields_of_inputs: Any,
 ) -> None:
     """Attention into `out_THd` over a cache that holds this step's K and V already."""
-    inputs = AttentionInputs(query_start_loc_R1, seq_lens_R, block_table_RB, slot_mapping_T, host_3, backend)
-    get_backend(backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scale, sliding_window)
+    inputs = AttentionInputs(*fields_of_inputs)
+    get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scale, sliding_window)
 
 
 def write_and_attend(
@@ -49,29 +45,36 @@ def write_and_attend(
     v_TKd: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     out_THd: torch.Tensor,
-    query_start_loc_R1: torch.Tensor,
-    seq_lens_R: torch.Tensor,
-    block_table_RB: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-    host_3: torch.Tensor,
-    backend: str,
     scale: float,
     sliding_window: int,
+    *fields_of_inputs: Any,
 ) -> None:
     """What the models' op does."""
-    inputs = AttentionInputs(query_start_loc_R1, seq_lens_R, block_table_RB, slot_mapping_T, host_3, backend)
-    write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, backend)
-    get_backend(backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scale, sliding_window)
+    inputs = AttentionInputs(*fields_of_inputs)
+    write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, inputs.backend)
+    get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scale, sliding_window)
 
 
 def _returns_nothing(*args: object) -> None:
     """All that a trace sees of the ops."""
 
 
-attend_op = torch.library.custom_op("compiled_engine::attend", attend, mutates_args=("out_THd",))
+# Both ops end in these arguments: how to attend, then the fields of AttentionInputs.
+_LAST = "float scale, SymInt sliding_window, " + ", ".join(
+    f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
+)
+attend_op = torch.library.custom_op(
+    "compiled_engine::attend",
+    attend,
+    mutates_args=("out_THd",),
+    schema=f"(Tensor q_THd, Tensor kv_cache_N2PKd, Tensor(a!) out_THd, {_LAST}) -> ()",
+)
 attend_op.register_fake(_returns_nothing)
 attention_op = torch.library.custom_op(
-    "compiled_engine::attention", write_and_attend, mutates_args=("kv_cache_N2PKd", "out_THd")
+    "compiled_engine::attention",
+    write_and_attend,
+    mutates_args=("kv_cache_N2PKd", "out_THd"),
+    schema=f"(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, {_LAST}) -> ()",
 )
 attention_op.register_fake(_returns_nothing)
 
@@ -101,18 +104,6 @@ def attention(
     """
     out_THd = torch.empty_like(q_THd)
     torch.ops.compiled_engine.attention(
-        q_THd,
-        k_TKd,
-        v_TKd,
-        kv_cache_N2PKd,
-        out_THd,
-        inputs.query_start_loc_R1,
-        inputs.seq_lens_R,
-        inputs.block_table_RB,
-        inputs.slot_mapping_T,
-        inputs.host_3,
-        inputs.backend,
-        scale,
-        sliding_window or 0,
+        q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, scale, sliding_window or 0, *inputs.flat()
     )
     return out_THd

@@ -8,11 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, without_inputs
 from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
-
-# Where the attention ops take what AttentionInputs holds: counted from the end, since only the tensors before differ.
-INPUTS = slice(-8, -2)
 
 
 class Graph(Protocol):
@@ -28,41 +25,29 @@ class SegmentedGraph:
 
     def __init__(self) -> None:
         self._graphs: list[Graph] = []
-        self._calls: list[tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = []
+        self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
 
     def add_graph(self, graph: Graph) -> None:
         self._graphs.append(graph)
 
     def add_call(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         """An attention op's function with the arguments of the capture; a replay puts its own inputs into them."""
-        self._calls.append((function, arguments[: INPUTS.start], arguments[INPUTS.stop :]))
+        self._calls.append((function, without_inputs(arguments)))
 
     def replay(self, inputs: AttentionInputs | None) -> None:
         *stretches, last = self._graphs
         if stretches:
             assert inputs is not None
-            middle = input_arguments(inputs)
-            for graph, (function, before, after) in zip(stretches, self._calls, strict=True):
+            fields_of_inputs = inputs.flat()
+            for graph, (function, arguments) in zip(stretches, self._calls, strict=True):
                 graph.replay()
-                function(*before, *middle, *after)
+                function(*arguments, *fields_of_inputs)
         last.replay()
 
     def reset(self) -> None:
         for graph in self._graphs:
             graph.reset()
         self._graphs, self._calls = [], []
-
-
-def input_arguments(inputs: AttentionInputs) -> tuple[Any, ...]:
-    """In the order of the attention ops' parameters."""
-    return (
-        inputs.query_start_loc_R1,
-        inputs.seq_lens_R,
-        inputs.block_table_RB,
-        inputs.slot_mapping_T,
-        inputs.host_3,
-        inputs.backend,
-    )
 
 
 class AttentionsOfEagerCode(TorchDispatchMode):
