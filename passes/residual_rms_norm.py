@@ -15,7 +15,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import (
@@ -77,7 +77,6 @@ def launch(
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
     block = triton.next_power_of_2(hidden_size)
-    early = may_launch_early(x_TD.device)
     _kernel[(x_TD.shape[0],)](
         x_TD,
         residual_TD,
@@ -87,9 +86,8 @@ def launch(
         eps,
         HIDDEN_SIZE=hidden_size,
         BLOCK=block,
-        DEPENDENT_LAUNCH=early,
         num_warps=max(1, min(16, block // 512)),
-        **({"launch_pdl": True} if early else {}),
+        **dependent_launch(x_TD.device),
     )
     return normed_TD, total_TD
 

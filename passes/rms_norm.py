@@ -16,7 +16,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, factors, is_call, rewrite_calls, through_cast
@@ -60,7 +60,6 @@ def launch(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tens
     num_tokens, hidden_size = x_TD.shape
     out_TD = torch.empty((num_tokens, hidden_size), dtype=x_TD.dtype, device=x_TD.device)
     block = triton.next_power_of_2(hidden_size)
-    early = may_launch_early(x_TD.device)
     rms_norm_kernel[(num_tokens,)](
         x_TD,
         weight_D,
@@ -69,9 +68,8 @@ def launch(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tens
         eps,
         K=hidden_size,
         BLOCK_K=block,
-        DEPENDENT_LAUNCH=early,
         num_warps=max(1, min(8, block // 512)),
-        **({"launch_pdl": True} if early else {}),
+        **dependent_launch(x_TD.device),
     )
     return out_TD
 

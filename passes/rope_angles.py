@@ -16,7 +16,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, only_user, rewrite_calls
@@ -67,7 +67,6 @@ def launch(
     """The kernel behind `reference`; contiguous inputs."""
     num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[0]
     cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype)
-    early = may_launch_early(positions_T.device)
     _kernel[(num_tokens,)](
         positions_T.contiguous(),
         inv_freq_p,
@@ -76,9 +75,8 @@ def launch(
         scale,
         NUM_PAIRS=num_pairs,
         BLOCK=triton.next_power_of_2(num_pairs),
-        DEPENDENT_LAUNCH=early,
         num_warps=1,
-        **({"launch_pdl": True} if early else {}),
+        **dependent_launch(positions_T.device),
     )
     return cos_T1d, sin_T1d
 

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.attention.backends.triton_write_kv import require_dense
+from compiled_engine.kernels.dependent_launch import dependent_launch
 
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16
@@ -169,18 +170,13 @@ def launch(
 
     Raises ValueError where the cache is not contiguous, or the elements of a head or of an angle are not in a row.
     """
-    if not kv_cache_N2PKd.is_contiguous():
-        raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
     rows = {"q_THd": q_THd, "k_TKd": k_TKd, "v_TKd": v_TKd, "cos_T1d": cos_T1d, "sin_T1d": sin_T1d}
-    for name, tensor in rows.items():
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
+    require_dense(kv_cache_N2PKd, **rows)
     num_tokens, num_heads, head_dim = q_THd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     out_THd = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THd.dtype, device=q_THd.device)
     strides = [tensor.stride(0) for tensor in rows.values()]
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
-    dependent_launch = may_launch_early(q_THd.device)
     rope_kv_write_kernel[(num_tokens * (triton.cdiv(num_heads, tile_h) + triton.cdiv(num_kv_heads, tile_h)),)](
         q_THd,
         k_TKd,
@@ -204,10 +200,9 @@ def launch(
         BLOCK_SIZE=block_size,
         TILE_H=tile_h,
         TILE_P=tile_p,
-        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=num_warps,
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if dependent_launch else {}),
+        **dependent_launch(q_THd.device),
     )
     return out_THd
 

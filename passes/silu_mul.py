@@ -16,7 +16,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor, rewrite_calls
 from compiled_engine.passes.op_library import define_op
@@ -57,14 +57,12 @@ def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
     block = 512 if num_tokens <= FEW_TOKENS else 1024
-    early = may_launch_early(gate_up_TI2.device)
     _kernel[(num_tokens, triton.cdiv(width, block))](
         gate_up_TI2,
         out_TI,
         WIDTH=width,
         BLOCK=block,
-        DEPENDENT_LAUNCH=early,
-        **({"launch_pdl": True} if early else {}),
+        **dependent_launch(gate_up_TI2.device),
     )
     return out_TI
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import triton
 
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
@@ -105,7 +105,6 @@ def launch(
     outputs = num_rows // 2 if silu_mul else num_rows
     row_tiles, token_tiles = triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_tokens, tiles.tokens)
     out_TM = torch.empty((num_tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
-    early = may_launch_early(x_TK.device)
     if norm_weight_K is not None and tiles.tokens > 1 and not tiles.norm_inside:
         x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps), None
     options: dict[str, Any] = {
@@ -116,12 +115,10 @@ def launch(
         "SILU_MUL": silu_mul,
         "ROWS": tiles.rows,
         "BLOCK_K": tiles.block_k,
-        "DEPENDENT_LAUNCH": early,
         "num_warps": tiles.num_warps,
         "enable_fp_fusion": True,
+        **dependent_launch(x_TK.device),
     }
-    if early:
-        options["launch_pdl"] = True
     operands = (x_TK, weight_NK, bias_N, norm_weight_K, residual_TM, out_TM)
     if tiles.tokens == 1:
         one_token_kernel[(row_tiles,)](*operands, eps, outputs, **options)
@@ -134,7 +131,7 @@ def launch(
         partial = torch.empty(shape, dtype=torch.float32, device=x_TK.device)
         stream = torch.cuda.current_stream(x_TK.device).cuda_stream if x_TK.device.type == "cuda" else 0
         counters = _counters(x_TK.device, stream)
-    ahead = columns_ahead(num_rows, k, weight_NK.element_size(), tiles) if early else 0
+    ahead = columns_ahead(num_rows, k, weight_NK.element_size(), tiles) if options["DEPENDENT_LAUNCH"] else 0
     few_tokens_kernel[(row_tiles, tiles.split_k, token_tiles)](
         *operands,
         partial,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
@@ -66,7 +66,6 @@ def launch(
     again: bool,
 ) -> None:
     """See advance."""
-    early = may_launch_early(buffers.rows_R.device)
     advance_kernel[(1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
@@ -82,7 +81,6 @@ def launch(
         DECODES_ONLY=decodes_only,
         AGAIN=again,
         TILE_R=triton.next_power_of_2(buffers.rows_R.shape[0]),
-        DEPENDENT_LAUNCH=early,
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        **dependent_launch(buffers.rows_R.device),
     )

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.dependent_launch import may_launch_early
+from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
@@ -101,7 +101,6 @@ def prepare_kernel(
 
 def launch(states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool) -> None:
     """See prepare_inputs."""
-    early = may_launch_early(buffers.rows_R.device)
     prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
         buffers.rows_R,
         buffers.query_start_loc_R1,
@@ -125,7 +124,6 @@ def launch(states: RequestStates, buffers: InputBuffers, num_rows: int, num_toke
         BLOCK_SIZE=states.block_size,
         DECODES_ONLY=decodes_only,
         TILE=32 if decodes_only else TILE,
-        DEPENDENT_LAUNCH=early,
         num_warps=1 if decodes_only else 4,
-        **({"launch_pdl": True} if early else {}),
+        **dependent_launch(buffers.rows_R.device),
     )

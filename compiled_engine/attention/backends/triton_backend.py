@@ -11,8 +11,9 @@ from compiled_engine.attention.backend import AttentionBackend, AttentionCase, G
 from compiled_engine.attention.backends.decode_splits import plan_splits
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_prefill import prefill
-from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.backends.triton_write_kv import require_dense, write_kv
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kernels.dependent_launch import dependent_launch
 
 # Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
 MIN_SHARED_MEMORY = 96 << 10
@@ -64,8 +65,8 @@ class TritonBackend:
         kv_cache_N2PKd: torch.Tensor,
         slot_mapping_T: torch.Tensor,
     ) -> None:
-        _require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
-        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, _device_facts(k_TKd.device)[1])
+        require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
+        write_kv(k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, dependent_launch(k_TKd.device)["DEPENDENT_LAUNCH"])
 
     def attend(
         self,
@@ -76,43 +77,20 @@ class TritonBackend:
         scale: float,
         sliding_window: int,
     ) -> None:
-        _require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
+        require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
         num_decodes, _, max_seq_len = inputs.host_3.tolist()
         if num_decodes:
-            num_sms, dependent_launch = _device_facts(q_THd.device)
             context = min(max_seq_len, sliding_window or max_seq_len)
-            splits = plan_splits(num_decodes, kv_cache_N2PKd.shape[3], context, num_sms)
-            decode(
-                q_THd,
-                kv_cache_N2PKd,
-                out_THd,
-                inputs,
-                num_decodes,
-                splits,
-                scale,
-                sliding_window,
-                dependent_launch,
-            )
+            splits = plan_splits(num_decodes, kv_cache_N2PKd.shape[3], context, _num_multiprocessors(q_THd.device))
+            decode(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, splits, scale, sliding_window)
         if inputs.seq_lens_R.shape[0] > num_decodes:
             prefill(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, max_seq_len, scale, sliding_window)
 
 
-def _require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """The kernels take the cache to be contiguous, and a head's elements to follow each other."""
-    if not kv_cache_N2PKd.is_contiguous():
-        raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
-
-
 @cache
-def _device_facts(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors, and whether a kernel may be launched before the one it depends on ends (Hopper on)."""
-    if device.type != "cuda":
-        return 16, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9
+def _num_multiprocessors(device: torch.device) -> int:
+    """16 for Triton's interpreter."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 16
 
 
 BACKEND: AttentionBackend = TritonBackend()

@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS, Splits
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kernels.dependent_launch import dependent_launch
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,6 @@ def decode(
     splits: Splits,
     scale: float,
     sliding_window: int,
-    dependent_launch: bool,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
     num_heads = q_THd.shape[1]
@@ -221,7 +221,7 @@ def decode(
     partial_shape = (num_decodes, num_heads, splits.count) if split else (0,)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    launch_options = {"launch_pdl": True} if dependent_launch else {}
+    launch_options = dependent_launch(q_THd.device)
     decode_kernel[(num_kv_heads, num_decodes, splits.count)](
         q_THd,
         kv_cache_N2PKd,
@@ -247,7 +247,6 @@ def decode(
         TILE_N=tiles.keys,
         TILE_D=tile_d,
         GRAIN=GRAIN,
-        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
@@ -271,7 +270,6 @@ def decode(
         TILE_S=MAX_SPLITS,
         TILE_D=tile_d,
         GRAIN=GRAIN,
-        DEPENDENT_LAUNCH=dependent_launch,
         num_warps=4,
         enable_fp_fusion=True,
         **launch_options,
