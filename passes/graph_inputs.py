@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
-
 
 @dataclass(frozen=True)
 class Source:
@@ -33,9 +31,3 @@ def source_of(placeholder: fx.Node) -> Source:
 
 def is_parameter(node: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and source_of(node).kind == "parameter"
-
-
-def parameter_layout(graph: fx.Graph) -> ParameterLayout:
-    """The packed parameters that a graph, after its passes, takes."""
-    sources = [source_of(node) for node in graph.find_nodes(op="placeholder")]
-    return ParameterLayout(tuple(PackedParameter(s.name, s.members) for s in sources if s.members))

@@ -16,7 +16,7 @@ from compiled_engine.graphs.compiler.example_inputs import example_inputs, witho
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.graph_inputs import Source, parameter_layout
+from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
@@ -113,9 +113,15 @@ def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Te
     return module
 
 
+def packed_sources(module: fx.GraphModule) -> list[Source]:
+    """Of the inputs that a pass has packed."""
+    sources = [source_of(node) for node in module.graph.find_nodes(op="placeholder")]
+    return [source for source in sources if source.members]
+
+
 def run(module: fx.GraphModule, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     """Execute a rewritten graph, packing parameters as the layout says."""
-    packed = {p.name: torch.cat([inputs[m] for m in p.members]) for p in parameter_layout(module.graph).packed}
+    packed = {source.name: torch.cat([inputs[m] for m in source.members]) for source in packed_sources(module)}
     module.recompile()
     values = [(inputs | packed)[n.meta["source"].name] for n in module.graph.find_nodes(op="placeholder")]
     return module(*values)

@@ -25,7 +25,7 @@ from compiled_engine.graphs.cache.key import (
 )
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.inductor_options import INDUCTOR_OPTIONS
+from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.textbook.architectures import build_model

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pass_cases import count, graph_of, random_tensors, rewrite, run, targets
+from pass_cases import count, graph_of, packed_sources, random_tensors, rewrite, run, targets
 
 from compiled_engine.passes.expand_references import expand_references
-from compiled_engine.passes.graph_inputs import parameter_layout
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
 from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
@@ -40,9 +39,9 @@ def test_linears_of_one_input_become_one(biased: bool) -> None:
     module = graph_of(qkv, arguments, parameters)
     assert rewrite(MergeLinears(), module).matches == 1
     assert count(module, aten.mm.default) + count(module, aten.addmm.default) == 1
-    layout = parameter_layout(module.graph)
-    assert layout.packed[0].members == ("layer.q", "layer.k", "layer.v")
-    assert layout.packed[0].name == "layer.{q,k,v}"
+    weight = packed_sources(module)[0]
+    assert weight.members == ("layer.q", "layer.k", "layer.v")
+    assert weight.name == "layer.{q,k,v}"
     for got, expected in zip(run(module, arguments | parameters), qkv(**arguments, **parameters), strict=True):
         torch.testing.assert_close(got, expected)
 

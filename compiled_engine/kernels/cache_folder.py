@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+from compiled_engine.process.environment_variables import environment_variables
 
 VARIABLE = "TRITON_CACHE_DIR"
 FOLDER = "kernels"
@@ -26,18 +27,6 @@ def kernel_folder(cache_dir: Path | None) -> Path | None:
     return folder if os.access(folder, os.W_OK) and folder.stat().st_uid == os.geteuid() else None
 
 
-@contextmanager
-def kernels_in(folder: Path | None) -> Iterator[None]:
+def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
     """Point Triton at the folder while the engine starts, which is when every kernel is compiled or loaded."""
-    if folder is None:
-        yield
-        return
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = str(folder)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = before
+    return environment_variables({} if folder is None else {VARIABLE: str(folder)})

@@ -24,7 +24,7 @@ import torch
 import triton
 from triton._C import libtriton
 
-from compiled_engine.graphs.compiler.inductor_options import INDUCTOR_OPTIONS
+from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_settings, settings_of
 from compiled_engine.passes.profile import DeviceProfile, profile_of
 
 # The rooms that shape a compiled graph: every file directly in them counts.
@@ -147,7 +147,7 @@ def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
 
 def compiler_settings(device_type: str) -> dict[str, Any]:
     """What was set in torch's compilers other than their defaults, by whom ever, and what decides these defaults."""
-    hooks = {name: getattr(_settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
+    hooks = {name: getattr(settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
     inductor = _changed("inductor") | {name: _plain(hook) for name, hook in hooks.items() if hook is not None}
     dynamo = _changed("dynamo")
     return {
@@ -165,21 +165,8 @@ def compiler_settings(device_type: str) -> dict[str, Any]:
     }
 
 
-def _settings_of(compiler: str) -> Any:
-    """A compiler's settings; None while it is not imported, for then nobody has changed them. A warm start does
-    without the compilers, which take seconds to import."""
-    return sys.modules.get(f"torch._{compiler}.config")
-
-
 def _changed(compiler: str) -> dict[str, Any]:
-    config = _settings_of(compiler)
-    if config is None:
-        return {}
-    return {
-        name: _plain(value)
-        for name, value in config.save_config_portable().items()
-        if value != config._config[name].default and _shapes_code(name)
-    }
+    return {name: _plain(value) for name, value in changed_settings(compiler).items() if _shapes_code(name)}
 
 
 def _environment_variables() -> dict[str, str]:

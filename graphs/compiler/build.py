@@ -85,7 +85,7 @@ def compile_pieces(
     ):
         for piece in compile_all(for_inductor):
             timeline.add(f"piece {piece.key}", timeline.now() - piece.seconds, piece.seconds, "compile pieces")
-            records.append(PieceRecord(piece.key, piece.seconds, piece.worker))
+            records.append(piece)
             advance(1)
     return tuple(records)
 

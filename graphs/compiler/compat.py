@@ -10,7 +10,6 @@ from typing import Any
 
 import sympy
 import torch
-import torch._inductor.config as inductor_config
 from torch import fx
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.decorators import mark_unbacked
@@ -79,13 +78,3 @@ def forget_compilations() -> None:
             for member in vars(kind).values():
                 if hasattr(member, "cache_clear"):
                     member.cache_clear()
-
-
-def changed_inductor_settings() -> dict[str, Any]:
-    """Inductor's settings that differ from its defaults in this process, as far as JSON can carry them."""
-    declared: Any = inductor_config
-    return {
-        name: value
-        for name, value in declared.save_config_portable().items()
-        if value != declared._config[name].default and isinstance(value, bool | int | float | str | None)
-    }

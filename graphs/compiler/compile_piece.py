@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,9 +12,10 @@ import torch._inductor.config as inductor_config
 from torch._inductor import CompiledArtifact
 
 from compiled_engine.graphs.compiler import compat
-from compiled_engine.graphs.compiler.inductor_options import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.piece import piece_from_json
+from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.trace import require_no_guards
+from compiled_engine.process.environment_variables import environment_variables
 
 
 def compile_piece(entry: Path, key: str) -> float:
@@ -54,15 +54,6 @@ def _output_code(folder: Path) -> Path | None:
 def compiler_folders(entry: Path, key: str) -> Iterator[None]:
     """Point Inductor and Triton at the entry's own folders while we compile or load; the caller's are put back."""
     wanted = {"TORCHINDUCTOR_CACHE_DIR": str(entry / "inductor" / key), "TRITON_CACHE_DIR": str(entry / "triton")}
-    before = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        # A precompiled header would tie the entry to this folder, and building it costs more than it saves.
-        with inductor_config.patch(cpp_cache_precompile_headers=False):
-            yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+    # A precompiled header would tie the entry to this folder, and building it costs more than it saves.
+    with environment_variables(wanted), inductor_config.patch(cpp_cache_precompile_headers=False):
+        yield

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compiled_engine.graphs.compiler.compat import changed_inductor_settings, forget_compilations
+from compiled_engine.graphs.compiler.compat import forget_compilations
 from compiled_engine.graphs.compiler.compile_piece import compile_piece
+from compiled_engine.graphs.compiler.record import PieceRecord
+from compiled_engine.graphs.compiler.settings import changed_settings
 from compiled_engine.process.worker_pool import WorkerPool
 
 log = logging.getLogger("compiled_engine")
@@ -22,17 +22,7 @@ class CompileError(RuntimeError):
     """Inductor failed on a piece."""
 
 
-@dataclass(frozen=True)
-class CompiledPiece:
-    """How a piece was compiled: seconds since the pool began, seconds taken, and by which worker (None: here)."""
-
-    key: str
-    start_s: float
-    seconds: float
-    worker: int | None
-
-
-CompilePieces = Callable[[Sequence[str]], Iterator[CompiledPiece]]
+CompilePieces = Callable[[Sequence[str]], Iterator[PieceRecord]]
 
 
 @contextmanager
@@ -44,12 +34,10 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
     it died, is compiled in this process. Raises CompileError with Inductor's traceback.
     """
     pool = WorkerPool("compiled_engine.graphs.compiler.compile_worker", workers)
-    origin = time.perf_counter()
 
-    def compile_all(keys: Sequence[str]) -> Iterator[CompiledPiece]:
-        def by_worker(key: str) -> CompiledPiece | str:
-            start = time.perf_counter() - origin
-            return _understood(pool.ask({"key": key}), key, start)
+    def compile_all(keys: Sequence[str]) -> Iterator[PieceRecord]:
+        def by_worker(key: str) -> PieceRecord | str:
+            return _understood(pool.ask({"key": key}), key)
 
         left = list(keys)
         if len(pool):
@@ -64,24 +52,26 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
         if left:
             forget_compilations()
         for key in left:
-            start = time.perf_counter() - origin
-            yield CompiledPiece(key, start, compile_piece(entry, key), None)
+            yield PieceRecord(key, compile_piece(entry, key), None)
 
     order = {"entry": str(entry.absolute()), "modules": list(modules)}
     try:
-        pool.begin(order | {"settings": changed_inductor_settings()})
+        # As far as JSON can carry them.
+        settings = changed_settings("inductor").items()
+        simple = {name: value for name, value in settings if isinstance(value, bool | int | float | str | None)}
+        pool.begin(order | {"settings": simple})
         yield compile_all
     finally:
         pool.close()
 
 
-def _understood(answer: dict[str, Any] | None, key: str, start_s: float) -> CompiledPiece | str:
+def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
     """The result, or the key when this process has to compile the piece."""
     if answer is None:
         log.warning("piece %s is compiled in this process", key)
         return key
     if "seconds" in answer:
-        return CompiledPiece(key, start_s, answer["seconds"], answer["worker"])
+        return PieceRecord(key, answer["seconds"], answer["worker"])
     if "error" in answer:
         raise CompileError(f"piece {key} cannot be compiled:\n{answer['error']}")
     log.warning("piece %s is compiled in this process: %s", key, answer["unknown"])
