@@ -17,11 +17,10 @@ import torch
 from torch import fx
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes import small_batch_linear_op  # noqa: F401  (registers the op)
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
-from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
+from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
 
 
 @dataclass(frozen=True)
@@ -93,14 +92,14 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Linear]) -> None:
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.Node, fx.Node]:
     """Where only linears read a norm, each computes it itself; if it is one of a sum, the linear before adds that.
 
-    Returns what stands for the sums that no linear could take in: plain additions.
+    Returns what stands for the sums that no linear could take in: additions of their own.
     """
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
         if all(user in linears and linears[user].x is norm for user in norm.users):
             x, weight, eps = norm.args
             for user in norm.users:
                 linears[user] = replace(linears[user], x=x, norm_weight=weight, eps=eps)
-    plain_sums = {}
+    separate_sums = {}
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.residual_rms_norm.default):
         normed, total = _item(norm, 0), _item(norm, 1)
         if normed is None or not all(user in linears and linears[user].x is normed for user in normed.users):
@@ -117,9 +116,9 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.
             linears[x] = replace(before, result=total, residual=residual)
         else:
             with graph.inserting_before(norm):
-                plain_sums[total] = emit(graph, aten.add.Tensor, residual, x)
-            total.replace_all_uses_with(plain_sums[total])
-    return plain_sums
+                separate_sums[total] = emit(graph, aten.add.Tensor, residual, x)
+            total.replace_all_uses_with(separate_sums[total])
+    return separate_sums
 
 
 def _item(sequence: fx.Node, index: int) -> fx.Node | None:
@@ -138,6 +137,6 @@ def _rewrite(graph: fx.Graph, linear: _Linear, new: dict[fx.Node, fx.Node]) -> f
         linear.silu_mul,
     )
     with graph.inserting_before(linear.result):
-        fused = emit(graph, torch.ops.compiled_engine.small_batch_linear.default, *arguments)
+        fused = emit(graph, small_batch_linear, *arguments)
     linear.result.replace_all_uses_with(fused)
     return fused

@@ -12,7 +12,48 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.passes.small_batch_linear_epilogue import finish, weight_rows
+
+@triton.jit
+def _weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
+    """ROWS rows of the weight that the outputs from `first` on are made of; past the last output they repeat.
+
+    With SILU_MUL the weight has num_outputs rows of gate, then as many of up: each gate is followed by its up.
+    """
+    row_N = tl.arange(0, ROWS)
+    if SILU_MUL:
+        return tl.minimum(first + row_N // 2, num_outputs - 1) + row_N % 2 * num_outputs
+    else:
+        return tl.minimum(first + row_N, num_outputs - 1)
+
+
+@triton.jit
+def _finish(
+    y: tl.tensor,
+    row_N: tl.tensor,
+    offsets: tl.tensor,
+    mask: tl.tensor,
+    bias_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+) -> None:
+    """Bias, then silu(gate) * up or residual + y, rounded where the textbook rounds; then the store.
+
+    y: float32 products [N] or [T, N] with the rows row_N; offsets and mask: of the outputs, [M] or [T, M].
+    """
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if BIAS:
+        y += tl.load(bias_ptr + row_N).to(tl.float32)
+    if SILU_MUL:
+        gate, up = tl.split(tl.reshape(y, offsets.shape + [2]))  # noqa: RUF005 (Triton has no star)
+        gate = gate.to(dtype).to(tl.float32)
+        y = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+    if RESIDUAL:
+        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        y = residual + y.to(dtype).to(tl.float32)
+    tl.store(out_ptr + offsets, y.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -40,7 +81,7 @@ def _ask_for_rows(
     ROWS: tl.constexpr,
     SILU_MUL: tl.constexpr,
 ) -> None:
-    """Ask for COLUMNS columns from k on of the rows that weight_rows names; whole rows lie side by side."""
+    """Ask for COLUMNS columns from k on of the rows that _weight_rows names; whole rows lie side by side."""
     SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     for half in tl.static_range(2 if SILU_MUL else 1):
@@ -188,7 +229,7 @@ def few_tokens_kernel(
     EVEN: tl.constexpr = K % (SPLIT_K * STEP) == 0
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     first = tl.program_id(0) * OUTPUTS
-    row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
+    row_N = _weight_rows(first, num_outputs, ROWS, SILU_MUL)
     w_row_ptr_N = w_ptr + row_N.to(tl.int64) * K
     start = tl.program_id(1) * (STEPS * STEP)
     columns = _columns(start, GROUPS, BLOCK_K)
@@ -232,4 +273,4 @@ def few_tokens_kernel(
     output_M = first + tl.arange(0, OUTPUTS)
     offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
     mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
-    finish(y_TN, row_N, offsets_TM, mask_TM, bias_ptr, residual_ptr, out_ptr, BIAS, RESIDUAL, SILU_MUL)
+    _finish(y_TN, row_N, offsets_TM, mask_TM, bias_ptr, residual_ptr, out_ptr, BIAS, RESIDUAL, SILU_MUL)

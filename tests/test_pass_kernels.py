@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul, small_batch_linear_launch
+from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
-from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS, Tiles, choose_tiles
+from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
 
 SHAPES = [(1, 8), (2, 64), (7, 100), (64, 1024), (3, 4096), (513, 640), (5, 5120)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -31,7 +31,7 @@ import torch
 from tests.test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_case, linear_tiles
 from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
-from compiled_engine.passes.small_batch_linear_launch import launch
+from compiled_engine.passes.small_batch_linear_op import launch
 
 generator = torch.Generator().manual_seed(0)
 same = lambda got, expected: torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
@@ -119,7 +119,7 @@ def test_there_are_tiles_for_every_shape(silu: bool, dtype: torch.dtype) -> None
                 assert tiles.split_k == 1 or not silu
                 outputs = rows // 2 if silu else rows
                 programs = -(-outputs // tiles.rows) * -(-tokens // tiles.tokens)
-                assert tiles.split_k == 1 or programs <= small_batch_linear_launch.MAX_TILES
+                assert tiles.split_k == 1 or programs <= linear_op.MAX_TILES
 
 
 def poison(*sizes: int, dtype: torch.dtype) -> None:
@@ -159,10 +159,10 @@ def test_small_batch_linear_on_a_gpu(shape: tuple[int, int, int], kind: tuple[in
     expected = linear_op.reference(*wide)
     for tiles in linear_tiles(shape, kind):
         poison(*expected.shape, dtype=dtype)
-        got = small_batch_linear_launch.launch(*arguments, tiles)
+        got = linear_op.launch(*arguments, tiles)
         error = (got.float() - expected).abs().max() / expected.abs().max()
         assert error < (1e-5 if dtype == torch.float32 else 2e-2)
-        assert torch.equal(got, small_batch_linear_launch.launch(*arguments, tiles))
+        assert torch.equal(got, linear_op.launch(*arguments, tiles))
         others = [value.clone() if isinstance(value, torch.Tensor) else value for value in arguments]
         others[0][1:] = float("nan")
-        assert torch.equal(got[:1], small_batch_linear_launch.launch(*others, tiles)[:1])
+        assert torch.equal(got[:1], linear_op.launch(*others, tiles)[:1])

@@ -19,8 +19,7 @@ from triton.compiler import ASTSource
 
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
-from compiled_engine.passes.small_batch_linear_launch import Tiles, choose_tiles, columns_ahead, launch
-from compiled_engine.passes.small_batch_linear_op import reference
+from compiled_engine.passes.small_batch_linear_op import Tiles, choose_tiles, columns_ahead, launch, reference
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
 WAYS = {
@@ -43,7 +42,7 @@ KINDS = [(0, 0, 0, 0), (0, 1, 1, 0), (1, 1, 0, 1), (1, 0, 1, 0)]
 INTERPRETED = """
 import torch
 from tests.test_small_batch_linear_op import KINDS, SHAPES, WAYS, arguments_of
-from compiled_engine.passes.small_batch_linear_launch import launch
+from compiled_engine.passes.small_batch_linear_op import launch
 from compiled_engine.passes.small_batch_linear_op import reference
 
 count = 0

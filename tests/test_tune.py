@@ -12,7 +12,7 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.profile import parse_profile, profile_path
 from compiled_engine.passes.registry import DEFAULT_PASSES
-from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS, Tiles
+from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.device_tuning import MeasuredProfile
 from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, candidates, cases_of

@@ -13,7 +13,7 @@ import torch
 
 from compiled_engine.bench.pass_ablation import measure
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
+from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.linear_candidates import cases_of

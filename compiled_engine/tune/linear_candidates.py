@@ -8,7 +8,7 @@ from itertools import product
 import triton
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.passes.small_batch_linear_launch import Tiles
+from compiled_engine.passes.small_batch_linear_op import Tiles
 
 SHARED_MEMORY = 220 << 10
 

@@ -18,8 +18,7 @@ from itertools import groupby
 
 import torch
 
-from compiled_engine.passes.small_batch_linear_launch import Tiles, launch
-from compiled_engine.passes.small_batch_linear_op import reference
+from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, candidates
 
