@@ -15,11 +15,12 @@ from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.frontend.chat import Conversation, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
+from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
+from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.resolve.engine import resolve
@@ -51,7 +52,7 @@ class LLM:
         self._progress = RichProgress() if progress else SilentProgress()
         processors = resolve_logits_processors(engine_options.logits_processors)
         self._core: EngineCore | None = start_core(self._config, self._progress, processors)
-        limits = InputLimits(
+        limits = RequestLimits(
             vocab_size=self._config.model.vocab_size,
             max_model_len=self._config.model.max_model_len,
             num_slots=self._core.num_slots,

@@ -28,6 +28,47 @@ class EngineRequest:
     priority: int = 0
 
 
+@dataclass(frozen=True)
+class RequestLimits:
+    """Core to API: what the engine can take.
+
+    Token ids are below `vocab_size`. A request has at most `max_model_len` tokens of prompt and output, of which all
+    but the last, which is never computed, need one of `num_slots` in the KV cache.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    num_slots: int
+    has_priorities: bool = False
+
+    @property
+    def max_total_tokens(self) -> int:
+        return min(self.max_model_len, self.num_slots + 1)
+
+    def check_length(self, name: str, num_tokens: int, min_tokens: int = 0) -> None:
+        """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one."""
+        longest = self.max_model_len - 1
+        if num_tokens == 0:
+            raise ValueError(f"{name} must have at least one token")
+        if num_tokens > longest:
+            raise ValueError(
+                f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}, less one"
+                f" to generate), got {num_tokens}; SamplingParams(truncate_prompt_tokens=...) keeps the last ones"
+            )
+        if num_tokens > self.num_slots:
+            raise ValueError(
+                f"{name} must have at most the {self.num_slots} tokens that the KV cache holds, got {num_tokens};"
+                " a larger num_blocks holds more"
+            )
+        most = self.max_total_tokens
+        if num_tokens + min_tokens > most:
+            why = "max_model_len" if most == self.max_model_len else "tokens in the KV cache, and one more"
+            raise ValueError(
+                f"{name}: min_tokens must be at most {most - num_tokens} after"
+                f" {num_tokens} prompt tokens ({why} {most}), got {min_tokens}"
+            )
+
+
 class EngineOutput(NamedTuple):
     """Core to API: what one step added to a request.
 

@@ -8,10 +8,8 @@ import pytest
 from fake_runner import shares_of
 from simulated_engine import SimulatedEngine
 
-from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling.scheduler import Scheduler
 
 
 def make_engine(**limits: Any) -> SimulatedEngine:
@@ -50,10 +48,6 @@ def test_no_third_step() -> None:
         engine.scheduler.schedule()
     with pytest.raises(RuntimeError, match=f"step {second.step} is not the oldest one in flight"):
         engine.scheduler.update(second, RunnerOutput([0]))
-    limits = SchedulerConfig(4, 8, 20, "fcfs")
-    for count in (0, 3):
-        with pytest.raises(ValueError, match=f"steps_in_flight must be 1 or 2, got {count}"):
-            Scheduler(limits, CacheConfig(4, None, 0.9, True), 3, 11, count)
 
 
 class TestEnding:

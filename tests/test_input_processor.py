@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level
 
-from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
+from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.prompts import parse_prompts
+from compiled_engine.messages import RequestLimits
 from compiled_engine.sampling.params import SamplingParams
 
 EOS = frozenset({1})
@@ -17,7 +18,7 @@ MAX_MODEL_LEN = 20
 def make_processor(
     *, has_tokenizer: bool = True, has_priorities: bool = False, num_slots: int = MAX_MODEL_LEN
 ) -> InputProcessor:
-    limits = InputLimits(VOCAB_SIZE, MAX_MODEL_LEN, num_slots, has_priorities)
+    limits = RequestLimits(VOCAB_SIZE, MAX_MODEL_LEN, num_slots, has_priorities)
     return InputProcessor(byte_level() if has_tokenizer else None, limits, EOS)
 
 

@@ -10,12 +10,12 @@ from scripted_core import ScriptedCore
 from tiny_tokenizers import byte_level
 
 from compiled_engine.frontend.engine_loop import EngineLoop
-from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
+from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineRequest
+from compiled_engine.messages import EngineRequest, RequestLimits
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -30,7 +30,7 @@ class Frontend:
     def __init__(self, text: str = SAID, tokenizer: Tokenizer | None = TOKENIZER, **core: Any) -> None:
         tokens = [*TOKENIZER.encode(text), EOS]
         self.core = ScriptedCore(lambda request: tokens, **core)
-        self.inputs = InputProcessor(tokenizer, InputLimits(len(TOKENIZER.hf), 400, 400), frozenset({EOS}))
+        self.inputs = InputProcessor(tokenizer, RequestLimits(len(TOKENIZER.hf), 400, 400), frozenset({EOS}))
         self.loop = EngineLoop(self.core, OutputProcessor(tokenizer))
 
     def prepare(self, prompts: Any = "hello", **params: Any) -> list[PreparedRequest]:

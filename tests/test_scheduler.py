@@ -293,12 +293,12 @@ def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:
 class TestErrors:
     def test_a_prompt_that_can_never_be_computed_is_refused(self) -> None:
         bare_scheduler().add(request_of(12))
-        with pytest.raises(ValueError, match=r"'a' has a prompt of 13 tokens.* KV cache holds 12 \(3 blocks of 4\)"):
+        with pytest.raises(ValueError, match=r"'a' must have at most the 12 tokens that the KV cache holds, got 13"):
             bare_scheduler().add(request_of(13))
         bare_scheduler(max_model_len=6).add(request_of(5))
-        with pytest.raises(ValueError, match=r"'a' needs 7 tokens .* max_model_len is 6"):
+        with pytest.raises(ValueError, match=r"'a' must have at most 5 tokens \(max_model_len 6"):
             bare_scheduler(max_model_len=6).add(request_of(6))
-        with pytest.raises(ValueError, match="prompt_token_ids of request 'a' must not be empty"):
+        with pytest.raises(ValueError, match="prompt_token_ids of request 'a' must have at least one token"):
             bare_scheduler().add(request_of(0))
 
     def test_a_prompt_that_fills_the_cache_gets_one_token(self) -> None:
@@ -318,15 +318,6 @@ class TestErrors:
         scheduler.schedule()
         with pytest.raises(ValueError, match="request_id 'a' is already in use"):
             scheduler.add(request_of(3))
-
-    @pytest.mark.parametrize("name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len"])
-    def test_limits_below_one_are_refused(self, name: str) -> None:
-        with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-            bare_scheduler(**{name: 0})
-
-    def test_an_unknown_policy_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="policy must be one of fcfs, priority, got 'lifo'"):
-            bare_scheduler(policy="lifo")
 
     def test_one_step_at_a_time(self) -> None:
         scheduler = bare_scheduler()

@@ -79,14 +79,15 @@ def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str
     """What to sample with. Raises for all that the engine would refuse once it stands, but for what its KV cache cannot
     hold."""
     from compiled_engine.frontend.generation_config import read_default_sampling_params
-    from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
+    from compiled_engine.frontend.input_processor import InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
     from compiled_engine.frontend.tokenizer import find_tokenizer
+    from compiled_engine.messages import RequestLimits
     from compiled_engine.resolve.engine import resolve
 
     model = resolve(options).model
     params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)
-    limits = InputLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
+    limits = RequestLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
     inputs = InputProcessor(find_tokenizer(options.tokenizer, model.path), limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from compiled_engine.frontend.bad_words import encode_bad_words
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineRequest
+from compiled_engine.messages import EngineRequest, RequestLimits
 from compiled_engine.sampling.params import SamplingParams, validate_for_model
 
 
@@ -24,21 +24,10 @@ class PreparedRequest:
     engine_requests: tuple[EngineRequest, ...]
 
 
-@dataclass(frozen=True)
-class InputLimits:
-    """What the engine can take: token ids below `vocab_size`, `max_model_len` tokens of prompt and output, of which all
-    but the last need one of `num_slots` in the KV cache."""
-
-    vocab_size: int
-    max_model_len: int
-    num_slots: int
-    has_priorities: bool = False
-
-
 class InputProcessor:
     """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run."""
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: InputLimits, eos_token_ids: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
@@ -110,33 +99,17 @@ class InputProcessor:
         if not token_ids:
             given = [] if prompt.text is None else prompt.text
             raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
-        vocab_size, max_model_len = self._limits.vocab_size, self._limits.max_model_len
+        vocab_size = self._limits.vocab_size
         for index, token_id in enumerate(token_ids):
             if not 0 <= token_id < vocab_size:
                 raise ValueError(
                     f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
                 )
-        longest = max_model_len - 1
         keep = params.truncate_prompt_tokens
         if keep is not None:
+            longest = self._limits.max_model_len - 1
             token_ids = token_ids[-(longest if keep == -1 else min(keep, longest)) :]
-        if len(token_ids) > longest:
-            raise ValueError(
-                f"{prompt.name} must have at most {longest} tokens (max_model_len {max_model_len}, less one"
-                f" to generate), got {len(token_ids)}; SamplingParams(truncate_prompt_tokens=...) keeps the last ones"
-            )
-        num_slots = self._limits.num_slots
-        if len(token_ids) > num_slots:
-            raise ValueError(
-                f"{prompt.name} must have at most the {num_slots} tokens that the KV cache holds, got {len(token_ids)};"
-                " a larger num_blocks holds more"
-            )
-        most, why = min((max_model_len, "max_model_len"), (num_slots + 1, "tokens in the KV cache, and one more"))
-        if len(token_ids) + params.min_tokens > most:
-            raise ValueError(
-                f"{prompt.name}: min_tokens must be at most {most - len(token_ids)} after"
-                f" {len(token_ids)} prompt tokens ({why} {most}), got {params.min_tokens}"
-            )
+        self._limits.check_length(prompt.name, len(token_ids), params.min_tokens)
         return token_ids
 
     def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:

@@ -96,6 +96,11 @@ class BlockPool:
             del self._block_of_hash[block_hash]
             self._hashes[block] = None
 
+    def check_all_free(self) -> None:
+        """Raise RuntimeError if a block is held, though no request is left to hold it."""
+        if self.num_free != self.num_blocks:
+            raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
+
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless all is consistent and exactly `block_tables` hold the pool's blocks."""
         held: Counter[int] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -43,7 +44,7 @@ class Request:
     block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
-    plain_until_computed, plain_until_known: see `set_plain_limits`.
+    steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
     request_id: str
@@ -66,8 +67,8 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     next_prompt_logprob: int = 1
-    plain_until_computed: int = 0
-    plain_until_known: int = 0
+    steady_until_computed: int = 0
+    steady_until_known: int = 0
 
     @classmethod
     def of(
@@ -90,20 +91,20 @@ class Request:
             token_mask=token_mask,
             num_tokens=num_prompt_tokens,
         )
-        made.set_plain_limits()
+        made.set_steady_limits()
         return made
 
-    def set_plain_limits(self) -> None:
-        """To be called after anything but a plain share or a plain token, which nearly all are: for those, the
+    def set_steady_limits(self) -> None:
+        """To be called after anything but a steady share or a steady token, which nearly all are: for those, the
         scheduler makes one comparison.
 
-        While fewer than `plain_until_computed` tokens are computed, its share of a step is plain: one token that
-        samples, in a block that it has, and not the last. While fewer than `plain_until_known` are known, the next one
-        is plain: neither the first that it generates nor the last, unless by being one of ending_ids.
+        While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one token that
+        samples, in a block that it has, and not the last. While fewer than `steady_until_known` are known, the next one
+        is steady: neither the first that it generates nor the last, unless by being one of ending_ids.
         """
-        self.plain_until_computed, self.plain_until_known = self.plain_limits()
+        self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
-    def plain_limits(self) -> tuple[int, int]:
+    def steady_limits(self) -> tuple[int, int]:
         """What the two have to be."""
         if self.token_mask is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
@@ -148,3 +149,22 @@ class Request:
             block_ids=tuple(self.block_ids),
             masked=self.token_mask is not None,
         )
+
+
+def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
+    """Raise RuntimeError unless those that run are in order, and every request runs, waits or awaits its last token,
+    and knows how far it is steady."""
+    if [request.order for request in running] != sorted({request.order for request in running}):
+        raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")
+    ending = sum(request.status is RequestStatus.ENDING for request in requests)
+    if len(running) + num_waiting + ending != len(requests):
+        raise RuntimeError(
+            f"{len(requests)} requests are known, but {len(running)} run, {num_waiting} wait "
+            f"and {ending} await their last token"
+        )
+    for request in requests:
+        if (request.steady_until_computed, request.steady_until_known) != request.steady_limits():
+            raise RuntimeError(
+                f"request {request.request_id!r} is taken for steady until "
+                f"{(request.steady_until_computed, request.steady_until_known)}, but is until {request.steady_limits()}"
+            )

@@ -18,15 +18,19 @@ from collections import deque
 from itertools import compress
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.messages import EngineOutput, EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
+from compiled_engine.messages import (
+    EngineOutput,
+    EngineRequest,
+    RequestLimits,
+    RunnerOutput,
+    SchedulerOutput,
+    StepOutputs,
+)
 from compiled_engine.sampling.token_mask import TokenMask
-from compiled_engine.scheduling.integrity import check_all_free, check_requests
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
-from compiled_engine.scheduling.limits import check_fits, check_limits
-from compiled_engine.scheduling.masks import ask_for_masks
-from compiled_engine.scheduling.request import Request, RequestStatus
+from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
-from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
+from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, all_but
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
@@ -49,13 +53,10 @@ class Scheduler:
         vocab_size: int,
         steps_in_flight: int = 1,
     ) -> None:
-        check_limits(scheduler, steps_in_flight)
         self._config = scheduler
-        self._vocab_size = vocab_size
         self._steps_in_flight = steps_in_flight
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
-        # The last token of a sequence is never computed, so it needs no slot.
-        self._max_total_tokens = min(scheduler.max_model_len, self._kv_cache.num_slots + 1)
+        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # sorted by order
@@ -68,11 +69,11 @@ class Scheduler:
         """Queue a request. Raises ValueError if its id is in use, or if it can never be computed."""
         if request.request_id in self._requests:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
-        check_fits(request, self._config.max_model_len, self._kv_cache)
+        self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", len(request.prompt_token_ids))
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        queued = Request.of(request, order, self._max_total_tokens, token_mask)
+        queued = Request.of(request, order, self._limits.max_total_tokens, token_mask)
         self._requests[request.request_id] = queued
         self._waiting.push(queued)
 
@@ -106,12 +107,12 @@ class Scheduler:
         budget = self._schedule_running(draft)
         if self._waiting and budget > 0:
             self._admit_waiting(draft, budget)
-        if not draft.singles and not draft.several.requests:
+        if not draft.one_token and not draft.longer.requests:
             return None
         counts = self._counts
         counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
         counts.steps += 1
-        masks, errors = ask_for_masks(draft.masked, self._vocab_size)
+        masks, errors = draft.ask_for_masks(self._limits.vocab_size)
         removed, self._removed = self._removed, []
         step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered(), masks, errors)
         self._in_flight.append(step)
@@ -131,11 +132,11 @@ class Scheduler:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
         running, budget = self._running, self._config.max_num_batched_tokens
         num_preemptions = self._counts.preemptions
-        add_single, add_start = draft.singles.append, draft.single_starts.append
+        add_request, add_start = draft.one_token.append, draft.one_token_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
-            if start < request.plain_until_computed:
-                add_single(request)
+            if start < request.steady_until_computed:
+                add_request(request)
                 add_start(start)
                 request.num_computed_tokens = start + 1
                 request.num_tokens += 1
@@ -184,7 +185,7 @@ class Scheduler:
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
-        request.set_plain_limits()
+        request.set_steady_limits()
 
     def _preempt_last(self) -> Request:
         """Take the blocks of the last running request; it waits in its old place to be computed again."""
@@ -207,23 +208,21 @@ class Scheduler:
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # Everything else is for requests that sample, and nearly always no more than the next token.
         ids_alone = not (result.logprobs or result.prompt_logprobs)
-        not_plain: list[int] = []
+        not_steady: list[int] = []
         for index, (request, token_id) in enumerate(zip(in_flight.sampling, result.token_ids, strict=True)):
             known = request.token_ids
-            if ids_alone and len(known) < request.plain_until_known and token_id not in request.ending_ids:
+            if ids_alone and len(known) < request.steady_until_known and token_id not in request.ending_ids:
                 known.append(token_id)
                 if len(known) >= request.next_block_end:
                     self._kv_cache.register(request)
                 continue
-            not_plain.append(index)
+            not_steady.append(index)
             if request.status is not RequestStatus.FINISHED:
                 others.append(self._take_token(request, token_id, in_flight, result))
         request_ids, token_ids = in_flight.sampling_ids, result.token_ids
-        if not_plain:
-            plain = [True] * len(token_ids)
-            for index in not_plain:
-                plain[index] = False
-            request_ids, token_ids = list(compress(request_ids, plain)), list(compress(token_ids, plain))
+        if not_steady:
+            steady = all_but(not_steady, len(token_ids))
+            request_ids, token_ids = list(compress(request_ids, steady)), list(compress(token_ids, steady))
         self._in_flight.popleft()
         if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
@@ -238,7 +237,7 @@ class Scheduler:
         request.token_ids.append(token_id)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
-        request.set_plain_limits()
+        request.set_steady_limits()
         output = token_output(request, token_id, result)
         if output.finish_reason is not None:
             self._end(request)
@@ -275,13 +274,13 @@ class Scheduler:
         elif request.status is not RequestStatus.ENDING:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
-        request.set_plain_limits()
+        request.set_steady_limits()
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
         """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
         self._kv_cache.free(request)
-        request.set_plain_limits()
+        request.set_steady_limits()
         self._removed.append(request.request_id)
 
     def metrics(self) -> dict[str, int | float]:
@@ -292,7 +291,7 @@ class Scheduler:
     def check_idle(self) -> None:
         """The part of check_integrity that costs nothing: without requests, every block must be free."""
         if not self._requests:
-            check_all_free(self._kv_cache.pool)
+            self._kv_cache.pool.check_all_free()
 
     def check_integrity(self) -> None:
         """Raise RuntimeError, saying what is wrong, unless each block and request is accounted for once."""

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import compress
 
 from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.sampling.token_mask import ask
 from compiled_engine.scheduling.request import Request
+
+
+def all_but(indices: Iterable[int], count: int) -> list[bool]:
+    """For each of `count` entries whether it is none of those at `indices`."""
+    chosen = [True] * count
+    for index in indices:
+        chosen[index] = False
+    return chosen
 
 
 @dataclass(slots=True)
@@ -23,14 +33,14 @@ class Shares:
 class StepDraft:
     """A step that is being put together.
 
-    singles: requests with a share of one token, which starts at `single_starts` and samples, but for those whose index
-    is in `held`. several: shares of more tokens. masked: requests that sample and have a token mask.
+    one_token: requests with a share of one token, which starts at `one_token_starts` and samples, but for those whose
+    index is in `unsampled`. longer: shares of more tokens. masked: requests that sample and have a token mask.
     """
 
-    singles: list[Request] = field(default_factory=list)
-    single_starts: list[int] = field(default_factory=list)
-    held: list[int] = field(default_factory=list)
-    several: Shares = field(default_factory=Shares)
+    one_token: list[Request] = field(default_factory=list)
+    one_token_starts: list[int] = field(default_factory=list)
+    unsampled: list[int] = field(default_factory=list)
+    longer: Shares = field(default_factory=Shares)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     masked: list[Request] = field(default_factory=list)
@@ -38,28 +48,39 @@ class StepDraft:
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == 1:
             if not samples:
-                self.held.append(len(self.singles))
-            self.singles.append(request)
-            self.single_starts.append(start)
+                self.unsampled.append(len(self.one_token))
+            self.one_token.append(request)
+            self.one_token_starts.append(start)
             return
-        several = self.several
-        several.requests.append(request)
-        several.starts.append(start)
-        several.counts.append(count)
-        several.samples.append(samples)
+        longer = self.longer
+        longer.requests.append(request)
+        longer.starts.append(start)
+        longer.counts.append(count)
+        longer.samples.append(samples)
 
     def shares(self) -> Shares:
         """All of them, those of one token first."""
-        count, several = len(self.singles), self.several
-        samples = [True] * count
-        for index in self.held:
-            samples[index] = False
+        count, longer = len(self.one_token), self.longer
+        samples = all_but(self.unsampled, count)
         return Shares(
-            self.singles + several.requests,
-            self.single_starts + several.starts,
-            [1] * count + several.counts,
-            samples + several.samples,
+            self.one_token + longer.requests,
+            self.one_token_starts + longer.starts,
+            [1] * count + longer.counts,
+            samples + longer.samples,
         )
+
+    def ask_for_masks(self, vocab_size: int) -> tuple[dict[str, bytes], dict[str, str]]:
+        """By request id the masks of requests that are about to sample, and of those that failed what went wrong."""
+        masks: dict[str, bytes] = {}
+        errors: dict[str, str] = {}
+        for request in self.masked:
+            assert request.token_mask is not None
+            output_token_ids = request.token_ids[request.num_prompt_tokens :]
+            try:
+                masks[request.request_id] = ask(request.token_mask, output_token_ids, vocab_size).tobytes()
+            except ValueError as error:
+                errors[request.request_id] = str(error)
+        return masks, errors
 
 
 @dataclass(slots=True)
