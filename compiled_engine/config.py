@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -104,14 +105,14 @@ class SchedulerConfig:
 class CompileConfig:
     """Whether and how the model is compiled. `passes` are the enabled FX passes in their fixed order.
 
-    `small_ranges`: token counts (first, last), ascending, that have a version of their own, which returns the logits
+    `ranges`: token counts (first, last), ascending, that are compile ranges of their own, whose code returns the logits
     of every token. `strict`: a pass below its contract is an error. `verify`: each rewrite is executed and compared.
     `workers`: processes that compile pieces; 0 compiles them in this one.
     """
 
     enabled: bool
     passes: tuple[str, ...]
-    small_ranges: tuple[tuple[int, int], ...]
+    ranges: tuple[tuple[int, int], ...]
     strict: bool
     verify: bool
     workers: int
@@ -165,3 +166,18 @@ class EngineConfig:
     device: torch.device
     attention_backend: str
     reasons: dict[str, str]
+
+
+def json_value(value: Any) -> Any:
+    """A configuration value as JSON has it: objects, lists, numbers, text."""
+    if is_dataclass(value):
+        return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")

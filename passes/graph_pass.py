@@ -12,9 +12,9 @@ from compiled_engine.config import ModelConfig
 
 @dataclass(frozen=True)
 class CompileRange:
-    """Token counts, both ends included, that one compiled version of the graph serves.
+    """Token counts, both ends included, for which the model is compiled once.
 
-    A `small` version returns the logits of every token, the others hidden states.
+    The code of a `small` range, for small batches, returns the logits of every token; other code hidden states.
     """
 
     low: int

@@ -107,7 +107,7 @@ PERTURBED: dict[str, Any] = {
     "scheduler.async_scheduling": True,
     "compile.enabled": False,
     "compile.passes": ("merge_linears",),
-    "compile.small_ranges": ((1, 4), (5, 8)),
+    "compile.ranges": ((1, 4), (5, 8)),
     "compile.strict": True,
     "compile.verify": True,
     "compile.workers": 3,

@@ -65,7 +65,7 @@ def test_each_range_has_three_pieces_however_deep_the_model(
     architecture: str, num_layers: int, dtype: torch.dtype
 ) -> None:
     config = tiny_config(architecture, num_layers, dtype)
-    config = replace(config, compile=replace(config.compile, small_ranges=((1, 8),), strict=True))
+    config = replace(config, compile=replace(config.compile, ranges=((1, 8),), strict=True))
     graph = traced(config)
     for compile_range in compile_ranges(config):
         module, reports = apply_passes(config, graph, compile_range)

@@ -239,7 +239,7 @@ def test_what_makes_a_batch_general() -> None:
     sampler = Sampler(4, 40, "cpu", processors=[Forbid()])
     for row, extra_args in enumerate([None, {"forbid": [1]}, {"force": 1}]):
         sampler.add_row(row, SamplingParams(extra_args=extra_args), 0, [1], 1, set())
-    assert sampler.sampler_class(np.array([0, 2, -1])) is SamplerClass.PLAIN
+    assert sampler.sampler_class(np.array([0, 2, -1])) is SamplerClass.TEMPERATURE_ONLY
     assert sampler.sampler_class(np.array([0, 1])) is SamplerClass.GENERAL
 
 

@@ -40,8 +40,8 @@ def test_passes_are_chosen_by_name_and_run_in_their_own_order() -> None:
 
 
 def test_compile_ranges_follow_one_another() -> None:
-    assert resolved().compile.small_ranges == ()
-    assert resolved(compile_ranges=(64, 8)).compile.small_ranges == ((1, 8), (9, 64))
+    assert resolved().compile.ranges == ()
+    assert resolved(compile_ranges=(64, 8)).compile.ranges == ((1, 8), (9, 64))
 
 
 def test_without_a_compiler_auto_is_eager_and_compiled_is_an_error(

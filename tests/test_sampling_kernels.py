@@ -172,10 +172,10 @@ def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
     sampler.add_row(1, SamplingParams(), 0, [1], 1, set())
     masked = params.pop("masked", False)
     sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID}, masked=masked)
-    expected = SamplerClass.PLAIN if plain else SamplerClass.GENERAL
+    expected = SamplerClass.TEMPERATURE_ONLY if plain else SamplerClass.GENERAL
     assert sampler.sampler_class(np.array([1, 2, -1])) is expected
-    assert sampler.sampler_class(np.array([1, -1])) is SamplerClass.PLAIN
-    assert sampler.sampler_class(np.array([], dtype=np.int64)) is SamplerClass.PLAIN
+    assert sampler.sampler_class(np.array([1, -1])) is SamplerClass.TEMPERATURE_ONLY
+    assert sampler.sampler_class(np.array([], dtype=np.int64)) is SamplerClass.TEMPERATURE_ONLY
 
 
 def test_plain_sampling_gives_the_tokens_of_sample() -> None:
@@ -187,7 +187,7 @@ def test_plain_sampling_gives_the_tokens_of_sample() -> None:
     row_index_S, positions_S = torch.from_numpy(rows.astype(np.int32)), torch.arange(9)
     expected = sampler.sample(logits_SV, rows, row_index_S, positions_S).token_ids_S
     token_ids_S = torch.full((9,), -1)
-    sampler.sample_plain(logits_SV, row_index_S, positions_S, token_ids_S)
+    sampler.sample_by_temperature(logits_SV, row_index_S, positions_S, token_ids_S)
     assert torch.equal(token_ids_S, expected)
     assert token_ids_S[[3, 8]].tolist() == [0, 0]
 
@@ -321,10 +321,10 @@ def test_plain_sampling_in_a_cuda_graph() -> None:
     logits_SV = torch.full((size, vocab_size), torch.nan, dtype=torch.bfloat16, device="cuda")
     row_index_S = torch.full((size,), -1, dtype=torch.int32, device="cuda")
     positions_S, token_ids_S = (torch.zeros(size, dtype=torch.int64, device="cuda") for _ in range(2))
-    sampler.sample_plain(logits_SV, row_index_S, positions_S, token_ids_S)
+    sampler.sample_by_temperature(logits_SV, row_index_S, positions_S, token_ids_S)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        sampler.sample_plain(logits_SV, row_index_S, positions_S, token_ids_S)
+        sampler.sample_by_temperature(logits_SV, row_index_S, positions_S, token_ids_S)
     generator = torch.Generator().manual_seed(0)
     for step in range(4):
         for row in range(step * 8, step * 8 + 8):

@@ -33,7 +33,7 @@ from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.sampling.steps import sampling_steps
+from compiled_engine.sampling.operations import sampling_operations
 
 CONTEXT = 200
 ALL = "all"
@@ -68,7 +68,7 @@ def measure(
 ) -> dict[str, list[Gain]]:
     """What leaving each pass out costs at each token count, as medians of interleaved repeats.
 
-    Up to the end of the small ranges a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
+    In compile ranges for small batches a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
@@ -131,7 +131,7 @@ def greedy(logits_RV: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
     """The engine's sampler at temperature 0: token ids [R]."""
     on_gpu = logits_RV.device.type == "cuda"
     token_ids_R = torch.empty_like(inputs.seeds_R)
-    sampling_steps(on_gpu).choose(
+    sampling_operations(on_gpu).choose(
         logits_RV if on_gpu else logits_RV.float(),
         inputs.row_index_R,
         inputs.seeds_R,

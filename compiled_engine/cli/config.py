@@ -6,8 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +14,7 @@ from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.config import json_value
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -45,7 +44,7 @@ def config(
 
         resolved = resolve(make_options(engine))
     if as_json:
-        typer.echo(json.dumps(plain(resolved), indent=2))
+        typer.echo(json.dumps(json_value(resolved), indent=2))
     else:
         # Without a terminal nothing says how wide the output may be: wide enough for paths and reasons.
         Console(width=None if sys.stdout.isatty() else 160).print(config_table(resolved))
@@ -62,21 +61,6 @@ def config_table(config: EngineConfig) -> Table:
     return table
 
 
-def plain(value: Any) -> Any:
-    """A configuration value as JSON has it: objects, lists, numbers, text."""
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")
-
-
 def _rows(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     for field in fields(value):
         item = getattr(value, field.name)
@@ -87,7 +71,7 @@ def _rows(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shown(value: Any) -> str:
-    value = plain(value)
+    value = json_value(value)
     if not isinstance(value, list):
         return str(value)
     if len(value) > 1 and len(set(value)) == 1:

@@ -14,8 +14,7 @@ import typer
 
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.cli.reports import completion_records, speeds, summary
-from compiled_engine.cli.text import print_completions, print_stream
+from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.config import plain
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
 from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.config import json_value
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -98,10 +98,10 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     timeline = Timeline()
     timeline.add("before the look-up", 0.0, timeline.now())
     if not config.compile.enabled:
-        return make_report(plain(config), None, timeline.as_records())
+        return make_report(json_value(config), None, timeline.as_records())
     found = compile_model(config, lambda: build_model(config.model), progress, timeline)
     entry = _entry(config, found.lookup.folder, found.lookup.status)
-    return make_report(plain(config), entry, timeline.as_records())
+    return make_report(json_value(config), entry, timeline.as_records())
 
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
@@ -129,7 +129,7 @@ def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
         start_up = [*metrics["start_up"], asdict(first_token)]
         folder = metrics["cache_entry"]
         entry = None if folder is None else _entry(llm.config, Path(folder), metrics["cache"])
-        return make_report(plain(llm.config), entry, start_up, metrics)
+        return make_report(json_value(llm.config), entry, start_up, metrics)
 
 
 def _entry(config: EngineConfig, folder: Path, status: str) -> CompiledEntry:

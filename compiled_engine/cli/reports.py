@@ -1,11 +1,13 @@
-"""What a run came to: records of its completions and its speed."""
+"""What a run came to: its completions on a terminal or as records, and its speed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 if TYPE_CHECKING:
     from compiled_engine.frontend.outputs import RequestOutput
@@ -51,3 +53,26 @@ def summary(measured: dict[str, float | int | None]) -> str:
         if value is not None:
             line += f", {name} {value * 1000:.1f} ms"
     return line
+
+
+def print_stream(prompt: str, stream: Iterable[RequestOutput]) -> RequestOutput:
+    """Print a stream of one completion after its prompt, which is bold; give the last output."""
+    typer.secho(prompt, bold=True, nl=False)
+    shown = 0
+    try:
+        for output in stream:
+            text = output.outputs[0].text
+            typer.echo(text[shown:], nl=False)
+            shown = len(text)
+    finally:
+        typer.echo()
+    return output
+
+
+def print_completions(outputs: Sequence[RequestOutput]) -> None:
+    """Print finished outputs, each completion after its prompt, with a blank line between two."""
+    for index, (output, completion) in enumerate((o, c) for o in outputs for c in o.outputs):
+        if index:
+            typer.echo()
+        typer.secho(output.prompt, bold=True, nl=False)
+        typer.echo(completion.text)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from compiled_engine.frontend.deferred_interrupt import deferred_interrupt
 from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor, RequestState
+from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.messages import EngineRequest, StepOutputs
 from compiled_engine.sampling.token_mask import TokenMask
@@ -40,7 +40,7 @@ class EngineLoop:
     def __init__(self, core: Core, outputs: OutputProcessor) -> None:
         self._core = core
         self._outputs = outputs
-        self._changed: dict[str, RequestState] = {}  # what no run has given out yet, by request id
+        self._changed: dict[str, RunningRequest] = {}  # what no run has given out yet, by request id
         self._closed = False
         self._failure: BaseException | None = None
         self._in_use = threading.Lock()
@@ -84,7 +84,7 @@ class EngineLoop:
             self._in_use.release()
 
     def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[RequestOutput, None, None]:
-        running: dict[str, RequestState] = {}
+        running: dict[str, RunningRequest] = {}
         added: set[str] = set()
         try:
             for request in requests:

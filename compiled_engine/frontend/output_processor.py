@@ -13,7 +13,7 @@ from compiled_engine.messages import EngineOutput, StepOutputs
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
-class RequestState:
+class RunningRequest:
     """A prompt under way: its completions, prompt log-probabilities and times (in seconds)."""
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
@@ -95,11 +95,11 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, RunningRequest] = {}
 
-    def add(self, request: PreparedRequest) -> RequestState:
+    def add(self, request: PreparedRequest) -> RunningRequest:
         """Start to follow a request; its arrival is now."""
-        state = RequestState(request, self._tokenizer, time.perf_counter())
+        state = RunningRequest(request, self._tokenizer, time.perf_counter())
         for engine_request in request.engine_requests:
             self._states[engine_request.request_id] = state
         return state
@@ -108,14 +108,14 @@ class OutputProcessor:
         """Stop following an engine request: what the core still says of it is dropped."""
         self._states.pop(engine_request_id, None)
 
-    def process(self, outputs: StepOutputs) -> tuple[list[RequestState], list[str]]:
+    def process(self, outputs: StepOutputs) -> tuple[list[RunningRequest], list[str]]:
         """Take in a step's outputs; give the states that changed, and the engine requests to abort.
 
         Those to abort ended by a stop string, which the core knows nothing of.
         """
         now = time.perf_counter()
         states = self._states
-        changed: dict[int, RequestState] = {}
+        changed: dict[int, RunningRequest] = {}
         aborts: list[str] = []
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             state = states.get(request_id)

@@ -23,7 +23,7 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
-# Up to how many tokens a version of its own is compiled by default.
+# Where compile ranges for small batches end by default, in tokens.
 DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
 MIN_CORES_FOR_WORKERS = 4
 # A range has three pieces, a cold start some 45 kernels.
@@ -57,7 +57,7 @@ def resolve_compile(
     return CompileConfig(
         enabled=True,
         passes=tuple(name for name in known if name in wanted and name not in options.disable_passes),
-        small_ranges=_small_ranges(options, scheduler, device, reasons),
+        ranges=_ranges(options, scheduler, device, reasons),
         strict=options.strict_passes,
         verify=options.verify_passes,
         workers=_workers(options, reasons),
@@ -65,14 +65,14 @@ def resolve_compile(
     )
 
 
-def _small_ranges(
+def _ranges(
     options: EngineOptions, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
 ) -> tuple[tuple[int, int], ...]:
     most = scheduler.max_num_batched_tokens
     ends = options.compile_ranges
     if ends is None:
         ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES[device.type] if most > 1)
-        reasons["compile.small_ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
+        reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
     for end in ends:
         require_positive("compile_ranges", end)
         if end >= most:

@@ -39,12 +39,12 @@ from compiled_engine.runner.rehearsal import rehearse
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.warm_up import warm_up
+from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
-from compiled_engine.sampling.transfer import upload
 
 
 class Runner:
@@ -211,7 +211,7 @@ class Runner:
         """Where a row asks for more than temperature and seed: other tokens for those that sample, and the
         log-probabilities that were asked for."""
         rows_R = np.where(batch.samples, batch.rows, -1)
-        if self.sampler.sampler_class(rows_R) is SamplerClass.PLAIN:
+        if self.sampler.sampler_class(rows_R) is SamplerClass.TEMPERATURE_ONLY:
             return None
         count = batch.num_requests
         row_index_R = upload(rows_R.astype(np.int32), self._config.device)

@@ -89,5 +89,5 @@ def sample_and_advance(
     token_ids_R = torch.empty(batch.num_rows, dtype=torch.int64, device=logits_RV.device)
     if logits_RV.device.type == "cpu":
         logits_RV = logits_RV.float()
-    sampler.sample_plain(logits_RV[rows], buffers.rows_R[rows], buffers.sample_positions_R[rows], token_ids_R)
+    sampler.sample_by_temperature(logits_RV[rows], buffers.rows_R[rows], buffers.sample_positions_R[rows], token_ids_R)
     advance(states, buffers, token_ids_R, batch.num_rows, decodes_only=batch.decodes_only)

@@ -10,8 +10,8 @@ from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.pending_steps import PromptLogprobs
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.logprobs import token_logprobs
-from compiled_engine.sampling.transfer import upload
 
 # Positions whose logits are there at once.
 CHUNK = 256

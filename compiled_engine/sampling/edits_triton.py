@@ -1,6 +1,6 @@
 """What precedes and follows the choice of tokens, as Triton kernels: additions, masks, penalties, history.
 
-The plain forms are in logit_additions.py, step_masks.py, penalties.py and history.py; the arguments are theirs.
+The same for the CPU is in logit_additions.py, step_masks.py, penalties.py and history.py; the arguments are theirs.
 """
 
 from __future__ import annotations

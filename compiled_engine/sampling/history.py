@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from compiled_engine.sampling.transfer import upload
+from compiled_engine.sampling.async_copies import upload
 
 # A count and, in the sign bit, whether the prompt has the token: int16. Counts stay at the largest once there.
 IN_PROMPT = -(2**15)

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
-from compiled_engine.sampling.transfer import upload
 
 ALWAYS = 2**31 - 1
 # Columns of an addition: token id; bits of the float32 to add; the position before which it holds; where the tokens

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.sampling.async_copies import download, upload
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
-from compiled_engine.sampling.transfer import download, upload
 
 # Rows that want more tokens than this are computed apart: all rows of a chunk get as many as the one that wants most.
 MANY_TOKENS = 1024

@@ -15,28 +15,31 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.filters import filter_fields, has_filters
 from compiled_engine.sampling.history import History
 from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
 from compiled_engine.sampling.logits_processor import LogitsProcessor
 from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
+from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import has_penalties
 from compiled_engine.sampling.processed_rows import ProcessedRows
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.step_masks import StepMasks
-from compiled_engine.sampling.steps import sampling_steps
-from compiled_engine.sampling.transfer import upload
 
 # -1 asks for the whole vocabulary.
 NO_LOGPROBS = -2
 
 
 class SamplerClass(enum.Enum):
-    """What a batch needs. PLAIN: temperature and seed alone, greedy included; may be sampled in a CUDA graph."""
+    """What a batch needs.
 
-    PLAIN = enum.auto()
+    TEMPERATURE_ONLY: temperature and seed, greedy included; may be sampled in a CUDA graph.
+    """
+
+    TEMPERATURE_ONLY = enum.auto()
     GENERAL = enum.auto()
 
 
@@ -67,7 +70,7 @@ class Sampler:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
         self._triton = self._device.type == "cuda" if triton is None else triton
-        self._steps = sampling_steps(self._triton)
+        self._operations = sampling_operations(self._triton)
         self._num_rows = max_num_rows
 
         def flags() -> np.ndarray:
@@ -146,30 +149,30 @@ class Sampler:
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
         """What these rows need together; -1 is padding and needs nothing."""
-        return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.PLAIN
+        return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def publish(self) -> None:
-        """Bring the parameters on the device up to date, without waiting: before a graph with sample_plain is replayed.
+        """Bring the parameters on the device up to date, without waiting.
 
-        `sample` does so itself.
+        To be called before a graph with sample_by_temperature is replayed; `sample` does so itself.
         """
         self._additions.publish()
         self._table.publish()
 
-    def sample_plain(
+    def sample_by_temperature(
         self,
         logits_SV: torch.Tensor,
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
     ) -> None:
-        """Choose tokens for rows that are PLAIN, into token_ids_S (int64 [S], device).
+        """Choose tokens for rows that are TEMPERATURE_ONLY, into token_ids_S (int64 [S], device).
 
         Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
         captured; on a CPU the logits have to be float32.
         """
         fields = self._table.device
-        self._steps.choose(
+        self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], None, token_ids_S
         )
 
@@ -215,7 +218,7 @@ class Sampler:
                 token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2], part_masks)
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
         if self._remembered_N[rows_S].any():
-            self._steps.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
+            self._operations.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
         return SampledTokens(token_ids_S, self._logprobs(logits_SV, token_ids_S, rows_S))
 
     def _choose_edited(
@@ -229,14 +232,14 @@ class Sampler:
         """Token ids, int64 [R], after all edits: in place, so logits_RV is a copy (float32, a chunk)."""
         if self._added_to_N[rows_R].any():
             tail_NL = self._history.tail_NL
-            self._steps.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
+            self._operations.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
         if self._processed_N[rows_R].any():
             self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
         if masks is not None:
-            self._steps.forbid_(logits_RV, masks)
+            self._operations.forbid_(logits_RV, masks)
         if self._penalised_N[rows_R].any():
             assert self._history.counts_NV is not None
-            self._steps.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
+            self._operations.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
         self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
         return token_ids_R
@@ -251,9 +254,9 @@ class Sampler:
     ) -> None:
         threshold_S = None
         if self._filtered_N[rows_S].any():
-            threshold_S = self._steps.thresholds(logits_SV, row_index_S, self._table)
+            threshold_S = self._operations.thresholds(logits_SV, row_index_S, self._table)
         fields = self._table.device
-        self._steps.choose(
+        self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
         )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from compiled_engine.sampling.transfer import upload
+from compiled_engine.sampling.async_copies import upload
 
 
 @dataclass(frozen=True)

@@ -142,16 +142,16 @@ def cpp_compiler() -> dict[str, Any]:
 
 def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
     """The part of a profile that decides which passes are run; the rest is read when kernels are launched."""
-    return _plain({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
+    return _json_value({"noise_us": profile.noise_us, "gains_us": profile.gains_us}) if profile else {}
 
 
 def compiler_settings(device_type: str) -> dict[str, Any]:
     """What was set in torch's compilers other than their defaults, by whom ever, and what decides these defaults."""
     hooks = {name: getattr(settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
-    inductor = _changed("inductor") | {name: _plain(hook) for name, hook in hooks.items() if hook is not None}
+    inductor = _changed("inductor") | {name: _json_value(hook) for name, hook in hooks.items() if hook is not None}
     dynamo = _changed("dynamo")
     return {
-        "inductor": inductor | _plain(INDUCTOR_OPTIONS),
+        "inductor": inductor | _json_value(INDUCTOR_OPTIONS),
         "functorch": _changed("functorch"),
         "dynamo": {name: dynamo[name] for name in _DYNAMO_SETTINGS if name in dynamo},
         "environment": _environment_variables(),
@@ -166,7 +166,7 @@ def compiler_settings(device_type: str) -> dict[str, Any]:
 
 
 def _changed(compiler: str) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in changed_settings(compiler).items() if _shapes_code(name)}
+    return {name: _json_value(value) for name, value in changed_settings(compiler).items() if _shapes_code(name)}
 
 
 def _environment_variables() -> dict[str, str]:
@@ -181,16 +181,16 @@ def _shapes_code(name: str) -> bool:
     return not any(fnmatchcase(name, pattern) for pattern in _SHAPES_NOTHING)
 
 
-def _plain(value: Any) -> Any:
+def _json_value(value: Any) -> Any:
     """As JSON; of a function or object its own `uuid()`, or its name: no address, which differs in each process."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_json_value(item) for item in value]
     if isinstance(value, set | frozenset):
-        return sorted(str(_plain(item)) for item in value)
+        return sorted(str(_json_value(item)) for item in value)
     named = value if hasattr(value, "__qualname__") else type(value)
     name = f"{named.__module__}.{named.__qualname__}"
     return f"{name} {value.uuid()}" if callable(getattr(value, "uuid", None)) else name

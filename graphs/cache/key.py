@@ -6,10 +6,9 @@ Every config field is in one of the lists below; a field in none is an error, so
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
-from enum import Enum
 from typing import Any
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, json_value
 from compiled_engine.graphs.cache.environment import Environment, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes
@@ -32,7 +31,7 @@ GRAPH_FIELDS = (
     "model.dtype",
     "scheduler.max_num_batched_tokens",
     "compile.passes",
-    "compile.small_ranges",
+    "compile.ranges",
     "attention_backend",
 )
 # These count by what they make of model.rope.angle_scale, a constant of the graph.
@@ -82,7 +81,7 @@ OTHER_FIELDS = (
 
 
 def cache_factors(config: EngineConfig, environment: Environment | None = None) -> dict[str, Any]:
-    """All factors as plain JSON. `environment` None: this process's, for the config's device."""
+    """All factors as JSON. `environment` None: this process's, for the config's device."""
     environment = this_environment(config.device) if environment is None else environment
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
     return {"config": graph_config(config), "passes": passes} | environment.as_factors()
@@ -105,13 +104,5 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for field in fields(value):
         name, inner = prefix + field.name, getattr(value, field.name)
-        flat |= flatten(inner, f"{name}.") if is_dataclass(inner) else {name: _plain(inner)}
+        flat |= flatten(inner, f"{name}.") if is_dataclass(inner) else {name: json_value(inner)}
     return flat
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, Enum):
-        return _plain(value.value)
-    return value if isinstance(value, str | int | float | bool | dict | None) else str(value)

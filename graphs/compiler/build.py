@@ -29,8 +29,8 @@ from compiled_engine.process.timeline import Timeline
 
 
 def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
-    """The small ranges, ascending, then the dynamic one, which serves every batch."""
-    small = [CompileRange(low, high, small=True) for low, high in config.compile.small_ranges]
+    """The compile ranges for small batches, ascending, then the dynamic one, which serves every batch."""
+    small = [CompileRange(low, high, small=True) for low, high in config.compile.ranges]
     return (*small, CompileRange(1, config.scheduler.max_num_batched_tokens))
 
 

@@ -35,7 +35,7 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, forward_source: s
 
 
 def read_compiled_ranges(entry: Path) -> tuple[CompiledRange, ...]:
-    """The compile ranges of an entry, small ranges first."""
+    """The compile ranges of an entry, those for small batches first."""
     ranges = [_read(path.parent) for path in entry.glob("*/range.json")]
     return tuple(sorted(ranges, key=lambda r: (not r.compile_range.small, r.compile_range.low)))
 

@@ -1,4 +1,4 @@
-"""The steps of sampling that exist twice: as Triton kernels, and in numpy and PyTorch for the CPU."""
+"""The operations of sampling that exist twice: as Triton kernels, and in numpy and PyTorch for the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_engine.sampling.row_table import RowTable
 
 
 @dataclass(frozen=True)
-class SamplingSteps:
+class SamplingOperations:
     """In the order of sampling: arguments are those of logit_additions.add_, step_masks.forbid_, penalties.penalise_,
     gumbel.sample and history.record_; `thresholds` takes logits, row indices and the table.
     """
@@ -26,9 +26,9 @@ class SamplingSteps:
     record_: Callable[..., None]
 
 
-def sampling_steps(triton: bool) -> SamplingSteps:
+def sampling_operations(triton: bool) -> SamplingOperations:
     if not triton:
-        return SamplingSteps(
+        return SamplingOperations(
             logit_additions.add_,
             step_masks.forbid_,
             penalties.penalise_,
@@ -43,7 +43,7 @@ def sampling_steps(triton: bool) -> SamplingSteps:
         fields = (table.device[name] for name in filters.FIELDS)
         return filters_triton.thresholds(logits_SV, row_index_S, *fields)
 
-    return SamplingSteps(
+    return SamplingOperations(
         edits_triton.add_,
         edits_triton.forbid_,
         edits_triton.penalise_,
