@@ -181,3 +181,12 @@ def json_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")
+
+
+def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every field of nested dataclasses as JSON has it, under its dotted name."""
+    flat: dict[str, Any] = {}
+    for field in fields(value):
+        name, inner = prefix + field.name, getattr(value, field.name)
+        flat |= flat_fields(inner, f"{name}.") if is_dataclass(inner) else {name: json_value(inner)}
+    return flat

@@ -43,8 +43,8 @@ def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]
-    one = is_call(node, aten.mul.Tensor) and isinstance(node.args[1], int | float) and node.args[1] == 1
-    one = one or (is_call(node, aten.div.Tensor) and isinstance(node.args[1], int | float) and node.args[1] == 1)
+    scaled = is_call(node, aten.mul.Tensor, aten.div.Tensor)
+    one = scaled and isinstance(node.args[1], int | float) and node.args[1] == 1
     if not (one or is_call(node, *_RESHAPES, *_COPIES, aten._to_copy.default)):
         return None
     return source if _alike(source.meta["val"], node.meta["val"]) else None

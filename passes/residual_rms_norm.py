@@ -8,6 +8,8 @@ takes both in. On an H200, leaving the pass out costs a decode step of the Qwen3
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -118,12 +120,14 @@ class ResidualRMSNorm(GraphPass):
 
 def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
     """rsqrt: the root in a norm, or in anything else."""
-    scaled = user_through_cast(rsqrt)
-    total = through_cast(other_factor(scaled, rsqrt)) if is_call(scaled, aten.mul.Tensor) else None
+    scaled: Any = user_through_cast(rsqrt)
+    if not is_call(scaled, aten.mul.Tensor):
+        return None
+    total = through_cast(other_factor(scaled, rsqrt))
     if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
         return None
-    product = user_through_cast(scaled)
-    found = match_rms_norm(product) if product is not None else None
+    product: Any = user_through_cast(scaled)
+    found = None if product is None else match_rms_norm(product)
     if found is None:
         return "no multiplication with a weight follows"
     if isinstance(found, str):

@@ -122,7 +122,7 @@ def match_rms_norm(value: fx.Node) -> tuple[fx.Node, fx.Node, float] | str | Non
     if wide.meta["val"].dtype != torch.float32 or scaled.meta["val"].dtype != dtype:
         return "its norm is not computed in fp32 and rounded before the weight"
     if not is_parameter(weight) or weight.meta["val"].dtype != dtype or weight.meta["val"].shape != (size,):
-        return "the weight of its norm is not a parameter of its dtype with one element for each of a row"
+        return "the weight of its norm is not a parameter of its dtype with an element for each of the last dimension"
     return x, weight, eps
 
 

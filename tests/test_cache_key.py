@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine.config import EngineConfig, GraphMode, RopeConfig
+from compiled_engine.config import EngineConfig, GraphMode, RopeConfig, flat_fields
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
@@ -20,7 +20,6 @@ from compiled_engine.graphs.cache.key import (
     GRAPH_FIELDS,
     OTHER_FIELDS,
     cache_factors,
-    flatten,
     graph_config,
 )
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
@@ -156,13 +155,13 @@ def base_graph(base: EngineConfig) -> list[Any]:
 
 
 def test_every_field_is_perturbed(base: EngineConfig) -> None:
-    assert flatten(base).keys() == PERTURBED.keys() | APART
+    assert flat_fields(base).keys() == PERTURBED.keys() | APART
     for field in PERTURBED:
-        assert flatten(perturbed(base, field))[field] != flatten(base)[field]
+        assert flat_fields(perturbed(base, field))[field] != flat_fields(base)[field]
 
 
 def test_every_field_is_declared_once(base: EngineConfig) -> None:
-    assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flatten(base))
+    assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
 
 
 @pytest.mark.parametrize("field", PERTURBED)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,7 +12,7 @@ from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.config import json_value
+from compiled_engine.config import flat_fields, json_value
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -56,22 +54,13 @@ def config_table(config: EngineConfig) -> Table:
     table.add_column("field", no_wrap=True)
     table.add_column("value", overflow="fold")
     table.add_column("reason", overflow="fold")
-    for name, value in _rows("", config):
-        table.add_row(name, _shown(value), config.reasons.get(name, ""))
+    for name, value in flat_fields(config).items():
+        if name != "reasons":
+            table.add_row(name, _shown(value), config.reasons.get(name, ""))
     return table
 
 
-def _rows(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    for field in fields(value):
-        item = getattr(value, field.name)
-        if is_dataclass(item):
-            yield from _rows(f"{prefix}{field.name}.", item)
-        elif field.name != "reasons":
-            yield prefix + field.name, item
-
-
 def _shown(value: Any) -> str:
-    value = json_value(value)
     if not isinstance(value, list):
         return str(value)
     if len(value) > 1 and len(set(value)) == 1:

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from compiled_engine.frontend.bad_words import encode_bad_words
 from compiled_engine.frontend.prompts import Prompt
-from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.messages import EngineRequest, RequestLimits
 from compiled_engine.sampling.params import SamplingParams, validate_for_model
 

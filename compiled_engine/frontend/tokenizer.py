@@ -104,3 +104,24 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None) -> frozens
     if tokenizer is not None and tokenizer.hf.eos_token_id is not None:
         found.add(tokenizer.hf.eos_token_id)
     return frozenset(found)
+
+
+def encode_bad_words(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """`bad_words` as token ids: each word as it is at the start of a text, and as it is after a space if that differs.
+
+    As in vLLM the form after a space counts only if it has as many tokens: otherwise it begins with a token
+    for the space alone, and the sequence to forbid is the first form again.
+
+    Raises ValueError, naming the word, if it has no tokens.
+    """
+    encoded: list[tuple[int, ...]] = []
+    for index, word in enumerate(words):
+        bare = word.lstrip()
+        at_start = tuple(tokenizer.encode(bare, add_special_tokens=False))
+        if not at_start:
+            raise ValueError(f"bad_words[{index}] must have a token after leading spaces and line ends, got {word!r}")
+        encoded.append(at_start)
+        after_space = tuple(tokenizer.encode(f" {bare}", add_special_tokens=False))
+        if after_space[0] != at_start[0] and len(after_space) == len(at_start):
+            encoded.append(after_space)
+    return tuple(encoded)

@@ -5,10 +5,9 @@ Every config field is in one of the lists below; a field in none is an error, so
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
 from typing import Any
 
-from compiled_engine.config import EngineConfig, json_value
+from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes
@@ -92,17 +91,8 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
 
     Raises RuntimeError for a field that is declared neither as one that does nor as one that does not.
     """
-    flat = flatten(config)
+    flat = flat_fields(config)
     undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
     return {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
-
-
-def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every field of nested dataclasses as JSON has it, under its dotted name."""
-    flat: dict[str, Any] = {}
-    for field in fields(value):
-        name, inner = prefix + field.name, getattr(value, field.name)
-        flat |= flatten(inner, f"{name}.") if is_dataclass(inner) else {name: json_value(inner)}
-    return flat
