@@ -12,7 +12,6 @@ from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.config import flat_fields, json_value
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -37,6 +36,7 @@ def config(
       compiled-engine config --json | jq .scheduler
     """
     with bad_input_is_reported():
+        from compiled_engine.config import json_value
         from compiled_engine.llm import make_options
         from compiled_engine.resolve.engine import resolve
 
@@ -50,6 +50,8 @@ def config(
 
 def config_table(config: EngineConfig) -> Table:
     """One row for each value, under its dotted name; the reason where the value was chosen, not given."""
+    from compiled_engine.config import flat_fields
+
     table = Table(box=None)
     table.add_column("field", no_wrap=True)
     table.add_column("value", overflow="fold")

@@ -14,7 +14,6 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
 from compiled_engine.cli.output_folder import make_folder
-from compiled_engine.config import json_value
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -90,6 +89,7 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     """From the entry in the cache, which is built if it is not there."""
+    from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import make_report
     from compiled_engine.models.textbook.architectures import build_model
@@ -106,6 +106,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     """From an engine that was started for it and has generated a token."""
+    from compiled_engine.config import json_value
     from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import make_report
     from compiled_engine.llm import LLM
