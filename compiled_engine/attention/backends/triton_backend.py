@@ -11,8 +11,9 @@ from compiled_engine.attention.backend import AttentionBackend, AttentionCase, G
 from compiled_engine.attention.backends.decode_splits import plan_splits
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_prefill import prefill
-from compiled_engine.attention.backends.triton_write_kv import require_dense, write_kv
+from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
 
 # Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.

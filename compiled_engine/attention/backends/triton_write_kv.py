@@ -49,15 +49,6 @@ def write_kv_kernel(
     tl.store(k_ptrs_KD + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, v_KD, mask=mask_KD)
 
 
-def require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None:
-    """Raise ValueError unless the cache is contiguous, and so are the elements of a row of each tensor."""
-    if not kv_cache_N2PKd.is_contiguous():
-        raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")
-
-
 def write_kv(
     k_TKd: torch.Tensor,
     v_TKd: torch.Tensor,
