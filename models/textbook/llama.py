@@ -32,19 +32,19 @@ class Attention(nn.Module):
         inputs: AttentionInputs,
         kv_cache_N2PKd: torch.Tensor,
     ) -> torch.Tensor:
-        q_THd, k_TKd, v_TKd = self.heads(x_TD)
+        q_THd = self.q_proj(x_TD).unflatten(-1, (self.num_heads, self.head_dim))
+        k_TKd = self.k_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v_TKd = self.v_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        q_THd, k_TKd = self.normalise_heads(q_THd, k_TKd)
         q_THd = rotate(q_THd, cos_T1d, sin_T1d)
         k_TKd = rotate(k_TKd, cos_T1d, sin_T1d)
         scale = self.head_dim**-0.5
         out_THd = attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, self.sliding_window)
         return self.o_proj(out_THd.flatten(-2))
 
-    def heads(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q, k and v of each head."""
-        q_THd = self.q_proj(x_TD).unflatten(-1, (self.num_heads, self.head_dim))
-        k_TKd = self.k_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        v_TKd = self.v_proj(x_TD).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        return q_THd, k_TKd, v_TKd
+    def normalise_heads(self, q_THd: torch.Tensor, k_TKd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For Qwen3, whose heads have norms; those of these families stay as they are."""
+        return q_THd, k_TKd
 
 
 class DecoderLayer(nn.Module):

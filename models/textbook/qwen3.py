@@ -15,9 +15,8 @@ class Attention(llama.Attention):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, config.dtype)
 
-    def heads(self, x_TD: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q_THd, k_TKd, v_TKd = super().heads(x_TD)
-        return self.q_norm(q_THd), self.k_norm(k_TKd), v_TKd
+    def normalise_heads(self, q_THd: torch.Tensor, k_TKd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q_norm(q_THd), self.k_norm(k_TKd)
 
 
 class Qwen3ForCausalLM(llama.LlamaForCausalLM):
