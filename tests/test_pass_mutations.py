@@ -9,12 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from pass_cases import DTYPES, FAMILIES, LLAMA, QWEN2, QWEN3, QWEN3_YARN, RANGES, SMALL, Family, run_all
+from pass_cases import (
+    CPU,
+    DTYPES,
+    FAMILIES,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_YARN,
+    RANGES,
+    SMALL,
+    Family,
+    graph_of,
+    run_all,
+    traced,
+)
 from torch import fx
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rope_kv_write
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.verifier import VerificationError
 
@@ -278,6 +293,42 @@ def test_the_unbroken_passes_are_not(family: Family, dtype: torch.dtype) -> None
         reports = run_all(family, dtype, compile_range)
         assert all((report.verified > 0) == (report.matches > 0) for report in reports)
         assert all(report.applied for report in reports if compile_range is SMALL)
+
+
+class SkipFlip:
+    """Takes flip for a no-op, which is right for a single token."""
+
+    name = "flip"
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return 0
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        (flip,) = calls(graph, aten.flip.default)
+        before = flip.all_input_nodes[0]
+        flip.replace_all_uses_with(before)
+        graph.erase_node(flip)
+        return PassResult(1, (), (Replacement(flip.name, before),))
+
+
+@pytest.mark.parametrize("of_an_input", [True, False])
+def test_both_ends_of_a_range_are_run(of_an_input: bool) -> None:
+    model, _ = traced(QWEN3, torch.float32)
+
+    def run(compile_range: CompileRange) -> PassReport:
+        def function(positions_T: torch.Tensor) -> torch.Tensor:
+            return (positions_T if of_an_input else positions_T + 1).flip(0) * 2
+
+        graph = graph_of(function, {"positions_T": torch.arange(4)}, {}).graph
+        (report,) = run_passes(graph, (SkipFlip(),), ("flip",), model, compile_range, CPU, verify=True)
+        return report
+
+    assert run(CompileRange(1, 1)).verified == 1
+    with pytest.raises(VerificationError, match=r"pass flip, 8 tokens: .* has other elements"):
+        run(CompileRange(1, 8))
 
 
 def test_every_pass_is_broken() -> None:
