@@ -11,9 +11,11 @@ from compiled_engine.graphs.graph_key import GraphKey, GraphKind, decode_key, mi
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.step import NewRequest, SchedulerOutput
+from compiled_engine.step_clock import StepClock
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 32
@@ -179,6 +181,21 @@ def test_sampled_tokens_and_blocks_are_read_by_the_next_step(states: RequestStat
     assert states.num_computed_S[:].tolist().count(8) == 1
     gathered((scheduled("a", 5, 1),), states, buffers)
     assert buffers.input_ids_T[0] == 52
+
+
+def test_tokens_come_back_in_the_order_of_the_step(states: RequestStates, buffers: InputBuffers) -> None:
+    for request_id, known, blocks in (("a", 3, [0]), ("b", 8, [1, 2]), ("c", 5, [3, 4])):
+        states.add(new_request(request_id, list(range(known)), blocks), known - 1)
+    step = (scheduled("a", 2, 1), scheduled("b", 6, 1, samples=False), scheduled("c", 4, 1))
+    batch, _ = gathered(step, states, buffers)
+    assert batch.request_ids == ["b", "c", "a"]
+    assert batch.samples.tolist() == [False, True, True]
+    assert batch.num_computed.tolist() == [6, 4, 2]
+    pending = PendingSteps(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
+    pending.catch_up()
+    advance(states, buffers, torch.tensor([71, 72, 73]), batch.num_rows, decodes_only=True)
+    pending.launched()
+    assert pending.step(batch, None, {}).result().token_ids == [73, 72]
 
 
 def test_a_steady_batch_of_decodes_stages_nothing(states: RequestStates, buffers: InputBuffers) -> None:

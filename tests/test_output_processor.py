@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -12,7 +14,7 @@ from tiny_tokenizers import byte_level
 from compiled_engine.engine_io import EngineRequest
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.output_processor import OutputProcessor, RequestState
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.outputs import Logprob, RequestOutput
@@ -82,7 +84,7 @@ def test_a_stop_string_ends_the_completion_and_the_request(tokens_a_step: int, i
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
     assert completion.cumulative_logprob == -3.0 * len(completion.token_ids)
-    assert frontend.core.aborted == [output.request_id]
+    assert frontend.core.aborted == frontend.core.stopped == [output.request_id]
 
 
 def test_a_stop_string_in_the_last_token_is_not_aborted_again() -> None:
@@ -228,8 +230,62 @@ def test_an_iterator_that_is_closed_aborts_its_request() -> None:
     stream = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
     assert not next(stream).finished
     stream.close()
-    assert (len(frontend.core.aborted), frontend.core.live) == (1, {})
+    assert (len(frontend.core.aborted), frontend.core.stopped, frontend.core.live) == (1, [], {})
     assert frontend.run(max_tokens=3)[0].finished
+
+
+def test_an_iterator_that_is_closed_while_another_moves_aborts_its_request_before_the_next_step() -> None:
+    def close_the_other(number: int) -> None:
+        if number == 2:
+            other.close()
+
+    frontend = Frontend(before_step=close_the_other)
+    other = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
+    next(other)
+    stream = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
+    next(stream)
+    assert (len(frontend.core.live), frontend.core.aborted) == (2, [])
+    next(stream)
+    assert (len(frontend.core.live), len(frontend.core.aborted), frontend.core.stopped) == (1, 1, [])
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
+    class Watched(OutputProcessor):
+        def add(self, request: PreparedRequest) -> RequestState:
+            state = super().add(request)
+            states.append(weakref.ref(state))
+            return state
+
+    states: list[weakref.ref[RequestState]] = []
+    frontend = Frontend()
+    loop = EngineLoop(frontend.core, Watched(TOKENIZER))
+    list(loop.run(frontend.prepare(["hello", "world"], n=2, max_tokens=3)))
+    list(loop.run(frontend.prepare(max_tokens=50, stop="world")))
+    left, other = (loop.run(frontend.prepare(max_tokens=50), partial=True) for _ in range(2))
+    next(left)
+    next(other)  # it has made a step for both
+    left.close()
+    other.close()
+    gc.collect()
+    assert [state() for state in states] == [None] * 5
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 0}])
+def test_what_the_core_still_says_of_a_request_that_has_ended_is_dropped(extra: dict[str, Any]) -> None:
+    """A step that was launched ahead gives one more token to whom a stop string has ended."""
+    frontend, outputs = Frontend(), OutputProcessor(TOKENIZER)
+    (request,) = frontend.prepare(max_tokens=50, stop="world", **extra)
+    state = outputs.add(request)
+    frontend.core.add(request.engine_requests[0])
+    while not state.finished:
+        changed, aborts = outputs.process(frontend.core.step())
+        assert changed == [state]
+    assert aborts == [request.request_id]
+    ended = state.snapshot()
+    assert ended.metrics is not None
+    assert ended.metrics.finished_time is not None
+    assert outputs.process(frontend.core.step()) == ([], [])
+    assert state.snapshot() == ended
 
 
 def test_a_request_that_the_core_refuses_takes_back_those_before_it() -> None:

@@ -157,11 +157,12 @@ def rms_norm_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     """A norm of a sum that looks like the textbook's, but for one thing."""
 
     def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        total = residual + x
+        total = torch.add(residual, x, alpha=2) if change == "twice the addend" else residual + x
         wide = total if change == "narrow" else total.float()
         squares = wide.pow(2).mean(-1, keepdim=True)
         shifted = torch.add(squares, 1e-5, alpha=3) if change == "alpha" else squares + 1e-5
-        normed = (wide * torch.rsqrt(shifted)).to(total.dtype)
+        scaled = x.float() if change == "another value" else wide
+        normed = (scaled * torch.rsqrt(shifted)).to(total.dtype)
         return weight * normed, total
 
     return function
@@ -172,6 +173,10 @@ def rms_norm_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
     [
         ("narrow", torch.bfloat16, (24,)),
         ("alpha", torch.float32, (24,)),
+        ("twice the addend", torch.float32, (24,)),
+        ("twice the addend", torch.bfloat16, (24,)),
+        ("another value", torch.float32, (24,)),
+        ("another value", torch.bfloat16, (24,)),
         ("shape", torch.float32, (1,)),
         ("shape", torch.float32, (5, 24)),
     ],

@@ -277,6 +277,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_v": rotate}, "v is rotated too"),
         ({"rotate_k": lambda x, cos, sin: rotate(x, sin, cos)}, "different angles"),
         ({"rotate_k": lambda x, cos, sin: rotate(x, cos * 2, sin)}, "different angles"),
+        ({"rotate_k": lambda x, cos, sin: rotate(x, cos, sin * 2)}, "different angles"),
         ({"cos": (16,), "sin": (16,)}, r"cos or sin is not \[tokens, heads, head size\]"),
         ({"cos": (1, 1, 16)}, r"cos or sin is not \[tokens, 1, head size\]"),
         ({"also": lambda q, k: (q,)}, "rotated q is used elsewhere"),
