@@ -16,6 +16,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.progress import SilentProgress
 from compiled_engine.resolve import resolve
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 
@@ -38,7 +39,7 @@ class FakePending:
 class FakeExecutor:
     """FakeRunner behind an executor; `events` says in which order steps were submitted and results taken."""
 
-    def __init__(self, config: EngineConfig, *rest: Any) -> None:
+    def __init__(self, config: EngineConfig) -> None:
         assert config.cache.num_blocks is not None
         scheduler = config.scheduler
         self.num_blocks = config.cache.num_blocks
@@ -79,12 +80,10 @@ def config() -> EngineConfig:
 def make_core(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch, *, pipelined: bool = True
 ) -> tuple[EngineCore, FakeExecutor]:
-    monkeypatch.setattr(engine_core, "InProcessExecutor", FakeExecutor)
+    executor = FakeExecutor(config)
+    monkeypatch.setattr(engine_core, "InProcessExecutor", lambda *arguments: executor)
     config = replace(config, scheduler=replace(config.scheduler, async_scheduling=pipelined))
-    core = EngineCore(config, SilentProgress())
-    executor = core._executor
-    assert isinstance(executor, FakeExecutor)
-    return core, executor
+    return EngineCore(config, SilentProgress()), executor
 
 
 def request(request_id: str, max_tokens: int, **params: Any) -> EngineRequest:
@@ -191,12 +190,12 @@ def test_a_step_that_cannot_be_scheduled_ends_those_that_were_to_have_a_share(
     core.add(replace(request("c", 9), prompt_token_ids=(3,) * config.cache.block_size))  # it fills a block
     core.add(request("d", 9))
 
-    def fail(failing: Request) -> None:
+    def fail(kv_cache: KVCacheManager, failing: Request) -> None:
         if failing.request_id == "c":
             raise MemoryError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(core._scheduler._kv_cache, "register", fail)
+        broken.setattr(KVCacheManager, "register", fail)
         with pytest.raises(MemoryError, match="injected"):
             core.step()
     core.check_integrity()

@@ -131,7 +131,8 @@ def test_logprobs_agree_with_prompt_logprobs(llm: LLM) -> None:
 
 def test_prompt_logprobs_are_those_of_the_prompt_alone_and_of_nobody_else(llm: LLM) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
-    together = llm.generate([text * 5 for text in PROMPTS], params)  # in chunks, several to a step
+    # In chunks, several to a step; of one, a chunk holds no more than the last two tokens.
+    together = llm.generate([*([*llm.get_tokenizer().encode(text)] * 5 for text in PROMPTS), [7] * 34], params)
     for output in together:
         (alone,) = llm.generate(output.prompt_token_ids, params)
         assert output.prompt_logprobs is not None
@@ -143,7 +144,20 @@ def test_prompt_logprobs_are_those_of_the_prompt_alone_and_of_nobody_else(llm: L
             assert found == pytest.approx(wanted, abs=1e-3)
     # The same rows, and blocks that the prefix cache has kept.
     again = llm.generate([output.prompt_token_ids for output in together], GREEDY)
-    assert [output.prompt_logprobs for output in again] == [None] * len(PROMPTS)
+    assert [output.prompt_logprobs for output in again] == [None] * len(together)
+
+
+def test_prompt_logprobs_of_many_tokens_in_one_step() -> None:
+    prompts = [[5 + i * k % 97 for i in range(300)] for k in (3, 5)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for num_tokens in (800, 32):
+        with LLM(**SMALL | {"max_model_len": 512, "max_num_batched_tokens": num_tokens}) as engine:
+            outputs = engine.generate(prompts, params)
+        entries = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs is not None]
+        found.append([logprob.logprob for each in entries for entry in each if entry for logprob in entry.values()])
+    assert len(found[0]) == 2 * 299
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
 
 
 def test_completions_of_a_prompt_are_those_of_their_seeds(llm: LLM) -> None:

@@ -11,7 +11,7 @@ import pytest
 from scripted_core import ScriptedCore
 from tiny_tokenizers import byte_level
 
-from compiled_engine.engine_io import EngineRequest
+from compiled_engine.engine_io import EngineRequest, StepOutputs
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.input_processor import InputLimits, InputProcessor, PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor, RequestState
@@ -100,6 +100,21 @@ def test_what_may_begin_a_stop_string_is_released_at_the_end() -> None:
     assert (completion.text, completion.finish_reason) == ("hello", "stop")
 
 
+def test_a_stop_string_that_the_token_after_min_tokens_completes_counts() -> None:
+    tokens = TOKENIZER.encode(SAID)
+    last = next(count for count in range(len(tokens)) if "ck br" in TOKENIZER.decode(tokens[:count]))
+    for min_tokens, stops in ((last - 1, True), (last, False)):
+        (completion,) = Frontend().run(max_tokens=last + 1, stop="ck br", min_tokens=min_tokens)[0].outputs
+        assert completion.stop_reason == ("ck br" if stops else None)
+        assert len(completion.token_ids) == (last if stops else last + 1)
+
+
+def test_a_character_that_is_not_complete_at_the_end_is_replaced() -> None:
+    tokens = TOKENIZER.encode("a€")
+    (completion,) = Frontend("a€").run(max_tokens=len(tokens) - 1)[0].outputs
+    assert completion.text == "a\N{REPLACEMENT CHARACTER}"
+
+
 def test_a_stop_string_counts_after_min_tokens() -> None:
     tokens = TOKENIZER.encode(SAID)
     (completion,) = Frontend().run(max_tokens=100, stop="the", min_tokens=len(tokens) // 3)[0].outputs
@@ -146,6 +161,7 @@ def test_completions_of_one_prompt_end_on_their_own() -> None:
     assert [completion.index for completion in outputs[-1].outputs] == [0, 1, 2]
     assert [completion.token_ids for completion in outputs[-1].outputs] == [[*said[:count], EOS] for count in (2, 3, 4)]
     assert [output.finished for output in outputs] == [False] * 4 + [True]
+    assert [output.metrics.num_output_tokens for output in outputs if output.metrics] == [1, 2, 3, 4, 5]
 
 
 def test_without_detokenising_there_is_no_text() -> None:
@@ -167,11 +183,14 @@ def test_a_stream_grows_and_never_takes_text_back() -> None:
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
 
 
-def test_metrics_of_a_request() -> None:
-    (output,) = Frontend().run(max_tokens=5)
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 0}])
+def test_metrics_of_a_request(extra: dict[str, Any]) -> None:
+    first, *_, output = Frontend().stream(max_tokens=5, **extra)
     metrics = output.metrics
+    assert first.metrics is not None
     assert metrics is not None
     assert metrics.first_token_time is not None
+    assert metrics.first_token_time == first.metrics.first_token_time
     assert metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
     assert metrics.ttft_s == metrics.first_token_time - metrics.arrival_time
@@ -222,6 +241,23 @@ def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
         frontend.run(max_tokens=50)
     assert step_ended == [2]
     assert frontend.core.live == {}
+    assert frontend.run(max_tokens=3)[0].finished
+
+
+@pytest.mark.usefixtures("_python_handles_sigint")
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    step_ended = []
+
+    def interrupt(number: int) -> None:
+        if number == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            step_ended.append(number)
+
+    frontend = Frontend(before_step=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        frontend.run(max_tokens=50)
+    assert step_ended == []
     assert frontend.run(max_tokens=3)[0].finished
 
 
@@ -325,3 +361,26 @@ def test_a_request_that_the_core_lost_is_an_error() -> None:
     loop = EngineLoop(Forgetful(lambda request: [3]), OutputProcessor(TOKENIZER))
     with pytest.raises(RuntimeError, match="a step failed and ended this request"):
         list(loop.run(Frontend().prepare(max_tokens=3)))
+
+
+def test_who_finds_a_request_ended_by_anothers_step_is_told_why() -> None:
+    class Failing(ScriptedCore):
+        def step(self) -> StepOutputs:
+            if self.steps == 2:
+                self.live.clear()
+                raise error
+            return super().step()
+
+        def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
+
+    error = MemoryError("lost device")
+    frontend = Frontend()
+    loop = EngineLoop(Failing(lambda request: TOKENIZER.encode(SAID)), OutputProcessor(TOKENIZER))
+    stream = loop.run(frontend.prepare(max_tokens=50), partial=True)
+    next(stream)
+    with pytest.raises(MemoryError, match="lost device"):
+        list(loop.run(frontend.prepare(max_tokens=50)))
+    next(stream)  # what the step before has given
+    with pytest.raises(RuntimeError, match="a step failed") as found:
+        next(stream)
+    assert found.value.__cause__ is error
