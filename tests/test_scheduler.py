@@ -124,10 +124,11 @@ class TestPreemption:
 
     def test_nobody_is_admitted_to_the_step_that_preempts(self) -> None:
         """Not even one that would come first, and fits into what is left of the blocks."""
-        engine = SimulatedEngine(block_size=4, num_blocks=5, prefix_caching=False, policy="priority")
-        engine.add("a", list(range(7)), params=outputs_of(8))
-        engine.add("b", list(range(11)), priority=5, params=outputs_of(8))
-        engine.step()
+        engine = SimulatedEngine(block_size=4, num_blocks=7, prefix_caching=False, policy="priority")
+        engine.add("a", list(range(7)), params=outputs_of(12))
+        engine.add("b", list(range(11)), priority=5, params=outputs_of(12))
+        while engine.scheduler.metrics()["blocks_free"] > 0:
+            engine.step()
         engine.add("c", [1], priority=1, params=outputs_of(2))
         step = self.step_to_preemption(engine)
         assert (step.removed, step.new) == (("b",), ())
