@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from simulated_engine import SimulatedEngine
+from fake_runner import VOCAB_SIZE
+from simulated_engine import SimulatedEngine, new_ids
+from token_masks import ByLastToken
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.sampling.params import SamplingParams
@@ -156,15 +158,22 @@ class TestPreemption:
         engine.run()
 
     def test_nobody_is_resumed_before_the_token_in_flight_has_come(self) -> None:
-        engine = self.preempt()
-        engine.abort("a")
-        engine.finish_step()
-        engine.finish_step()
-        engine.begin_step()
-        # Preempted by hand while its step is in flight, with the whole cache free.
-        engine.scheduler._preempt_last()
-        assert engine.scheduler.schedule() is None
+        engine = make_engine(block_size=2, num_blocks=3, prefix_caching=False)
+        engine.add("a", [1], params=outputs_of(6, token_mask=ByLastToken(VOCAB_SIZE)))
+        engine.add("b", [2, 3], params=outputs_of(4))
+        while engine.try_step() is not None:
+            if len(engine.in_flight) == 2:
+                engine.finish_step()
+        # For want of a block b gave way, and a's mask waits for a token.
+        assert engine.scheduler.metrics()["preemptions"] == 1
+        assert [record.request.request_id for record in engine.in_flight[0][2]] == ["a", "b"]
+        engine.abort("a")  # so that the whole cache is free
+        assert engine.try_step() is None
         assert engine.scheduler.metrics()["waiting"] == 1
+        engine.finish_step()
+        assert new_ids(engine.begin_step()) == ["b"]
+        engine.finish_step()
+        engine.run()
 
     def test_the_token_in_flight_may_be_the_last(self) -> None:
         record = self.preempt().live["b"]

@@ -42,5 +42,5 @@ def test_a_graph_costs_by_the_layer_and_its_kind(mode: GraphMode, mixed_cost: tu
 def test_what_is_no_histogram(data: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "h.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(ValueError, match="capture_histogram .* allowed: "):
+    with pytest.raises(ValueError, match=r"capture_histogram .* allowed: "):
         read_histogram(path)

@@ -25,9 +25,7 @@ def make(
 ) -> tuple[Dispatcher, GraphConfig]:
     decode_sizes = default_capture_sizes(max_num_seqs) if decodes is None else tuple(decodes)
     token_sizes = default_capture_sizes(max_tokens) if tokens is None else tuple(tokens)
-    graph = GraphConfig(
-        mode, decode_sizes if mode.captures_decodes else (), token_sizes if mode.captures_mixed else ()
-    )
+    graph = GraphConfig(mode, decode_sizes if mode.captures_decodes else (), token_sizes if mode.captures_mixed else ())
     return Dispatcher(graph, SchedulerConfig(max_num_seqs, 8192, MAX_SEQ_LEN, "fcfs")), graph
 
 
