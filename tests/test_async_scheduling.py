@@ -6,21 +6,16 @@ from typing import Any
 
 import pytest
 from fake_runner import VOCAB_SIZE
-from simulated_engine import SimulatedEngine, new_ids
+from simulated_engine import SimulatedEngine, new_ids, outputs_of
 from token_masks import ByLastToken
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling.scheduler import Scheduler
 from compiled_engine.scheduling.step import RunnerOutput, SchedulerOutput
 
 
 def make_engine(**limits: Any) -> SimulatedEngine:
     return SimulatedEngine(steps_in_flight=2, **limits)
-
-
-def outputs_of(max_tokens: int | None, **rest: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **rest)
 
 
 def shares(step: SchedulerOutput | None) -> list[tuple[str, int, int, bool]]:
@@ -184,6 +179,17 @@ class TestPreemption:
         assert (record.finish_reason, len(record.token_ids)) == ("stop", last)
         assert engine.scheduler.metrics()["waiting"] == 0
         engine.run()
+
+
+def test_a_request_that_waits_for_its_token_keeps_its_place_in_the_budget() -> None:
+    engine = make_engine(budget=2)
+    engine.add("a", [1], params=outputs_of(4, token_mask=ByLastToken(VOCAB_SIZE)))
+    engine.begin_step()
+    engine.add("b", [2], params=outputs_of(4))
+    engine.add("c", [3], params=outputs_of(4))
+    step = engine.begin_step()
+    assert (step.request_ids, new_ids(step)) == (["b"], ["b"])
+    engine.run()
 
 
 class TestPrefixCache:

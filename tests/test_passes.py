@@ -175,7 +175,9 @@ def rms_norm_with(change: str, of_a_sum: bool = True) -> Callable[..., tuple[tor
         mean = squares.mean([-1, 0] if change == "the mean over tokens too" else -1, keepdim=True)
         shifted = torch.add(mean, 1e-5, alpha=3) if change == "alpha" else mean + 1e-5
         scaled = residual.float() if change == "another value" else wide
-        normed = (scaled * torch.rsqrt(shifted)).to(total.dtype)
+        normed = scaled * torch.rsqrt(shifted)
+        if change != "not rounded before the weight":
+            normed = normed.to(total.dtype)
         return (weight + 1 if change == "a weight that is computed" else weight) * normed, total
 
     return function
@@ -196,6 +198,8 @@ HIDDEN = (24,)
         ("another value", torch.float32, torch.empty(HIDDEN)),
         ("another value", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
         ("another dtype of the weight", torch.bfloat16, torch.empty(HIDDEN)),
+        ("another dtype of the weight", torch.float32, torch.empty(HIDDEN, dtype=torch.bfloat16)),
+        ("not rounded before the weight", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
         ("another shape of the weight", torch.float32, torch.empty(1)),
         ("another shape of the weight", torch.float32, torch.empty(5, 24)),
     ],
@@ -226,16 +230,16 @@ def test_a_norm_of_what_only_looks_like_a_sum_is_a_near_miss(change: str, residu
     assert len(result.near_misses) == 1
 
 
-SPLITS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "halves of two tensors": lambda x, y: torch.nn.functional.silu(x.split([4, 4], 1)[0]) * y.split([4, 4], 1)[1],
-    "parts of unlike width": lambda x, y: torch.nn.functional.silu(x.split([1, 7], 1)[0]) * x.split([1, 7], 1)[1],
-    "parts of three": lambda x, y: torch.nn.functional.silu(x.split([3, 3, 2], 1)[0]) * x.split([3, 3, 2], 1)[1],
-}
+def gated(x: torch.Tensor, y: torch.Tensor, sizes: list[int], of_two: bool) -> torch.Tensor:
+    gate, up = x.split(sizes, dim=1)[:2]
+    if of_two:
+        up = y.split(sizes, dim=1)[1]
+    return torch.nn.functional.silu(gate) * up
 
 
-@pytest.mark.parametrize("name", SPLITS)
-def test_what_only_looks_like_silu_mul_is_a_near_miss(name: str) -> None:
-    module = graph_of(SPLITS[name], random_tensors(x=(6, 8), y=(6, 8)), {})
+@pytest.mark.parametrize(("sizes", "of_two"), [([4, 4], True), ([1, 7], False), ([3, 3, 2], False)])
+def test_what_only_looks_like_silu_mul_is_a_near_miss(sizes: list[int], of_two: bool) -> None:
+    module = graph_of(lambda x, y: gated(x, y, sizes, of_two), random_tensors(x=(6, 8), y=(6, 8)), {})
     result = rewrite(SiluMul(), module)
     assert (result.matches, len(result.near_misses)) == (0, 1)
 

@@ -380,3 +380,12 @@ def test_metrics() -> None:
         "aborted": 1,
         "steps": 2,
     }
+
+
+def test_the_peak_of_the_cache_is_that_of_all_steps() -> None:
+    engine = SimulatedEngine(block_size=4, num_blocks=8)
+    engine.add("a", list(range(14)), params=outputs_of(1))
+    engine.run()
+    engine.add("b", [1], params=outputs_of(1))
+    engine.run()
+    assert engine.scheduler.metrics()["kv_usage_peak"] == 0.5
