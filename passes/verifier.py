@@ -74,9 +74,10 @@ def verify_rewrites(
     old_by_name = {node.name: node for node in before.nodes}
     present = set(after.nodes)
     replaced = {r.after: old_by_name[r.before] for r in result.replacements if r.after in present}
-    same = {n: old_by_name[n.name] for n in present if n.name in old_by_name and n.target == old_by_name[n.name].target}
-    same |= replaced
-    replaced |= _unreported(before, after, same)
+    named = [(new, old_by_name[new.name]) for new in present if new.name in old_by_name]
+    stayed = {new: old for new, old in named if new.target == old.target}
+    same = replaced | stayed  # what took another value's place, and stayed itself, has its own value
+    replaced |= _unreported(before, after, stayed | replaced)
     _check_inputs_and_writes(name, before, after, same, replaced)
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
         for scale in SCALES:
@@ -169,7 +170,7 @@ def _region(node: fx.Node, known: set[fx.Node]) -> tuple[list[fx.Node], list[fx.
         else:
             inner.add(current)
             pending += current.all_input_nodes
-    if node in known or node.op == "placeholder":  # a no-op: what replaced it is an older value
+    if node.op == "placeholder":  # it took the place of a no-op
         return [node], []
     return list(leaves), [candidate for candidate in node.graph.nodes if candidate in inner]
 

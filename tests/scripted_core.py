@@ -24,6 +24,7 @@ class ScriptedCore:
     ) -> None:
         self.live: dict[str, tuple[EngineRequest, list[int]]] = {}
         self.aborted: list[str] = []
+        self.stopped: list[str] = []  # those of them whose output was complete
         self.steps = 0
         self._script = script
         self._tokens_a_step = tokens_a_step
@@ -36,6 +37,7 @@ class ScriptedCore:
     def abort(self, request_id: str, *, stopped: bool = False) -> None:
         del self.live[request_id]
         self.aborted.append(request_id)
+        self.stopped += [request_id] * stopped
 
     def has_unfinished(self) -> bool:
         return bool(self.live)

@@ -14,7 +14,6 @@ from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutpu
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask
-from compiled_engine.scheduling.request import RequestStatus
 from compiled_engine.scheduling.scheduler import Scheduler
 
 
@@ -141,10 +140,11 @@ class SimulatedEngine:
 
     def _note_preemptions(self) -> None:
         """A request may be preempted for the sake of one that then finds no blocks either, so that there is no step."""
-        requests = self.scheduler._requests
-        preempted = {i for i in self.live if requests[i].status is RequestStatus.PREEMPTED} - self.waiting
-        self.waiting |= preempted
-        self.num_preemptions += len(preempted)
+        count = int(self.scheduler.metrics()["preemptions"]) - self.num_preemptions
+        running = [i for i in self.live if i not in self.waiting and not self._is_ending(i)]
+        running.sort(key=lambda request_id: self.live[request_id].order)
+        self.waiting |= {*running[len(running) - count :]}
+        self.num_preemptions += count
 
     def _check_masked(self, records: list[Record]) -> None:
         """Whoever has a mask, and is served or left out: whether the newest token is known, or in flight."""

@@ -16,6 +16,7 @@ from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request
 
 NUM_BLOCKS = 12
@@ -179,12 +180,12 @@ def test_a_step_that_cannot_be_scheduled_ends_those_that_were_to_have_a_share(
     core.add(replace(request("c", 9), prompt_token_ids=(3,) * config.cache.block_size))  # it fills a block
     core.add(request("d", 9))
 
-    def fail(failing: Request) -> None:
+    def fail(kv_cache: KVCacheManager, failing: Request) -> None:
         if failing.request_id == "c":
             raise MemoryError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(core._scheduler._kv_cache, "register", fail)
+        broken.setattr(KVCacheManager, "register", fail)
         with pytest.raises(MemoryError, match="injected"):
             core.step()
     core.check_integrity()

@@ -5,19 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import shares_of
-from simulated_engine import SimulatedEngine
+from fake_runner import VOCAB_SIZE, shares_of
+from simulated_engine import SimulatedEngine, new_ids, outputs_of
+from token_masks import ByLastToken
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
-from compiled_engine.sampling.params import SamplingParams
 
 
 def make_engine(**limits: Any) -> SimulatedEngine:
     return SimulatedEngine(steps_in_flight=2, **limits)
-
-
-def outputs_of(max_tokens: int | None, **rest: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, ignore_eos=True, **rest)
 
 
 def shares(step: SchedulerOutput | None) -> list[tuple[str, int, int, bool]]:
@@ -151,15 +147,22 @@ class TestPreemption:
         engine.run()
 
     def test_nobody_is_resumed_before_the_token_in_flight_has_come(self) -> None:
-        engine = self.preempt()
-        engine.abort("a")
-        engine.finish_step()
-        engine.finish_step()
-        engine.begin_step()
-        # Preempted by hand while its step is in flight, with the whole cache free.
-        engine.scheduler._preempt_last()
-        assert engine.scheduler.schedule() is None
+        engine = make_engine(block_size=2, num_blocks=3, prefix_caching=False)
+        engine.add("a", [1], params=outputs_of(6, token_mask=ByLastToken(VOCAB_SIZE)))
+        engine.add("b", [2, 3], params=outputs_of(4))
+        while engine.try_step() is not None:
+            if len(engine.in_flight) == 2:
+                engine.finish_step()
+        # For want of a block b gave way, and a's mask waits for a token.
+        assert engine.scheduler.metrics()["preemptions"] == 1
+        assert [record.request.request_id for record in engine.in_flight[0][2]] == ["a", "b"]
+        engine.abort("a")  # so that the whole cache is free
+        assert engine.try_step() is None
         assert engine.scheduler.metrics()["waiting"] == 1
+        engine.finish_step()
+        assert new_ids(engine.begin_step()) == ["b"]
+        engine.finish_step()
+        engine.run()
 
     def test_the_token_in_flight_may_be_the_last(self) -> None:
         record = self.preempt().live["b"]
@@ -170,6 +173,17 @@ class TestPreemption:
         assert (record.finish_reason, len(record.token_ids)) == ("stop", last)
         assert engine.scheduler.metrics()["waiting"] == 0
         engine.run()
+
+
+def test_a_request_that_waits_for_its_token_keeps_its_place_in_the_budget() -> None:
+    engine = make_engine(budget=2)
+    engine.add("a", [1], params=outputs_of(4, token_mask=ByLastToken(VOCAB_SIZE)))
+    engine.begin_step()
+    engine.add("b", [2], params=outputs_of(4))
+    engine.add("c", [3], params=outputs_of(4))
+    step = engine.begin_step()
+    assert (step.request_ids, new_ids(step)) == (["b"], ["b"])
+    engine.run()
 
 
 class TestPrefixCache:

@@ -266,6 +266,14 @@ def test_prune_deletes_the_longest_unused_down_to_a_size(root: Path) -> None:
     assert list((root / "compiled").iterdir()) == []
 
 
+def test_prune_keeps_what_fits_once_the_old_ones_are_gone(root: Path) -> None:
+    kept, old = (run_json("show", key, root=root)["size_bytes"] for key in (KEY, OTHER_KEY))
+    assert run_json("prune", "--max-size", str(kept + old), root=root)["pruned"] == []
+    done = run_json("prune", "--older-than", "12h", "--max-size", str(kept), root=root)["pruned"]
+    assert [item["key"] for item in done] == [OTHER_KEY]
+    assert entries(root) == [KEY]
+
+
 def test_prune_deletes_what_is_damaged_set_aside_or_left_over(root: Path) -> None:
     (root / "compiled" / KEY / "extra").write_text("")
     (root / "compiled" / f"damaged_{OTHER_KEY}_x").mkdir()

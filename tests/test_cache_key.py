@@ -244,6 +244,11 @@ def test_a_pass_that_was_changed_is_named(base: EngineConfig) -> None:
     assert found.in_words("here", "in ab12") == "pass silu_mul was changed"
 
 
+def test_a_pass_that_is_not_run_does_not_count(base: EngineConfig) -> None:
+    config = with_value(base, "compile.passes", ("merge_linears",))
+    assert cache_factors(config, ENVIRONMENT)["passes"].keys() == {"merge_linears"}
+
+
 def test_the_order_of_passes_counts(base: EngineConfig) -> None:
     turned = with_value(base, "compile.passes", base.compile.passes[::-1])
     assert cache_factors(turned, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_tokenizers import byte_level
+from tiny_tokenizers import byte_level, with_bos
 
 from compiled_engine.frontend.chat import render_chat, split_conversations
 
@@ -28,6 +28,14 @@ def test_a_conversation_becomes_a_prompt() -> None:
     assert prompt.token_ids is not None
     assert prompt.token_ids[0] == 2
     assert list(prompt.token_ids) == byte_level().encode(prompt.text, add_special_tokens=False)
+
+
+def test_the_tokenizer_adds_no_special_tokens_to_those_of_the_template() -> None:
+    tokenizer = with_bos()
+    assert tokenizer.encode("hello")[0] == 0
+    template = "<s>{{ messages[0].content }}"
+    prompt = render_chat(tokenizer, [USER], chat_template=template)
+    assert prompt.token_ids == (0, *tokenizer.encode("hello", add_special_tokens=False))
 
 
 def test_the_template_of_the_tokenizer_is_used(bundled_tokenizer: Any) -> None:

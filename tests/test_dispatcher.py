@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
@@ -12,18 +12,20 @@ from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes
 
 MAX_SEQ_LEN = 4096
+SIZES = st.lists(st.integers(1, 64), max_size=8, unique=True)
 MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
 
 
 def make(
-    mode: GraphMode, max_num_seqs: int, max_tokens: int, decodes: tuple[int, ...] | None = None
+    mode: GraphMode,
+    max_num_seqs: int,
+    max_tokens: int,
+    decodes: list[int] | None = None,
+    tokens: list[int] | None = None,
 ) -> tuple[Dispatcher, GraphConfig]:
-    decode_sizes = default_capture_sizes(max_num_seqs) if decodes is None else decodes
-    graph = GraphConfig(
-        mode,
-        decode_sizes if mode.captures_decodes else (),
-        default_capture_sizes(max_tokens) if mode.captures_mixed else (),
-    )
+    decode_sizes = default_capture_sizes(max_num_seqs) if decodes is None else tuple(decodes)
+    token_sizes = default_capture_sizes(max_tokens) if tokens is None else tuple(tokens)
+    graph = GraphConfig(mode, decode_sizes if mode.captures_decodes else (), token_sizes if mode.captures_mixed else ())
     return Dispatcher(graph, SchedulerConfig(max_num_seqs, 8192, MAX_SEQ_LEN, "fcfs")), graph
 
 
@@ -93,13 +95,18 @@ def test_with_default_sizes_every_decode_batch_has_a_full_graph(mode: GraphMode)
 
 @given(
     mode=st.sampled_from(MODES),
-    sizes=st.sets(st.integers(1, 64), max_size=8),
+    sizes=st.tuples(SIZES, SIZES),
     tokens=st.integers(0, 200),
     requests=st.integers(0, 100),
     uniform=st.sampled_from([None, 1, 2]),
 )
-def test_any_sizes(mode: GraphMode, sizes: set[int], tokens: int, requests: int, uniform: int | None) -> None:
-    dispatcher, graph = make(mode, 64, 64, tuple(sizes))
+@example(mode=GraphMode.FULL, sizes=([8, 4], [64, 32]), tokens=3, requests=3, uniform=1)
+@example(mode=GraphMode.FULL, sizes=([8, 4], [64, 32]), tokens=20, requests=3, uniform=None)
+def test_any_sizes(
+    mode: GraphMode, sizes: tuple[list[int], list[int]], tokens: int, requests: int, uniform: int | None
+) -> None:
+    """In any order."""
+    dispatcher, graph = make(mode, 64, 64, *sizes)
     key = dispatcher.dispatch(tokens, requests, uniform)
     expected = expected_size(graph, tokens, requests, uniform) if 1 <= requests <= tokens else None
     assert (None if key is None else (key.is_decode, key.num_tokens)) == expected

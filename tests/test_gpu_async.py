@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,11 @@ import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.shapes import write_shape
-from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.core.engine_core import start_core
 from compiled_engine.messages import EngineRequest
+from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
@@ -39,20 +42,23 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+OPTIONS: dict[str, Any] = {
+    "device": "cuda",
+    "dtype": "float32",
+    "max_num_seqs": 64,
+    "max_num_batched_tokens": 512,
+    "num_blocks": 4000,
+}
+
+
 def engine(**options: Any) -> LLM:
-    chosen = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "num_blocks": 4000, "dtype": "float32"} | options
-    return LLM(device="cuda", progress=False, **chosen)
-
-
-def core_of(llm: LLM) -> EngineCore:
-    return llm.core
+    return LLM(progress=False, **OPTIONS | options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("mode", ["compiled", "graphed"])
 def test_a_steady_state_waits_for_nothing_but_results(mode: str, kind: str) -> None:
-    with engine(mode=mode) as llm:
-        core = core_of(llm)
+    with closing(start_core(resolve(EngineOptions(mode=mode, **OPTIONS)), SilentProgress())) as core:
         for i in range(12):
             params = SamplingParams(seed=i, max_tokens=200, ignore_eos=True, **KINDS[kind])
             core.add(EngineRequest(str(i), tuple(range(10, 30 + i)), params))

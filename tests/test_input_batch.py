@@ -11,9 +11,11 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import write_and_attend
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
-from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.input_buffers import RING, InputBuffers
+from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
 
@@ -97,6 +99,25 @@ def test_padding_reads_and_writes_nothing(states: RequestStates, buffers: InputB
     assert attention.host_3.tolist() == [5, 1, MAX_MODEL_LEN]
 
 
+def test_decodes_without_a_graph(states: RequestStates, buffers: InputBuffers) -> None:
+    states.add(new_request("a", [1, 2, 3], [4]), 2)
+    states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]), 4)
+    batch, attention = gathered((scheduled("a", 2, 1), scheduled("b", 4, 1)), states, buffers)
+    assert batch.decodes_only
+    assert attention.host_3.tolist() == [2, 1, 5]
+    assert attention.seq_lens_R.tolist() == [5, 3]
+
+
+def test_decodes_in_a_graph_that_takes_any_batch(states: RequestStates, buffers: InputBuffers) -> None:
+    states.add(new_request("a", [1, 2, 3], [4]), 2)
+    states.add(new_request("b", [5, 6, 7, 8, 9], [2, 3]), 4)
+    step = (scheduled("a", 2, 1), scheduled("b", 4, 1))
+    batch, attention = gathered(step, states, buffers, mixed_key(5, 3, MAX_MODEL_LEN))
+    assert (batch.decodes_only, batch.request_ids) == (False, ["a", "b"])
+    assert attention.query_start_loc_R1.tolist() == [0, 1, 2, 5, 5]
+    assert attention.host_3.tolist() == [0, 5, MAX_MODEL_LEN]
+
+
 def test_padding_of_graphs_that_take_any_batch(states: RequestStates, buffers: InputBuffers) -> None:
     leave_leftovers(buffers)
     states.add(new_request("a", [1, 2, 3], [4]), 2)
@@ -144,10 +165,13 @@ def test_rows_are_permanent_and_come_free_again(states: RequestStates) -> None:
     assert [states.row(str(i)) for i in (0, 5)] == [rows[0], rows[5]]
     resumed = states.add(new_request("3", [3, 30, 31], [9, 8], num_prompt_tokens=1), 2)
     states.writes.apply()
+    states.append_blocks(resumed, (7,))
+    states.append_blocks(resumed, (6, 5))
+    states.writes.apply()
     assert resumed == rows[3]
     assert (int(states.num_known_S[resumed]), int(states.num_computed_S[resumed])) == (3, 2)
     assert states.num_prompt_tokens[resumed] == 1
-    assert states.block_table_SB[resumed, :2].tolist() == [9, 8]
+    assert states.block_table_SB[resumed].tolist() == [9, 8, 7, 6, 5, 0, 0, 0]
 
 
 def test_sampled_tokens_and_blocks_are_read_by_the_next_step(states: RequestStates, buffers: InputBuffers) -> None:
@@ -169,11 +193,72 @@ def test_sampled_tokens_and_blocks_are_read_by_the_next_step(states: RequestStat
     assert buffers.input_ids_T[0] == 52
 
 
+def test_tokens_come_back_in_the_order_of_the_step(states: RequestStates, buffers: InputBuffers) -> None:
+    for request_id, known, blocks in (("a", 3, [0]), ("b", 8, [1, 2]), ("c", 5, [3, 4])):
+        states.add(new_request(request_id, list(range(known)), blocks), known - 1)
+    step = (scheduled("a", 2, 1), scheduled("b", 6, 1, samples=False), scheduled("c", 4, 1))
+    batch, _ = gathered(step, states, buffers)
+    assert batch.request_ids == ["b", "c", "a"]
+    assert batch.samples.tolist() == [False, True, True]
+    assert batch.num_computed.tolist() == [6, 4, 2]
+    pending = PendingSteps(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
+    pending.catch_up()
+    advance(states, buffers, torch.tensor([71, 72, 73]), batch.num_rows, decodes_only=True)
+    pending.launched()
+    step_of_three = pending.step(batch, None, {})
+    assert step_of_three.result().token_ids == [73, 72]
+
+    # A step that failed after it was launched: the host may not know of it, the device does.
+    advance(states, buffers, torch.tensor([81, 82, 83]), batch.num_rows, decodes_only=True, again=True)
+    pending.lose_count()
+    pending.catch_up()
+    advance(states, buffers, torch.tensor([91, 92, 93]), batch.num_rows, decodes_only=True, again=True)
+    pending.launched()
+    assert pending.step(batch, None, {}).result().token_ids == [93, 92]
+
+    for _ in range(RING):
+        advance(states, buffers, torch.tensor([0, 0, 0]), batch.num_rows, decodes_only=True, again=True)
+    with pytest.raises(RuntimeError, match="the tokens of step 1 were overwritten by step 9"):
+        step_of_three.result()
+
+
 def test_a_steady_batch_of_decodes_stages_nothing(states: RequestStates, buffers: InputBuffers) -> None:
     states.add(new_request("a", [1, 2, 3], [4, 5]), 2)
     make_batch(step_of(scheduled("a", 2, 1)), states, buffers, decode_key(2, MAX_MODEL_LEN))
     states.writes.apply()
+    states.writes.memory.fill_(77)
     make_batch(step_of(scheduled("a", 3, 1)), states, buffers, decode_key(2, MAX_MODEL_LEN))
-    assert states.writes._writes == []
+    states.writes.apply()
+    assert (states.writes.memory == 77).all()
     make_batch(step_of(scheduled("a", 3, 1)), states, buffers, None)
-    assert states.writes._writes != []
+    states.writes.apply()
+    assert (states.writes.memory != 77).any()
+
+
+def test_decodes_are_staged_anew_when_anything_of_them_is_new(states: RequestStates, buffers: InputBuffers) -> None:
+    """Other rows, another batch in between, some of the requests, a step that did not come to the device."""
+    key = decode_key(3, MAX_MODEL_LEN)
+
+    def add(*tokens: tuple[str, int]) -> None:
+        for request_id, token in tokens:
+            states.add(new_request(request_id, [1, token], [ord(request_id) - ord("a")]), 1)
+
+    def input_ids(*request_ids: str) -> list[int]:
+        gathered(tuple(scheduled(i, 1, 1) for i in request_ids), states, buffers, key)
+        return buffers.input_ids_T[:3].tolist()
+
+    add(("a", 50), ("b", 60))
+    assert input_ids("a", "b") == [50, 60, 0]
+    states.remove("a")
+    states.remove("b")
+    add(("a", 51), ("b", 61))
+    assert input_ids("a", "b") == [51, 61, 0]
+    assert input_ids("b") == [61, 0, 0]
+    assert input_ids("a") == [51, 0, 0]
+    assert input_ids("a", "b") == [51, 61, 0]
+    gathered((scheduled("b", 0, 2), scheduled("a", 0, 2)), states, buffers)
+    assert input_ids("a", "b") == [51, 61, 0]
+    make_batch(step_of(scheduled("b", 1, 1), scheduled("a", 1, 1)), states, buffers, key)
+    states.writes.discard()
+    buffers.forget_staged()
+    assert input_ids("b", "a") == [61, 51, 0]

@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny_tokenizers import byte_level
+from tiny_tokenizers import byte_level, with_bos
 
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.prompts import parse_prompts
+from compiled_engine.frontend.tokenizer import encode_bad_words
 from compiled_engine.messages import RequestLimits
 from compiled_engine.sampling.params import SamplingParams
 
@@ -213,6 +214,16 @@ def test_bad_words_are_forbidden_with_and_without_a_space_before_them() -> None:
     words = request.engine_requests[0].sampling_params.bad_words_token_ids
     assert words[:2] == (tuple(a), tuple(spaced_a))
     assert tuple(tokenizer.encode("naive")) in words[2:]
+
+
+def test_bad_words_have_no_tokens_but_their_own() -> None:
+    """None that the tokenizer puts before a text, nor one for the space alone."""
+    tokenizer = with_bos()
+    plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("zz", " zz"))
+    assert (len(spaced), spaced[1:]) == (len(plain) + 1, plain)
+    assert encode_bad_words(tokenizer, ["zz"]) == (plain,)
+    plain, spaced = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("a", " a"))
+    assert encode_bad_words(tokenizer, ["a"]) == (plain, spaced)
 
 
 def test_priorities() -> None:

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.core.engine_core import start_core
 from compiled_engine.messages import EngineRequest
+from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
 from tests.lagging_device import lagging_device
 
 WAYS: tuple[dict[str, Any], ...] = (
@@ -22,11 +26,17 @@ WAYS: tuple[dict[str, Any], ...] = (
 )
 
 
-def engine(**options: Any) -> LLM:
-    chosen = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 4, "num_blocks": 200}
-    return LLM(
-        device="cpu", mode="eager", dtype="float32", progress=False, **{"async_scheduling": True} | chosen | options
-    )
+OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "mode": "eager",
+    "dtype": "float32",
+    "async_scheduling": True,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 128,
+    "block_size": 4,
+    "num_blocks": 200,
+}
 
 
 def prompts(count: int) -> list[dict[str, list[int]]]:
@@ -42,9 +52,9 @@ def tokens(llm: LLM, max_tokens: int) -> list[list[int]]:
 
 
 def test_a_row_is_taken_while_its_last_prompt_is_in_flight() -> None:
-    with engine() as llm:
+    with LLM(progress=False, **OPTIONS) as llm:
         expected, expected_later = tokens(llm, 1), tokens(llm, 8)
-    with engine() as llm:
+    with LLM(progress=False, **OPTIONS) as llm:
         with lagging_device():
             found = tokens(llm, 1)
         later = tokens(llm, 8)  # what the prefix cache has kept
@@ -69,9 +79,9 @@ def random_requests(seed: int) -> list[EngineRequest]:
     return requests
 
 
-def run(llm: LLM, seed: int, aborts: bool) -> dict[str, list[int]]:
+def run(options: dict[str, Any], seed: int, aborts: bool) -> dict[str, list[int]]:
     """The tokens of the requests that were not aborted."""
-    core = llm.core
+    core = start_core(resolve(EngineOptions(**OPTIONS | options)), SilentProgress())
     random_ = random.Random(seed + 1)
     waiting = deque(random_requests(seed))
     found: dict[str, list[int]] = {}
@@ -86,6 +96,7 @@ def run(llm: LLM, seed: int, aborts: bool) -> dict[str, list[int]]:
         if aborts and random_.random() < 0.2 and core.abort(one):
             aborted.add(one)
         core.check_integrity()
+    core.close()
     return {request_id: ids for request_id, ids in found.items() if request_id not in aborted}
 
 
@@ -93,10 +104,9 @@ def run(llm: LLM, seed: int, aborts: bool) -> dict[str, list[int]]:
 @pytest.mark.parametrize("num_blocks", [200, 40])
 def test_random_requests(num_blocks: int, seed: int) -> None:
     options = {"num_blocks": num_blocks, "enable_prefix_caching": seed % 2 == 1}
-    with engine(async_scheduling=False, **options) as llm:
-        expected = run(llm, seed, aborts=False)
+    expected = run(options | {"async_scheduling": False}, seed, aborts=False)
     for aborts in (False, True):
-        with lagging_device(), engine(**options) as llm:
-            found = run(llm, seed, aborts)
+        with lagging_device():
+            found = run(options, seed, aborts)
         assert found == {request_id: expected[request_id] for request_id in found}
         assert len(found) == 60 or aborts

@@ -129,6 +129,37 @@ def test_logprobs_agree_with_prompt_logprobs(llm: LLM) -> None:
     )
 
 
+def test_prompt_logprobs_are_those_of_the_prompt_alone_and_of_nobody_else(llm: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    # In chunks, several to a step; of one, a chunk holds no more than the last two tokens.
+    together = llm.generate([*([*llm.get_tokenizer().encode(text)] * 5 for text in PROMPTS), [7] * 34], params)
+    for output in together:
+        (alone,) = llm.generate(output.prompt_token_ids, params)
+        assert output.prompt_logprobs is not None
+        assert alone.prompt_logprobs is not None
+        for entry, expected in zip(output.prompt_logprobs[1:], alone.prompt_logprobs[1:], strict=True):
+            assert entry is not None
+            assert expected is not None
+            found, wanted = ({i: logprob.logprob for i, logprob in each.items()} for each in (entry, expected))
+            assert found == pytest.approx(wanted, abs=1e-3)
+    # The same rows, and blocks that the prefix cache has kept.
+    again = llm.generate([output.prompt_token_ids for output in together], GREEDY)
+    assert [output.prompt_logprobs for output in again] == [None] * len(together)
+
+
+def test_prompt_logprobs_of_many_tokens_in_one_step() -> None:
+    prompts = [[5 + i * k % 97 for i in range(300)] for k in (3, 5)]
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    found = []
+    for num_tokens in (800, 32):
+        with LLM(**SMALL | {"max_model_len": 512, "max_num_batched_tokens": num_tokens}) as engine:
+            outputs = engine.generate(prompts, params)
+        entries = [output.prompt_logprobs[1:] for output in outputs if output.prompt_logprobs is not None]
+        found.append([logprob.logprob for each in entries for entry in each if entry for logprob in entry.values()])
+    assert len(found[0]) == 2 * 299
+    assert found[0] == pytest.approx(found[1], abs=1e-3)
+
+
 def test_completions_of_a_prompt_are_those_of_their_seeds(llm: LLM) -> None:
     params = SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True)
     (output,) = llm.generate(PROMPTS[0], params)
@@ -142,7 +173,10 @@ def test_a_stop_string_ends_generation(llm: LLM) -> None:
     text = whole.outputs[0].text
     stop = text[4:7]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, stop=[stop])
+    before = llm.metrics()
     (completion,) = llm.generate(PROMPTS[0], params)[0].outputs
+    after = llm.metrics()
+    assert (after["finished"], after["aborted"]) == (before["finished"] + 1, before["aborted"])
     assert completion.text == text[: text.index(stop)]
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == whole.outputs[0].token_ids[: len(completion.token_ids)]

@@ -152,6 +152,25 @@ def test_rope_frequencies_are_those_of_transformers(rope: dict[str, Any], spelli
     assert scaling == pytest.approx(expected_scaling, rel=1e-12)
 
 
+@pytest.mark.parametrize("rope", [rope for rope in ROPES if rope["rope_type"] in ("llama3", "yarn")])
+def test_an_original_length_beside_the_rope_section_comes_first(rope: dict[str, Any], tmp_path: Path) -> None:
+    length = {"max_position_embeddings": 8192, "original_max_position_embeddings": 1024}
+    path = write(tmp_path, head_dim=128, rope_parameters=rope | {"rope_theta": 1e6}, **length)
+    config, _ = read(path)
+    assert config.rope.original_max_position_embeddings == 1024
+    frequencies, _ = inverse_frequencies(config.rope, config.head_dim)
+    expected, _ = ROPE_INIT_FUNCTIONS[rope["rope_type"]](AutoConfig.from_pretrained(path))
+    torch.testing.assert_close(frequencies, expected, rtol=0, atol=0)
+
+
+def test_of_two_spellings_the_one_with_a_value_counts(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
+    config, _ = read(write(tmp_path, rope_scaling=None, rope_parameters=rope))
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("linear", 2.0, 1e6)
+    config, _ = read(write(tmp_path, dtype="float16", torch_dtype="bfloat16"), device_type="cuda")
+    assert config.dtype is torch.float16
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "ntk"])
 def test_an_unknown_rope_type_is_refused_with_the_known_ones(kind: str, tmp_path: Path) -> None:
     known = "default, linear, llama3, yarn"
@@ -173,6 +192,7 @@ def test_yarn_without_an_original_length_is_refused() -> None:
         ({"type": "linear", "factor": 2.5}, 1280),
         ({"type": "yarn", "factor": 4.0}, 2048),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+        ({"type": "yarn", "original_max_position_embeddings": 256}, 512),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1, "high_freq_factor": 4}, 512),
     ],
 )

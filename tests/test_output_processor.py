@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import gc
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -11,11 +13,11 @@ from tiny_tokenizers import byte_level
 
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.output_processor import OutputProcessor, RunningRequest
 from compiled_engine.frontend.outputs import Logprob, RequestOutput
 from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineRequest, RequestLimits
+from compiled_engine.messages import EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -83,7 +85,7 @@ def test_a_stop_string_ends_the_completion_and_the_request(tokens_a_step: int, i
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
     assert completion.cumulative_logprob == -3.0 * len(completion.token_ids)
-    assert frontend.core.aborted == [output.request_id]
+    assert frontend.core.aborted == frontend.core.stopped == [output.request_id]
 
 
 def test_a_stop_string_in_the_last_token_is_not_aborted_again() -> None:
@@ -97,6 +99,21 @@ def test_a_stop_string_in_the_last_token_is_not_aborted_again() -> None:
 def test_what_may_begin_a_stop_string_is_released_at_the_end() -> None:
     (completion,) = Frontend("hello").run(max_tokens=50, stop="hello world")[0].outputs
     assert (completion.text, completion.finish_reason) == ("hello", "stop")
+
+
+def test_a_stop_string_that_the_token_after_min_tokens_completes_counts() -> None:
+    tokens = TOKENIZER.encode(SAID)
+    last = next(count for count in range(len(tokens)) if "ck br" in TOKENIZER.decode(tokens[:count]))
+    for min_tokens, stops in ((last - 1, True), (last, False)):
+        (completion,) = Frontend().run(max_tokens=last + 1, stop="ck br", min_tokens=min_tokens)[0].outputs
+        assert completion.stop_reason == ("ck br" if stops else None)
+        assert len(completion.token_ids) == (last if stops else last + 1)
+
+
+def test_a_character_that_is_not_complete_at_the_end_is_replaced() -> None:
+    tokens = TOKENIZER.encode("a€")
+    (completion,) = Frontend("a€").run(max_tokens=len(tokens) - 1)[0].outputs
+    assert completion.text == "a\N{REPLACEMENT CHARACTER}"
 
 
 def test_a_stop_string_counts_after_min_tokens() -> None:
@@ -145,6 +162,7 @@ def test_completions_of_one_prompt_end_on_their_own() -> None:
     assert [completion.index for completion in outputs[-1].outputs] == [0, 1, 2]
     assert [completion.token_ids for completion in outputs[-1].outputs] == [[*said[:count], EOS] for count in (2, 3, 4)]
     assert [output.finished for output in outputs] == [False] * 4 + [True]
+    assert [output.metrics.num_output_tokens for output in outputs if output.metrics] == [1, 2, 3, 4, 5]
 
 
 def test_without_detokenising_there_is_no_text() -> None:
@@ -166,11 +184,14 @@ def test_a_stream_grows_and_never_takes_text_back() -> None:
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
 
 
-def test_metrics_of_a_request() -> None:
-    (output,) = Frontend().run(max_tokens=5)
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 0}])
+def test_metrics_of_a_request(extra: dict[str, Any]) -> None:
+    first, *_, output = Frontend().stream(max_tokens=5, **extra)
     metrics = output.metrics
+    assert first.metrics is not None
     assert metrics is not None
     assert metrics.first_token_time is not None
+    assert metrics.first_token_time == first.metrics.first_token_time
     assert metrics.finished_time is not None
     assert metrics.arrival_time <= metrics.first_token_time <= metrics.finished_time
     assert metrics.ttft_s == metrics.first_token_time - metrics.arrival_time
@@ -224,13 +245,84 @@ def test_ctrl_c_waits_for_the_end_of_the_step() -> None:
     assert frontend.run(max_tokens=3)[0].finished
 
 
+@pytest.mark.usefixtures("_python_handles_sigint")
+def test_a_second_ctrl_c_does_not_wait() -> None:
+    step_ended = []
+
+    def interrupt(number: int) -> None:
+        if number == 2:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+            step_ended.append(number)
+
+    frontend = Frontend(before_step=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        frontend.run(max_tokens=50)
+    assert step_ended == []
+    assert frontend.run(max_tokens=3)[0].finished
+
+
 def test_an_iterator_that_is_closed_aborts_its_request() -> None:
     frontend = Frontend()
     stream = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
     assert not next(stream).finished
     stream.close()
-    assert (len(frontend.core.aborted), frontend.core.live) == (1, {})
+    assert (len(frontend.core.aborted), frontend.core.stopped, frontend.core.live) == (1, [], {})
     assert frontend.run(max_tokens=3)[0].finished
+
+
+def test_an_iterator_that_is_closed_while_another_moves_aborts_its_request_before_the_next_step() -> None:
+    def close_the_other(number: int) -> None:
+        if number == 2:
+            other.close()
+
+    frontend = Frontend(before_step=close_the_other)
+    other = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
+    next(other)
+    stream = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
+    next(stream)
+    assert (len(frontend.core.live), frontend.core.aborted) == (2, [])
+    next(stream)
+    assert (len(frontend.core.live), len(frontend.core.aborted), frontend.core.stopped) == (1, 1, [])
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
+    class Watched(OutputProcessor):
+        def add(self, request: PreparedRequest) -> RunningRequest:
+            state = super().add(request)
+            states.append(weakref.ref(state))
+            return state
+
+    states: list[weakref.ref[RunningRequest]] = []
+    frontend = Frontend()
+    loop = EngineLoop(frontend.core, Watched(TOKENIZER))
+    list(loop.run(frontend.prepare(["hello", "world"], n=2, max_tokens=3)))
+    list(loop.run(frontend.prepare(max_tokens=50, stop="world")))
+    left, other = (loop.run(frontend.prepare(max_tokens=50), partial=True) for _ in range(2))
+    next(left)
+    next(other)  # it has made a step for both
+    left.close()
+    other.close()
+    gc.collect()
+    assert [state() for state in states] == [None] * 5
+
+
+@pytest.mark.parametrize("extra", [{}, {"logprobs": 0}])
+def test_what_the_core_still_says_of_a_request_that_has_ended_is_dropped(extra: dict[str, Any]) -> None:
+    """A step that was launched ahead gives one more token to whom a stop string has ended."""
+    frontend, outputs = Frontend(), OutputProcessor(TOKENIZER)
+    (request,) = frontend.prepare(max_tokens=50, stop="world", **extra)
+    state = outputs.add(request)
+    frontend.core.add(request.engine_requests[0])
+    while not state.finished:
+        changed, aborts = outputs.process(frontend.core.step())
+        assert changed == [state]
+    assert aborts == [request.request_id]
+    ended = state.snapshot()
+    assert ended.metrics is not None
+    assert ended.metrics.finished_time is not None
+    assert outputs.process(frontend.core.step()) == ([], [])
+    assert state.snapshot() == ended
 
 
 def test_a_request_that_the_core_refuses_takes_back_those_before_it() -> None:
@@ -270,3 +362,26 @@ def test_a_request_that_the_core_lost_is_an_error() -> None:
     loop = EngineLoop(Forgetful(lambda request: [3]), OutputProcessor(TOKENIZER))
     with pytest.raises(RuntimeError, match="a step failed and ended this request"):
         list(loop.run(Frontend().prepare(max_tokens=3)))
+
+
+def test_who_finds_a_request_ended_by_anothers_step_is_told_why() -> None:
+    class Failing(ScriptedCore):
+        def step(self) -> StepOutputs:
+            if self.steps == 2:
+                self.live.clear()
+                raise error
+            return super().step()
+
+        def abort(self, request_id: str, *, stopped: bool = False) -> None: ...
+
+    error = MemoryError("lost device")
+    frontend = Frontend()
+    loop = EngineLoop(Failing(lambda request: TOKENIZER.encode(SAID)), OutputProcessor(TOKENIZER))
+    stream = loop.run(frontend.prepare(max_tokens=50), partial=True)
+    next(stream)
+    with pytest.raises(MemoryError, match="lost device"):
+        list(loop.run(frontend.prepare(max_tokens=50)))
+    next(stream)  # what the step before has given
+    with pytest.raises(RuntimeError, match="a step failed") as found:
+        next(stream)
+    assert found.value.__cause__ is error

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import linecache
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -190,7 +194,19 @@ def test_what_is_not_a_pass_is_refused() -> None:
     assert registered_passes() == DEFAULT_PASSES
 
 
-def test_the_uuid_of_a_pass_is_that_of_its_source() -> None:
+def test_an_edited_pass_has_another_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    uuids = []
+    for body in ("return PassResult(0)", "return PassResult(1)", "return PassResult(0)"):
+        (tmp_path / "edited_pass.py").write_text(f"class Edited:\n    name = 'edited'\n    def run(self): {body}\n")
+        monkeypatch.delitem(sys.modules, "edited_pass", raising=False)
+        linecache.checkcache()
+        uuids.append(pass_uuid(importlib.import_module("edited_pass").Edited()))
+    assert uuids[0] != uuids[1]
+    assert uuids[0] == uuids[2]
+
+
+def test_every_pass_has_a_uuid_of_its_own() -> None:
     uuids = {pass_uuid(graph_pass) for graph_pass in (*DEFAULT_PASSES, Never())}
     assert len(uuids) == len(DEFAULT_PASSES) + 1
     assert all(len(uuid) == 16 for uuid in uuids)

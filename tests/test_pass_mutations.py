@@ -9,12 +9,28 @@ from typing import Any
 
 import pytest
 import torch
-from pass_cases import DTYPES, FAMILIES, LLAMA, QWEN2, QWEN3, QWEN3_YARN, RANGES, SMALL, Family, run_all
+from pass_cases import (
+    CPU,
+    DTYPES,
+    FAMILIES,
+    LLAMA,
+    QWEN2,
+    QWEN3,
+    QWEN3_YARN,
+    RANGES,
+    SMALL,
+    Family,
+    graph_of,
+    run_all,
+    traced,
+)
 from torch import fx
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rope_kv_write
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.manager import PassReport, run_passes
+from compiled_engine.passes.matching import emit
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.verifier import VerificationError
 
@@ -278,6 +294,61 @@ def test_the_unbroken_passes_are_not(family: Family, dtype: torch.dtype) -> None
         reports = run_all(family, dtype, compile_range)
         assert all((report.verified > 0) == (report.matches > 0) for report in reports)
         assert all(report.applied for report in reports if compile_range is SMALL)
+
+
+@dataclass(frozen=True)
+class ReplaceFlip:
+    """Puts something else in the place of flip. Its input, by default, which is right for a single token."""
+
+    becomes: Callable[[fx.Graph, fx.Node], fx.Node] = lambda graph, before: before
+    name: str = "flip"
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return 0
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        (flip,) = calls(graph, aten.flip.default)
+        with graph.inserting_before(flip):
+            new = self.becomes(graph, flip.all_input_nodes[0])
+        flip.replace_all_uses_with(new)
+        graph.erase_node(flip)
+        return PassResult(1, (), (Replacement(flip.name, new),))
+
+
+@pytest.mark.parametrize("of_an_input", [True, False])
+def test_both_ends_of_a_range_are_run(of_an_input: bool) -> None:
+    model, _ = traced(QWEN3, torch.float32)
+
+    def run(compile_range: CompileRange) -> PassReport:
+        def function(positions_T: torch.Tensor) -> torch.Tensor:
+            return (positions_T if of_an_input else positions_T + 1).flip(0) * 2
+
+        graph = graph_of(function, {"positions_T": torch.arange(4)}, {}).graph
+        (report,) = run_passes(graph, (ReplaceFlip(),), ("flip",), model, compile_range, CPU, verify=True)
+        return report
+
+    assert run(CompileRange(1, 1)).verified == 1
+    with pytest.raises(VerificationError, match=r"pass flip, 8 tokens: .* has other elements"):
+        run(CompileRange(1, 8))
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "problem"),
+    [
+        (aten.mul.Tensor, (float("nan"),), "is off by nan"),
+        (aten.sum.dim_IntList, ([0],), r"is torch.float32\[\] instead of torch.float32\[8\]"),
+        (aten.to.dtype, (torch.float64,), "is torch.float64"),
+    ],
+)
+def test_another_kind_of_value_is_caught(target: Any, arguments: tuple[Any, ...], problem: str) -> None:
+    model, _ = traced(QWEN3, torch.float32)
+    graph = graph_of(lambda positions_T: positions_T.float().flip(0), {"positions_T": torch.arange(4)}, {}).graph
+    broken = ReplaceFlip(lambda graph, before: emit(graph, target, before, *arguments))
+    with pytest.raises(VerificationError, match=problem):
+        run_passes(graph, (broken,), ("flip",), model, CompileRange(8, 8), CPU, verify=True)
 
 
 def test_every_pass_is_broken() -> None:

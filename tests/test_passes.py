@@ -130,6 +130,16 @@ def test_silu_mul_without_merged_linears_is_a_near_miss() -> None:
     assert "merge_linears" in result.near_misses[0]
 
 
+def test_a_silu_that_is_used_elsewhere_is_a_near_miss() -> None:
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = torch.split(x, [4, 4], dim=1)
+        activated = torch.nn.functional.silu(gate)
+        return activated * up, activated
+
+    result = rewrite(SiluMul(), graph_of(both, random_tensors(x=(6, 8)), {}))
+    assert (result.matches, len(result.near_misses)) == (0, 1)
+
+
 def test_up_before_gate_is_not_silu_mul() -> None:
     def swapped(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         first, second = x @ gate.t(), x @ up.t()
@@ -152,37 +162,85 @@ def test_expanded_references_give_the_same_values() -> None:
     torch.testing.assert_close(got, swiglu(**arguments, **parameters)[0])
 
 
-def rms_norm_with(change: str) -> Callable[..., tuple[torch.Tensor, ...]]:
-    """A norm of a sum that looks like the textbook's, but for one thing."""
+def rms_norm_with(change: str, of_a_sum: bool = True) -> Callable[..., tuple[torch.Tensor, ...]]:
+    """A norm, of a sum or of x alone, that looks like the textbook's, but for one thing."""
 
     def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        total = residual + x
+        total = torch.add(residual, x, alpha=2) if change == "twice the addend" else residual + x
+        if not of_a_sum:
+            total = x
         wide = total if change == "narrow" else total.float()
-        squares = wide.pow(2).mean(-1, keepdim=True)
-        shifted = torch.add(squares, 1e-5, alpha=3) if change == "alpha" else squares + 1e-5
-        normed = (wide * torch.rsqrt(shifted)).to(total.dtype)
-        return weight * normed, total
+        squares = wide.pow(3 if change == "cubes" else 2)
+        mean = squares.mean([-1, 0] if change == "the mean over tokens too" else -1, keepdim=True)
+        shifted = torch.add(mean, 1e-5, alpha=3) if change == "alpha" else mean + 1e-5
+        scaled = residual.float() if change == "another value" else wide
+        normed = scaled * torch.rsqrt(shifted)
+        if change != "not rounded before the weight":
+            normed = normed.to(total.dtype)
+        return (weight + 1 if change == "a weight that is computed" else weight) * normed, total
 
     return function
 
 
+HIDDEN = (24,)
+
+
+@pytest.mark.parametrize("of_a_sum", [True, False])
 @pytest.mark.parametrize(
-    ("change", "dtype", "weight_shape"),
+    ("change", "dtype", "weight"),
     [
-        ("narrow", torch.bfloat16, (24,)),
-        ("alpha", torch.float32, (24,)),
-        ("shape", torch.float32, (1,)),
-        ("shape", torch.float32, (5, 24)),
+        ("narrow", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
+        ("alpha", torch.float32, torch.empty(HIDDEN)),
+        ("cubes", torch.float32, torch.empty(HIDDEN)),
+        ("the mean over tokens too", torch.float32, torch.empty(HIDDEN)),
+        ("a weight that is computed", torch.float32, torch.empty(HIDDEN)),
+        ("another value", torch.float32, torch.empty(HIDDEN)),
+        ("another value", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
+        ("another dtype of the weight", torch.bfloat16, torch.empty(HIDDEN)),
+        ("another dtype of the weight", torch.float32, torch.empty(HIDDEN, dtype=torch.bfloat16)),
+        ("not rounded before the weight", torch.bfloat16, torch.empty(HIDDEN, dtype=torch.bfloat16)),
+        ("another shape of the weight", torch.float32, torch.empty(1)),
+        ("another shape of the weight", torch.float32, torch.empty(5, 24)),
     ],
 )
-def test_what_only_looks_like_a_residual_norm_is_a_near_miss(
-    change: str, dtype: torch.dtype, weight_shape: tuple[int, ...]
+def test_what_only_looks_like_a_norm_is_a_near_miss(
+    change: str, dtype: torch.dtype, weight: torch.Tensor, of_a_sum: bool
 ) -> None:
     inputs = random_tensors(dtype, x=(5, 24), residual=(5, 24))
-    module = graph_of(rms_norm_with(change), inputs, random_tensors(dtype, weight=weight_shape))
+    module = graph_of(rms_norm_with(change, of_a_sum), inputs, {"weight": weight})
+    result = rewrite(ResidualRMSNorm() if of_a_sum else RMSNorm(), module)
+    assert result.matches == 0
+    assert len(result.near_misses) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "residual"),
+    [
+        ("twice the addend", torch.empty(5, 24, dtype=torch.bfloat16)),
+        ("an addend of another shape", torch.empty(24, dtype=torch.bfloat16)),
+        ("an addend of another dtype", torch.empty(5, 24)),
+    ],
+)
+def test_a_norm_of_what_only_looks_like_a_sum_is_a_near_miss(change: str, residual: torch.Tensor) -> None:
+    inputs = random_tensors(torch.bfloat16, x=(5, 24)) | {"residual": residual}
+    module = graph_of(rms_norm_with(change), inputs, {"weight": torch.empty(HIDDEN, dtype=residual.dtype)})
     result = rewrite(ResidualRMSNorm(), module)
     assert result.matches == 0
     assert len(result.near_misses) == 1
+
+
+def gated(x: torch.Tensor, y: torch.Tensor, sizes: list[int], of_two: bool) -> torch.Tensor:
+    gate, up = x.split(sizes, dim=1)[:2]
+    if of_two:
+        up = y.split(sizes, dim=1)[1]
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize(("sizes", "of_two"), [([4, 4], True), ([1, 7], False), ([3, 3, 2], False)])
+def test_what_only_looks_like_silu_mul_is_a_near_miss(sizes: list[int], of_two: bool) -> None:
+    module = graph_of(lambda x, y: gated(x, y, sizes, of_two), random_tensors(x=(6, 8), y=(6, 8)), {})
+    result = rewrite(SiluMul(), module)
+    assert (result.matches, len(result.near_misses)) == (0, 1)
 
 
 def test_halves_of_the_rows_are_not_silu_mul() -> None:

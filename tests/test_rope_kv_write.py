@@ -229,7 +229,10 @@ def turned(change: str) -> Rotation:
 
     def rotation(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         dim = -2 if change == "heads" else -1
-        first, second = (x + 1 if change == "another x" else x).chunk(2, dim)
+        if change == "other parts":
+            first, second = x[..., :8], x[..., 4:12]
+        else:
+            first, second = (x + 1 if change == "another x" else x).chunk(2, dim)
         return x * cos + torch.cat((second, -first) if change == "back" else (-second, first), dim) * sin
 
     return rotation
@@ -269,6 +272,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_k": turned("back")}, "k: it is not x \\* cos"),
         ({"rotate_q": turned("heads")}, "q: it is not x \\* cos"),
         ({"rotate_q": turned("another x")}, "q: it is not x \\* cos"),
+        ({"rotate_q": turned("other parts")}, "q: it is not x \\* cos"),
         ({"rotate_q": twice}, "q: it is not rotated"),
         ({"rotate_k": lambda x, cos, sin: x}, "k: it is not rotated"),
         ({"rotate_q": partial, "rotate_k": partial}, "only a part of each head"),
@@ -276,6 +280,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_v": rotate}, "v is rotated too"),
         ({"rotate_k": lambda x, cos, sin: rotate(x, sin, cos)}, "different angles"),
         ({"rotate_k": lambda x, cos, sin: rotate(x, cos * 2, sin)}, "different angles"),
+        ({"rotate_k": lambda x, cos, sin: rotate(x, cos, sin * 2)}, "different angles"),
         ({"cos": (16,), "sin": (16,)}, r"cos or sin is not \[tokens, heads, head size\]"),
         ({"cos": (1, 1, 16)}, r"cos or sin is not \[tokens, 1, head size\]"),
         ({"also": lambda q, k: (q,)}, "rotated q is used elsewhere"),

@@ -15,7 +15,7 @@ import sampling_kernel_cases as cases
 import torch
 from interpreter import loops_to_a_loaded_bound
 
-from compiled_engine.sampling.history import penalty_bytes
+from compiled_engine.sampling.history import History, penalty_bytes
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
@@ -204,13 +204,19 @@ def test_one_request_may_have_several_rows_of_logits() -> None:
         assert alone.token_ids_S.tolist() == [int(together[i])]
 
 
-def test_penalties_take_memory_when_they_are_first_asked_for() -> None:
+def test_penalties_take_memory_when_they_are_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History(16, 40, torch.device("cpu"))
+    history.start_tail(0, [1], 2)
+    assert history.counts_NV is None
+    history.start_counts(1, [1], [])
+    assert history.counts_NV is not None
+    assert history.counts_NV.nbytes == penalty_bytes(16, 40) == 16 * 40 * 2
+    counted: list[int] = []
+    monkeypatch.setattr(History, "start_counts", lambda history, row, *token_ids: counted.append(row))
     sampler = Sampler(16, 40, "cpu")
     sampler.add_row(0, SamplingParams(bad_words_token_ids=((1, 2),)), 0, [1], 1, set())
-    assert sampler._history.counts_NV is None
     sampler.add_row(1, SamplingParams(presence_penalty=1), 0, [1], 1, set())
-    assert sampler._history.counts_NV is not None
-    assert sampler._history.counts_NV.nbytes == penalty_bytes(16, 40) == 16 * 40 * 2
+    assert counted == [1]
 
 
 def test_longer_bad_words_leave_other_tails_alone() -> None:

@@ -122,6 +122,21 @@ class TestPreemption:
             engine.finish_step()
         raise AssertionError("nothing was preempted")
 
+    def test_nobody_is_admitted_to_the_step_that_preempts(self) -> None:
+        """Not even one that would come first, and fits into what is left of the blocks."""
+        engine = SimulatedEngine(block_size=4, num_blocks=7, prefix_caching=False, policy="priority")
+        engine.add("a", list(range(7)), params=outputs_of(12))
+        engine.add("b", list(range(11)), priority=5, params=outputs_of(12))
+        while engine.scheduler.metrics()["blocks_free"] > 0:
+            engine.step()
+        engine.add("c", [1], priority=1, params=outputs_of(2))
+        step = self.step_to_preemption(engine)
+        assert (step.removed, step.new) == (("b",), ())
+        engine.finish_step()
+        assert new_ids(engine.begin_step()) == ["c"]
+        engine.finish_step()
+        engine.run()
+
     def test_the_newest_is_preempted_and_its_row_removed(self) -> None:
         engine = self.start()
         step = self.step_to_preemption(engine)
@@ -356,3 +371,12 @@ def test_metrics() -> None:
         "aborted": 1,
         "steps": 2,
     }
+
+
+def test_the_peak_of_the_cache_is_that_of_all_steps() -> None:
+    engine = SimulatedEngine(block_size=4, num_blocks=8)
+    engine.add("a", list(range(14)), params=outputs_of(1))
+    engine.run()
+    engine.add("b", [1], params=outputs_of(1))
+    engine.run()
+    assert engine.scheduler.metrics()["kv_usage_peak"] == 0.5

@@ -117,6 +117,16 @@ class TestEnding:
         engine.run()
         assert record.num_cached_tokens == 16
 
+    def test_those_behind_aborted_ones_are_served(self) -> None:
+        engine = SimulatedEngine()
+        for request_id in "abcd":
+            engine.add(request_id, [1, 2, 3], params=outputs_of(2))
+        for request_id in "abc":
+            engine.abort(request_id)
+        assert new_ids(engine.begin_step()) == ["d"]
+        engine.finish_step()
+        engine.run()
+
     def test_a_request_that_was_never_admitted_is_not_removed(self) -> None:
         engine = SimulatedEngine()
         engine.add("a", [1])

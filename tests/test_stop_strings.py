@@ -99,5 +99,22 @@ def test_a_stop_string_may_begin_in_text_that_was_not_searched() -> None:
     assert watcher.push("b") == ("", "ab")
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_ended_before_the_search_stays_uncounted(include: bool) -> None:
+    """Text is kept as long as the longest stop string may begin in it, so a shorter one may be there as a whole."""
+    watcher = StopStrings(["ab", "wxyz"], include_in_output=include)
+    assert watcher.push("xab", search=False) == ("xab", None)
+    assert watcher.push("c") == ("c", None)
+    assert watcher.push("ab") == ("ab" if include else "", "ab")
+
+
+@pytest.mark.parametrize("count", range(1, 4))
+def test_text_that_is_out_may_begin_a_stop_string(count: int) -> None:
+    """However much of it came before."""
+    watcher = StopStrings(["STOP", "ab"], include_in_output=True)
+    assert watcher.push("one " + "STOP"[:count]) == ("one " + "STOP"[:count], None)
+    assert watcher.push("STOP"[count:] + " two") == ("STOP"[count:], "STOP")
+
+
 def test_without_stop_strings_text_passes() -> None:
     assert run([], ["a", "b"]) == (["a", "b", ""], None)

@@ -19,8 +19,10 @@ class Worker:
     """Answers when it is told to."""
 
     asked: list[int]
+    started: list[Worker]
 
     def __init__(self, module: str, number: int, environment: Any):
+        self.started.append(self)
         self.number = number
         self.answers: list[Future[dict[str, Any]]] = []
         self.busy = threading.Semaphore(0)
@@ -37,18 +39,28 @@ class Worker:
     def close(self) -> None: ...
 
 
-Ask = Callable[[int], Future[Any]]
+class Turn(Future[Any]):
+    """What the pool makes for a question that has to wait."""
+
+    made: list[Turn]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made.append(self)
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[list[Worker], WorkerPool]]:
     monkeypatch.setattr(worker_pool, "WorkerProcess", Worker)
+    monkeypatch.setattr(worker_pool, "Future", Turn)
     monkeypatch.setattr(Worker, "asked", [], raising=False)
+    monkeypatch.setattr(Worker, "started", [], raising=False)
+    monkeypatch.setattr(Turn, "made", [], raising=False)
 
     def start(count: int) -> tuple[list[Worker], WorkerPool]:
         pool = WorkerPool("nowhere", count)
         pool.begin({})
-        return pool._workers, pool  # type: ignore[return-value]
+        return Worker.started, pool
 
     return start
 
@@ -59,7 +71,7 @@ def ask_in_order(pool: WorkerPool, threads: ThreadPoolExecutor, count: int, at_o
     for n in range(count):
         futures.append(threads.submit(pool.ask, {"n": n}))
         deadline = time.monotonic() + 60
-        while len(pool._waiting) + min(len(Worker.asked), at_once) <= n:
+        while len(Turn.made) + min(len(Worker.asked), at_once) <= n:
             assert time.monotonic() < deadline
             time.sleep(0.001)
     return futures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
@@ -38,6 +38,14 @@ def byte_level() -> Tokenizer:
     )
     backend.train_from_iterator(TEXTS * 3, trainer)
     backend.add_tokens([AddedToken("<tool>"), AddedToken("two words")])
+    return wrap(backend)
+
+
+@cache
+def with_bos() -> Tokenizer:
+    """Like Llama 3: a token before every text."""
+    backend = Backend.from_str(byte_level().hf.backend_tokenizer.to_str())
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return wrap(backend)
 
 

@@ -82,12 +82,10 @@ class RunningRequest:
         )
 
     def _add_prompt_logprobs(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Entries come a chunk of the prompt at a time; a request that was preempted sends some again."""
+        """Entries come a chunk of the prompt at a time, each once."""
         assert self._prompt_logprobs is not None
-        known = len(self._prompt_logprobs) - first
-        assert known >= 0, f"prompt_logprobs from position {first} on, but {len(self._prompt_logprobs)} is the next"
-        for entry in entries[known:]:
-            self._prompt_logprobs.append(logprob_dict(entry, self._tokenizer))
+        assert first == len(self._prompt_logprobs)
+        self._prompt_logprobs += [logprob_dict(entry, self._tokenizer) for entry in entries]
 
 
 class OutputProcessor:

@@ -59,7 +59,7 @@ class StopStrings:
             return 0
         for length in range(min(self._longest - 1, len(self._text)), 0, -1):
             ending = self._text[-length:]
-            if any(stop.startswith(ending) for stop in self._stops):
+            if any(len(stop) > length and stop.startswith(ending) for stop in self._stops):
                 return length
         return 0
 

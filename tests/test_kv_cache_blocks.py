@@ -1,0 +1,46 @@
+"""How many KV cache blocks there are: as many as asked for, or as the requests can use, if the memory is there."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.kv_cache import allocate, block_bytes, count_blocks
+
+
+def config_of(**options: Any) -> EngineConfig:
+    return resolve(EngineOptions(device="cpu", mode="eager", max_model_len=100, block_size=16, **options))
+
+
+@pytest.mark.parametrize(("options", "count"), [({}, 7), ({"max_num_seqs": 3}, 21), ({"num_blocks": 4}, 4)])
+def test_every_request_can_reach_max_model_len(options: dict[str, Any], count: int) -> None:
+    assert count_blocks(config_of(**{"max_num_seqs": 1} | options), 0, 0) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks_free", "message"),
+    [
+        ({}, 13, "max_model_len=100 needs 7 KV cache blocks of .* but only 6 fit"),
+        ({"num_blocks": 14}, 13, "num_blocks is 14, which take .* allowed: at most 13"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(
+    options: dict[str, Any], blocks_free: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(**options)
+    memory = SimpleNamespace(available=blocks_free * block_bytes(config))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    with pytest.raises(InsufficientMemoryError, match=message):
+        count_blocks(config, 0, 0)
+
+
+def test_a_block_has_the_bytes_that_it_is_said_to_have() -> None:
+    config = config_of()
+    assert sum(cache.nbytes for cache in allocate(config, 3)) == 3 * block_bytes(config)
