@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from compiled_engine.bench.ablation import COUNTS, Preparation, measure
 from compiled_engine.bench.ablation_report import Asked, make_plan
+from compiled_engine.bench.ablation_subject import whole_name
 from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
 from compiled_engine.bench.fresh_process import WorkerError, run_worker
 from compiled_engine.bench.variants import Variant, chosen, variants
@@ -99,6 +100,23 @@ def test_on_a_cpu_there_are_no_variants_with_graphs() -> None:
     found = variants("cpu", ["silu_mul"])
     assert [variant.name for variant in found] == ["eager", "compiled", "compiled without silu_mul"]
     assert [variant.name for variant in chosen(found, ["compiled", "eager"])] == ["eager", "compiled"]
+
+
+def test_each_pass_alone_is_all_the_others_left_out() -> None:
+    found = variants("cpu", ["merge_linears", "rms_norm", "silu_mul"], ["silu_mul"], alone=True)
+    disabled = {variant.name: variant.options.get("disable_passes") for variant in found}
+    assert disabled == {
+        "eager": None,
+        "compiled": None,
+        "compiled without silu_mul": ["silu_mul"],
+        "compiled without all passes": ["merge_linears", "rms_norm", "silu_mul"],
+        "compiled without all passes but silu_mul": ["merge_linears", "rms_norm"],
+    }
+    assert whole_name([{"name": name} for name in disabled]) == "compiled"
+    plan = make_plan({}, None, Asked(quick=True, alone=True))
+    enabled = plan.config.compile.passes
+    only = dict(plan.variants[-1].options)["disable_passes"]
+    assert [name for name in enabled if name not in only] == ["merge_linears"]
 
 
 def a_result(start: float) -> dict[str, Any]:

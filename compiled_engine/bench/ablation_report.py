@@ -30,18 +30,22 @@ QUICK = AblationWorkload(
     prefill_len=200,
 )
 QUICK_NOTE = "a quick run: it shows that everything works; its figures are of few tokens, and noisy"
-# Of the passes, what a quick run leaves out, unless it is asked for other variants.
+# The passes that a quick run leaves out in turn, unless it is asked for other variants.
 QUICK_PASSES = ("merge_linears",)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asked for; None leaves the default of the device, or of a quick run."""
+    """What the user asked for; None leaves the default of the device, or of a quick run.
+
+    alone: also the variants with no pass, and with each alone.
+    """
 
     batch_sizes: tuple[int, ...] | None = None
     prompt_len: int | None = None
     output_len: int | None = None
     variants: tuple[str, ...] = ()
+    alone: bool = False
     quick: bool = False
 
 
@@ -78,9 +82,8 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     config = _resolve(shared)
     workload.check(config)
     passes = config.compile.passes
-    if asked.quick and not asked.variants:
-        passes = tuple(name for name in passes if name in QUICK_PASSES)
-    found = chosen(variants(config.device.type, passes), asked.variants)
+    left_out = QUICK_PASSES if asked.quick and not asked.variants else passes
+    found = chosen(variants(config.device.type, passes, left_out, asked.alone), asked.variants)
     for variant in found:
         _resolve_variant(variant, shared)
     return Plan(

@@ -1,4 +1,4 @@
-"""What each pass is worth: one step with all passes, with none, without each, and with each alone.
+"""What each pass gains on a device: one step with all passes, and without each.
 
 The model is traced once. Every variant's pieces go into one folder and equal pieces compile once; every variant runs
 on the same weights. On a GPU a step is one CUDA graph: forward, logits of the rows that sample, greedy sampling.
@@ -16,10 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.bench.bounds import Chunk, ModelSizes, Rates, model_sizes, step_seconds
-from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.bench.step_inputs import StepInputs, make_step_inputs
-from compiled_engine.bench.step_timing import StepTime, time_step
+from compiled_engine.bench.step_timing import time_step
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.build import apply_passes, compile_pieces, compile_ranges
 from compiled_engine.graphs.example_inputs import example_inputs, without_storage
@@ -39,6 +37,7 @@ from compiled_engine.sampling.steps import sampling_steps
 from compiled_engine.timeline import Timeline
 
 CONTEXT = 200
+ALL = "all"
 
 
 @dataclass(frozen=True)
@@ -49,24 +48,32 @@ class Variant:
     passes: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Gain:
+    """Microseconds of a step of so many tokens that leaving a pass out costs, and what repeats differ by."""
+
+    tokens: int
+    gain_us: float
+    noise_us: float
+
+
 def variants(passes: Sequence[str]) -> list[Variant]:
-    """All and none of the passes, each left out, each alone."""
-    return [
-        Variant("all", tuple(passes)),
-        Variant("none", ()),
-        *(Variant(f"without {name}", tuple(p for p in passes if p != name)) for name in passes),
-        *(Variant(f"only {name}", (name,)) for name in passes),
-    ]
+    """All passes, then all but each."""
+    without = (Variant(f"without {name}", tuple(p for p in passes if p != name)) for name in passes)
+    return [Variant(ALL, tuple(passes)), *without]
 
 
 @torch.inference_mode()
-def measure(config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress) -> dict[str, Any]:
-    """Microseconds and kernels of a step for every variant and token count; the interleaved repeats' median.
+def measure(
+    config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
+) -> dict[str, list[Gain]]:
+    """What leaving each pass out costs at each token count, as medians of interleaved repeats.
 
     Up to the end of the small ranges a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
     """
     model = build_model(config.model)
     chosen = variants(config.compile.passes)
+    found: dict[str, list[Gain]] = {name: [] for name in config.compile.passes}
     with tempfile.TemporaryDirectory(prefix="compiled_engine_ablation_") as temporary:
         entry = Path(temporary)
         plans = _compile_all(config, chosen, entry, progress)
@@ -75,7 +82,6 @@ def measure(config: EngineConfig, token_counts: Sequence[int], repeats: int, pro
         load_weights(model, replace(config.model, load_format="dummy"), progress)
         named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | parameters
         pieces = {key: load_piece(entry, key) for plan in plans.values() for key in plan.piece_keys()}
-        rows = []
         for num_tokens in token_counts:
             compile_range = next(r for r in compile_ranges(config) if num_tokens <= r.high)
             inputs = make_step_inputs(config, num_tokens, CONTEXT, decodes=compile_range.small)
@@ -83,16 +89,10 @@ def measure(config: EngineConfig, token_counts: Sequence[int], repeats: int, pro
                 variant.name: _step(stitch(plans[variant, compile_range], pieces, named), model, compile_range, inputs)
                 for variant in chosen
             }
-            rows += _measure_steps(steps, num_tokens, repeats, config.device, progress)
-    sizes, rates = model_sizes(config.model), device_rates(config.device, config.model.dtype)
-    small = max((high for _, high in config.compile.small_ranges), default=0)
-    return {
-        "context": CONTEXT,
-        "layers": config.model.num_layers,
-        "passes": list(config.compile.passes),
-        "bound_us": {str(n): bound_us(sizes, rates, n, decodes=n <= small) for n in token_counts},
-        "rows": rows,
-    }
+            samples = _measure_steps(steps, num_tokens, repeats, config.device, progress)
+            for name, gain in gains(samples, num_tokens).items():
+                found[name].append(gain)
+    return found
 
 
 def _compile_all(
@@ -150,47 +150,27 @@ def _measure_steps(
     repeats: int,
     device: torch.device,
     progress: Progress,
-) -> list[dict[str, Any]]:
+) -> dict[str, list[float]]:
+    """Variant -> microseconds of a step, one figure a repeat."""
     with progress.stage(f"measure {num_tokens} tokens", total=len(steps)) as advance:
-        timed: dict[str, StepTime] = {}
+        timed = {}
         for name, step in steps.items():
             timed[name] = time_step(step, device)
             advance(1)
         samples: dict[str, list[float]] = {name: [] for name in steps}
         for _ in range(repeats):
-            for name, measured in timed.items():
-                samples[name].append(measured.microseconds())
-    return [
-        {
-            "variant": name,
-            "tokens": num_tokens,
-            "us": statistics.median(values),
-            "spread_us": [min(values), max(values)],
-            "kernels": timed[name].kernels,
-            "by_kernel_us": timed[name].by_kernel_us if name == "all" else {},
-        }
-        for name, values in samples.items()
-    ]
+            for name, microseconds in timed.items():
+                samples[name].append(microseconds())
+    return samples
 
 
-def bound_us(sizes: ModelSizes, rates: Rates, num_tokens: int, decodes: bool) -> float:
-    """Microseconds that a step takes at least."""
-    step = [Chunk(CONTEXT - 1, 1)] * num_tokens if decodes else [Chunk(0, num_tokens)]
-    return step_seconds(sizes, rates, step) * 1e6
-
-
-def gains(result: dict[str, Any]) -> dict[str, list[dict[str, float]]]:
-    """For each pass and token count: microseconds that leaving it out costs, in the form that a device profile has."""
-    found = {(row["variant"], row["tokens"]): row for row in result["rows"]}
-    tokens = sorted({row["tokens"] for row in result["rows"]})
+def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
+    """The gain of each pass, from the samples of all variants; the noise is the spread of the whole."""
+    whole = samples[ALL]
     return {
-        name: [
-            {
-                "tokens": count,
-                "gain_us": found[f"without {name}", count]["us"] - found["all", count]["us"],
-                "noise_us": found["all", count]["spread_us"][1] - found["all", count]["spread_us"][0],
-            }
-            for count in tokens
-        ]
-        for name in result["passes"]
+        name.removeprefix("without "): Gain(
+            num_tokens, statistics.median(values) - statistics.median(whole), max(whole) - min(whole)
+        )
+        for name, values in samples.items()
+        if name != ALL
     }

@@ -46,27 +46,39 @@ class Variant:
         return kept | dict(self.options)
 
 
-def variants(device_type: str, passes: Sequence[str]) -> list[Variant]:
-    """All variants on a device; `passes` are the enabled ones, each of which is left out once."""
+def variants(
+    device_type: str, passes: Sequence[str], left_out: Sequence[str] | None = None, alone: bool = False
+) -> list[Variant]:
+    """All variants on a device.
+
+    passes: the enabled ones. left_out: those that are left out in turn, all if None; what is not enabled is not left
+    out. alone: also the variants without all passes, and with each of `left_out` alone.
+    """
     if device_type != "cuda":
-        return [
+        whole = Variant("compiled", {"mode": "compiled"})
+        parts = [Variant("eager", {"mode": "eager"}), whole]
+    else:
+        whole = Variant("compiled + full", {"mode": "graphed"})
+        parts = [
             Variant("eager", {"mode": "eager"}),
+            Variant("eager + full decode graphs", {"mode": "eager", "graph_mode": "full_decode_only"}),
+            Variant("eager + breakable", {"mode": "eager", "graph_mode": "breakable"}),
             Variant("compiled", {"mode": "compiled"}),
-            *(_without("compiled", "compiled", name) for name in passes),
+            Variant("compiled + piecewise", {"mode": "compiled", "graph_mode": "piecewise"}),
+            whole,
         ]
+    names = [name for name in passes if left_out is None or name in left_out]
+    without = {name: [name] for name in names}
+    if alone:
+        without["all passes"] = [*passes]
+        without |= {f"all passes but {name}": [other for other in passes if other != name] for name in names}
     return [
-        Variant("eager", {"mode": "eager"}),
-        Variant("eager + full decode graphs", {"mode": "eager", "graph_mode": "full_decode_only"}),
-        Variant("eager + breakable", {"mode": "eager", "graph_mode": "breakable"}),
-        Variant("compiled", {"mode": "compiled"}),
-        Variant("compiled + piecewise", {"mode": "compiled", "graph_mode": "piecewise"}),
-        Variant("compiled + full", {"mode": "graphed"}),
-        *(_without("compiled + full", "graphed", name) for name in passes),
+        *parts,
+        *(
+            Variant(f"{whole.name} without {name}", {**whole.options, "disable_passes": disabled})
+            for name, disabled in without.items()
+        ),
     ]
-
-
-def _without(whole: str, mode: str, name: str) -> Variant:
-    return Variant(f"{whole} without {name}", {"mode": mode, "disable_passes": [name]})
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:

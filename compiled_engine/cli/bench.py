@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.bench_ablation import ablation, plot
-from compiled_engine.cli.bench_engine import AsJson, Repeats, ShapeName, engine_options
+from compiled_engine.cli.bench_engine import AsJson, Repeats
 from compiled_engine.cli.bench_speed import latency, prefill, startup, throughput
 from compiled_engine.cli.bench_step import step
 from compiled_engine.cli.errors import bad_input_is_reported
@@ -100,53 +99,6 @@ def load(
     table.add_row("peak host memory, MiB", f"{result['host_peak_bytes'] / 2**20:.0f}")
     table.add_row("largest tensor, MiB", f"{result['largest_tensor_bytes'] / 2**20:.0f}")
     Console().print(table)
-
-
-@bench.command("passes")
-@takes_engine_options
-def passes(
-    *,
-    engine: dict[str, Any],
-    shape: ShapeName = None,
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a step; may be repeated.")] = None,
-    repeats: Repeats = 5,
-    as_json: AsJson = False,
-) -> None:
-    """What each pass is worth: a step with all, with none, without each and with each alone.
-
-    A step is a batch of decodes up to the end of the small-batch ranges, one prompt beyond; on a GPU one CUDA graph.
-
-    Examples:
-
-      compiled-engine bench passes --tokens 1 --tokens 64
-
-      compiled-engine bench passes --shape qwen3-0.6b --json
-    """
-    from compiled_engine.bench.pass_ablation import measure
-    from compiled_engine.llm import make_options
-    from compiled_engine.progress import RichProgress
-    from compiled_engine.resolve import resolve
-
-    with bad_input_is_reported(), engine_options(engine, shape) as options:
-        config = resolve(make_options({"mode": "compiled"} | options))
-        if not config.compile.enabled:
-            raise ValueError("mode is 'eager'; allowed: compiled, graphed: passes are part of compiling")
-        most = config.scheduler.max_num_batched_tokens
-        for count in tokens or ():
-            if count > most:
-                raise ValueError(f"tokens is {count}; allowed: 1 to max_num_batched_tokens ({most})")
-        counts = tokens or [count for count in (1, 8, 64, 512) if count <= most]
-        result = measure(config, counts, repeats, RichProgress())
-    if as_json:
-        typer.echo(json.dumps(result, indent=2))
-        return
-    for count, bound in result["bound_us"].items():
-        table = Table("passes", "us a step", "from", "to", "kernels", title=f"{count} tokens, bound {bound:.1f} us")
-        for row in result["rows"]:
-            if row["tokens"] == int(count):
-                spread = [f"{value:.1f}" for value in row["spread_us"]]
-                table.add_row(row["variant"], f"{row['us']:.1f}", *spread, str(row["kernels"] or ""))
-        Console().print(table)
 
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:

@@ -41,12 +41,13 @@ def ablation(
     ] = None,
     prompt_len: Annotated[int | None, typer.Option(min=1, help="Tokens of a decode's prompt: 128.")] = None,
     output_len: Annotated[int | None, typer.Option(min=2, help="Tokens to generate for TPOT: 65.")] = None,
+    alone: Annotated[bool, typer.Option(help="Measure also without all passes, and with each pass alone.")] = False,
     repeats: Annotated[int | None, typer.Option(min=1, help="Measured rounds: 3, in a quick run 1.")] = None,
     quick: Quick = False,
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each part is worth: eager, with CUDA graphs, compiled, and without each pass.
+    """What each part is worth: eager, with CUDA graphs, compiled, without each pass and, if asked for, with each alone.
 
     Each variant runs in fresh processes with a warm compile cache; repeats are interleaved. Measured are the time per
     output token, a step of decodes and a prompt, prefill, start-up, kernels of a decode step, and memory.
@@ -60,7 +61,7 @@ def ablation(
 
       compiled-engine bench ablation --quick
 
-      compiled-engine bench ablation --shape qwen3-0.6b --output results
+      compiled-engine bench ablation --shape qwen3-0.6b --alone --output results
 
       compiled-engine bench ablation --shape qwen3-0.6b --batch 1 --variant compiled --variant "compiled + full" --json
     """
@@ -69,7 +70,7 @@ def ablation(
         from compiled_engine.progress import RichProgress
 
         _check_output(output)
-        asked = Asked(tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), quick)
+        asked = Asked(tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), alone, quick)
         plan = make_plan(options, shape, asked)
         result = run(plan, repeats or (1 if quick else 3), RichProgress()) | {"command": command_line()}
         if output is not None:

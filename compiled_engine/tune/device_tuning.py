@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.bench.pass_ablation import gains, measure
+from compiled_engine.bench.pass_ablation import measure
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.small_batch_linear_launch import TOKEN_BUCKETS
 from compiled_engine.progress import Progress
@@ -57,13 +57,12 @@ def tune_device(folders: Sequence[Path], progress: Progress) -> MeasuredProfile:
         cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens)]
         for tuned in tune_linears(cases, progress):
             linears[tuned.case.num_tokens, tuned.case.num_rows, tuned.case.k, tuned.case.silu_mul] = tuned
-        result = measure(config, TOKEN_COUNTS, REPEATS, progress)
-        for name, rows in gains(result).items():
-            for row in rows:
-                tokens, gain = int(row["tokens"]), round(row["gain_us"], 1)
-                noise.append(row["noise_us"])
-                by_tokens = least.setdefault(name, {})
-                by_tokens[tokens] = min(gain, by_tokens.get(tokens, gain))
+        for name, gains in measure(config, TOKEN_COUNTS, REPEATS, progress).items():
+            by_tokens = least.setdefault(name, {})
+            for gain in gains:
+                noise.append(gain.noise_us)
+                microseconds = round(gain.gain_us, 1)
+                by_tokens[gain.tokens] = min(microseconds, by_tokens.get(gain.tokens, microseconds))
     return MeasuredProfile(device_name(), least, round(median(noise), 1), tuple(linears.values()))
 
 
