@@ -275,6 +275,27 @@ def test_tables_have_the_bound_beside_each_figure() -> None:
     assert "share of bound" in shown
     assert "a copy of 256 MiB" in shown
 
+    assert "from" not in shown
+
+
+def test_spreads_are_shown_where_something_was_repeated() -> None:
+    shown = run("prefill", "--prompts", "1", "--prompt-len", "20", "--warm-up", "0", "--repeats", "2", *SMALL).stdout
+    assert "from" in shown
+
+
+def test_the_engine_is_compared_with_the_fastest_way_of_transformers() -> None:
+    ways = ["--way", "generate", "--way", "static", "--way", "continuous"]
+    asked = ["--requests", "2", "--prompt-len", "5", "--output-len", "3", "--repeats", "1", "--mode", "eager"]
+    result = result_of("transformers", *asked, *ways)
+    assert result.keys() == CONDITIONS - {"rates"} | {"results", "workload"}
+    for name, continuous in (("one", False), ("many", True)):
+        found = result["results"][name]
+        assert ("continuous batching" in {record["way"] for record in found["transformers"]}) == continuous
+        rates = [record["tokens_per_s"]["median"] for record in found["transformers"]]
+        assert found["fastest"]["tokens_per_s"]["median"] == max(rates)
+        assert found["ratio"] == found["engine"]["median"] / max(rates)
+        assert_figure(found["engine"])
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -301,6 +322,7 @@ def test_tables_have_the_bound_beside_each_figure() -> None:
         (["ablation", "--output", __file__], "a file; allowed: a folder"),
         (["plot", "missing.json", "--output", "x"], "results is 'missing.json'; allowed: a JSON file"),
         (["plot", __file__, "--output", "x"], "which is no JSON"),
+        (["transformers", "--way", "beam"], "way is 'beam'; allowed: generate, static, compiled, continuous"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )

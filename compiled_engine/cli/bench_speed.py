@@ -266,8 +266,8 @@ def _show(
         return
     from compiled_engine.cli.bench_text import console, figure_row, figure_table, print_rates
 
-    table: Table = figure_table(*headings, unit=unit)
+    table: Table = figure_table(*headings, unit=unit, repeats=result["repeats"])
     for names, measured, bound in rows:
-        table.add_row(*names, *figure_row(measured, bound, rate, digits))
+        table.add_row(*names, *figure_row(measured, bound, rate, digits, result["repeats"]))
     console().print(table)
     print_rates(result["rates"], console())
