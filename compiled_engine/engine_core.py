@@ -24,7 +24,7 @@ class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps.
 
     num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
-    launch, wait and output.
+    launch, wait and output. timeline: holds the stages of the start before the core, and gets those of the core.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class EngineCore:
         config: EngineConfig,
         progress: Progress,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+        timeline: Timeline | None = None,
     ):
-        timeline = Timeline()
+        timeline = timeline or Timeline()
         start_s = timeline.now()
-        timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
         self.config = config
         self.clock = StepClock(config.device)
         self._executor: Executor = InProcessExecutor(config, progress, timeline, self.clock, logits_processors)
