@@ -27,7 +27,7 @@ from compiled_engine.frontend.tokenizer import load_tokenizer
 from compiled_engine.progress import SilentProgress
 
 SMALL = ["--mode", "eager", "--max-model-len", "128", "--max-num-seqs", "8", "--num-blocks", "64"]
-CONDITIONS = {"benchmark", "repeats", "command", "machine", "model", "options", "versions", "rates"}
+CONDITIONS = {"benchmark", "repeats", "command", "date", "machine", "model", "options", "versions", "rates"}
 
 
 def run(*arguments: str) -> Any:

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
-from compiled_engine.bench.machine import machine_record, model_record, versions_record
+from compiled_engine.bench.machine import model_record, provenance
 from compiled_engine.bench.workloads import summary
 from compiled_engine.llm import LLM
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
@@ -71,7 +71,7 @@ def compare(
         prompts = _prompts(config.model.vocab_size, num_requests, prompt_len)
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         engine: Contender = partial(_engine, llm, params)
-        results = {}
+        results: dict[str, dict[str, Any]] = {}
         for name, batch in (("one", prompts[:1]), ("many", prompts)):
             theirs = {
                 (WAYS[way], threads): _contender(oracle, way, threads, output_len)
@@ -81,23 +81,22 @@ def compare(
             }
             with progress.stage(f"{len(batch)} requests", total=(repeats + 1) * (len(theirs) + 1)) as advance:
                 ours, others = _take_turns(engine, theirs, batch, output_len, repeats, advance)
-            records = [
+            records: list[dict[str, Any]] = [
                 {"way": way, "threads": threads, "tokens_per_s": summary(rates)}
                 for (way, threads), rates in others.items()
             ]
-            fastest = max(records, key=lambda record: record["tokens_per_s"]["median"], default=None)
-            results[name] = {"engine": summary(ours), "transformers": records, "fastest": fastest}
-            if fastest is not None:
-                results[name]["ratio"] = results[name]["engine"]["median"] / fastest["tokens_per_s"]["median"]
+            found = results[name] = {"engine": summary(ours), "transformers": records, "fastest": None}
+            if records:  # a single request has none if continuous batching alone was asked for
+                found["fastest"] = max(records, key=lambda record: record["tokens_per_s"]["median"])
+                found["ratio"] = found["engine"]["median"] / found["fastest"]["tokens_per_s"]["median"]
         return {
             "benchmark": "transformers",
             "results": results,
             "workload": {"requests": num_requests, "prompt_len": prompt_len, "output_len": output_len},
             "repeats": repeats,
-            "machine": machine_record(config.device),
             "model": model_record(config, None),
             "options": {"mode": mode},
-            "versions": versions_record(),
+            **provenance(config.device),
         }
 
 

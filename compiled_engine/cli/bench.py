@@ -49,8 +49,8 @@ def against_transformers(
     Its ways are generate with a growing cache, with a static one, with a static one and torch.compile (compiled), and
     continuous batching; on a CPU each with one thread and with all. The tokens are greedy, and as many as asked for.
 
-    JSON: benchmark, results (one, many: engine, transformers, fastest, ratio), workload, repeats, machine, model,
-    options, versions, command.
+    JSON: benchmark, results (one, many: engine, transformers, fastest, ratio), workload, repeats, date, machine,
+    model, options, versions, command.
 
     Examples:
 
@@ -110,6 +110,7 @@ def load(
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:
     from compiled_engine.bench.load_rate import measure, write_random_checkpoint
+    from compiled_engine.bench.machine import provenance
     from compiled_engine.progress import RichProgress
     from compiled_engine.resolve import resolve_device
 
@@ -118,4 +119,5 @@ def _measure_load(model: Path | None, shape: str | None, folder: Path, device: s
     if shape is not None:
         model = write_random_checkpoint(folder, shape, target, progress)
     assert model is not None
-    return measure(model, target, progress, repeats)
+    result = measure(model, target, progress, repeats)
+    return {"benchmark": "load", "repeats": repeats, "command": command_line()} | provenance(target) | result

@@ -43,7 +43,7 @@ def latency(
     """Time per output token at fixed batch sizes: (time for 257 tokens - time for 1) / 256, through generate.
 
     JSON: benchmark, results (a list of batch_size, tpot_ms with median and spread, bound_ms), workload, repeats,
-    machine, model, options, versions, rates, command.
+    date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -91,7 +91,7 @@ def throughput(
     Workload T with seed 0 has 142,827 tokens in its prompts and generates 133,966.
 
     JSON: benchmark, results (requests, input_tokens, output_tokens, output_tokens_per_s with median and spread,
-    bound_tokens_per_s), workload, repeats, machine, model, options, versions, rates, command.
+    bound_tokens_per_s), workload, repeats, date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -143,7 +143,7 @@ def prefill(
     """Prompt tokens per second, from the call to the first token of every prompt.
 
     JSON: benchmark, results (prompts, prompt_len, tokens_per_s with median and spread, bound_tokens_per_s), workload,
-    repeats, machine, model, options, versions, rates, command.
+    repeats, date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -184,7 +184,7 @@ def startup(
     has a tokenizer of 151,000 tokens, as the real ones have. The bound is the time to write the weights.
 
     JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), bound_s,
-    repeats, machine, model, options, versions, rates, command.
+    repeats, date, machine, model, options, versions, rates, command.
 
     Examples:
 
