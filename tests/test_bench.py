@@ -278,6 +278,19 @@ def test_startup_shows_its_stages() -> None:
             assert parents[part] == "before the engine"
 
 
+def test_a_shape_starts_with_a_tokenizer_as_large_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabularies = []
+
+    def fake(options: Any, workload: Any) -> dict[str, Any]:
+        made = json.loads(Path(options["model"], "tokenizer.json").read_text())
+        vocabularies.append(len(made["model"]["vocab"]) + len(made["added_tokens"]))
+        return {"wall_s": 1.0, "cache": "miss", "start_up": []}
+
+    monkeypatch.setattr("compiled_engine.bench.start_up.run_worker", fake)
+    result_of("startup", "--shape", "qwen3-0.6b", "--device", "cpu", "--repeats", "1")
+    assert vocabularies == [151_646, 151_646]
+
+
 @pytest.fixture(scope="module")
 def made_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
