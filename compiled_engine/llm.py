@@ -23,6 +23,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_e
 from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
@@ -43,15 +44,19 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
+        timeline = Timeline()
+        timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
         engine_options = make_options({"model": model, **options})
-        self._config = resolve(engine_options)
+        with timeline.span("configuration"):
+            self._config = resolve(engine_options)
         model_path = self._config.model.path
-        self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
+        with timeline.span("tokenizer"):
+            self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         self._progress = RichProgress() if progress else SilentProgress()
         processors = resolve_logits_processors(engine_options.logits_processors)
-        self._core: EngineCore | None = start_core(self._config, self._progress, processors)
+        self._core: EngineCore | None = start_core(self._config, self._progress, processors, timeline)
         limits = RequestLimits(
             vocab_size=self._config.model.vocab_size,
             max_model_len=self._config.model.max_model_len,

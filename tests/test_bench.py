@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from compiled_engine.bench.ablation import COUNTS, Preparation, measure
@@ -16,13 +19,15 @@ from compiled_engine.bench.ablation_report import Asked, make_plan
 from compiled_engine.bench.ablation_subject import whole_name
 from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
 from compiled_engine.bench.fresh_process import WorkerError, run_worker
+from compiled_engine.bench.large_tokenizer import SPECIAL_TOKENS, write_tokenizer
 from compiled_engine.bench.variants import Variant, chosen, variants
 from compiled_engine.bench.workloads import throughput_lengths
 from compiled_engine.cli.app import app
+from compiled_engine.frontend.tokenizer import load_tokenizer
 from compiled_engine.process.progress import SilentProgress
 
 SMALL = ["--mode", "eager", "--max-model-len", "128", "--max-num-seqs", "8", "--num-blocks", "64"]
-CONDITIONS = {"benchmark", "repeats", "command", "machine", "model", "options", "versions", "rates"}
+CONDITIONS = {"benchmark", "repeats", "command", "date", "machine", "model", "options", "versions", "rates"}
 
 
 def run(*arguments: str) -> Any:
@@ -267,13 +272,73 @@ def test_startup_shows_its_stages() -> None:
         record = result["results"][kind]
         assert_figure(record["seconds"])
         assert record["cache"] == "off"
-        assert "load weights" in [span["name"] for span in record["start_up"]]
+        parents = {span["name"]: span["parent"] for span in record["start_up"]}
+        assert {"before the engine", "configuration", "tokenizer", "load weights"} <= parents.keys()
+        for part in ("interpreter", "import torch", "import the engine"):
+            assert parents[part] == "before the engine"
+
+
+def test_a_shape_starts_with_a_tokenizer_as_large_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    vocabularies = []
+
+    def fake(options: Any, workload: Any) -> dict[str, Any]:
+        made = json.loads(Path(options["model"], "tokenizer.json").read_text())
+        vocabularies.append(len(made["model"]["vocab"]) + len(made["added_tokens"]))
+        return {"wall_s": 1.0, "cache": "miss", "start_up": []}
+
+    monkeypatch.setattr("compiled_engine.bench.start_up.run_worker", fake)
+    result_of("startup", "--shape", "qwen3-0.6b", "--device", "cpu", "--repeats", "1")
+    assert vocabularies == [151_646, 151_646]
+
+
+@pytest.fixture(scope="module")
+def made_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, num_tokens=2000)
+    return load_tokenizer(folder)
+
+
+@given(text=st.text())
+def test_the_made_tokenizer_reads_back_what_it_has_written(made_tokenizer: Any, text: str) -> None:
+    assert made_tokenizer.decode(made_tokenizer.encode(text)) == unicodedata.normalize("NFC", text)
+
+
+def test_the_made_tokenizer_merges_and_is_like_those_of_chat_models(made_tokenizer: Any, tmp_path: Path) -> None:
+    assert len(made_tokenizer.known_ids) == 2000 + len(SPECIAL_TOKENS)
+    longest = max((token for token in made_tokenizer.hf.get_vocab() if token.isascii() and token.isalpha()), key=len)
+    assert len(made_tokenizer.encode(longest)) < len(longest)
+    assert made_tokenizer.hf.eos_token_id == 2002
+    chat = made_tokenizer.hf.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n"
+    write_tokenizer(tmp_path, num_tokens=2000)
+    assert load_tokenizer(tmp_path).hf.get_vocab() == made_tokenizer.hf.get_vocab()
 
 
 def test_tables_have_the_bound_beside_each_figure() -> None:
     shown = run("prefill", "--prompts", "1", "--prompt-len", "20", "--warm-up", "0", "--repeats", "1", *SMALL).stdout
     assert "share of bound" in shown
     assert "a copy of 256 MiB" in shown
+
+    assert "from" not in shown
+
+
+def test_spreads_are_shown_where_something_was_repeated() -> None:
+    shown = run("prefill", "--prompts", "1", "--prompt-len", "20", "--warm-up", "0", "--repeats", "2", *SMALL).stdout
+    assert "from" in shown
+
+
+def test_the_engine_is_compared_with_the_fastest_way_of_transformers() -> None:
+    ways = ["--way", "generate", "--way", "static", "--way", "continuous"]
+    asked = ["--requests", "2", "--prompt-len", "5", "--output-len", "3", "--repeats", "1", "--mode", "eager"]
+    result = result_of("transformers", *asked, *ways)
+    assert result.keys() == CONDITIONS - {"rates"} | {"results", "workload"}
+    for name, continuous in (("one", False), ("many", True)):
+        found = result["results"][name]
+        assert ("continuous batching" in {record["way"] for record in found["transformers"]}) == continuous
+        rates = [record["tokens_per_s"]["median"] for record in found["transformers"]]
+        assert found["fastest"]["tokens_per_s"]["median"] == max(rates)
+        assert found["ratio"] == found["engine"]["median"] / max(rates)
+        assert_figure(found["engine"])
 
 
 @pytest.mark.parametrize(
@@ -301,6 +366,7 @@ def test_tables_have_the_bound_beside_each_figure() -> None:
         (["ablation", "--output", __file__], "a file; allowed: a folder"),
         (["plot", "missing.json", "--output", "x"], "results is 'missing.json'; allowed: a JSON file"),
         (["plot", __file__, "--output", "x"], "which is no JSON"),
+        (["transformers", "--way", "beam"], "way is 'beam'; allowed: generate, static, compiled, continuous"),
     ],
     ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
 )

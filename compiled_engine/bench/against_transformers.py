@@ -1,100 +1,180 @@
-"""Tokens per second beside transformers on the same machine, model, prompts and token counts, in one run."""
+"""Tokens per second beside transformers on the same machine, model, prompts and token counts, in one run.
+
+transformers can generate in several ways, and which is the fastest depends on the machine and the batch. All of them
+are measured, and the engine is compared with the fastest.
+"""
 
 from __future__ import annotations
 
 import random
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.generation import ContinuousBatchingConfig
+from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
+from compiled_engine.bench.machine import model_record, provenance
+from compiled_engine.bench.workloads import summary
 from compiled_engine.llm import LLM
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
+
+# What each way of transformers to generate is called here and in results.
+WAYS = {
+    "generate": "generate",
+    "static": "generate, static cache",
+    "compiled": "generate, static cache, torch.compile",
+    "continuous": "continuous batching",
+}
+# The only way that makes no sense for a single request.
+FOR_MANY = ("continuous",)
+
+Prompts = list[list[int]]
+# Generates for all prompts and returns how many tokens there are.
+Contender = Callable[[Prompts], int]
 
 
 def compare(
-    model: Path | None, mode: str, num_requests: int, prompt_len: int, output_len: int, repeats: int
+    model: Path | None,
+    mode: str,
+    num_requests: int,
+    prompt_len: int,
+    output_len: int,
+    repeats: int,
+    ways: Sequence[str],
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Greedy generation without end-of-sequence: one request at a time against `generate`, and `num_requests` at
-    once against transformers' continuous batching. Output tokens per second, medians of interleaved repeats.
+    """Greedy generation without end-of-sequence, for one request and for `num_requests` at once.
+
+    ways: keys of WAYS. All contenders take turns, `repeats` times after a warm-up. On a CPU each way of transformers is
+    measured with one thread and with all; the engine chooses for itself. All prompts have the same length, so that no
+    way has to pad.
+
+    results: "one" and "many", each with engine: tokens per second with median and spread; transformers: a list of way,
+    threads, and tokens_per_s; fastest: the one of these with the highest median; ratio: the engine's median by its.
+    Raises ValueError for an unknown way, RuntimeError if a contender generates another number of tokens.
     """
+    for way in ways:
+        if way not in WAYS:
+            raise ValueError(f"way is {way!r}; allowed: {', '.join(WAYS)}")
     path = model or BUNDLED_MODEL_PATH
-    llm = LLM(path, mode=mode, progress=False, max_num_seqs=num_requests, enable_prefix_caching=False)
-    device, dtype = llm.config.device, llm.config.model.dtype
-    oracle: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    oracle.to(device)
-    prompts = _prompts(llm.config.model.vocab_size, num_requests, prompt_len)
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
-    single, many = prompts[0], prompts
+    with LLM(path, mode=mode, progress=False, max_num_seqs=num_requests, enable_prefix_caching=False) as llm:
+        config = llm.config
+        oracle: Any = AutoModelForCausalLM.from_pretrained(path, dtype=config.model.dtype).eval().to(config.device)
+        oracle.generation_config = GenerationConfig()
+        prompts = _prompts(config.model.vocab_size, num_requests, prompt_len)
+        params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
+        engine: Contender = partial(_engine, llm, params)
+        results: dict[str, dict[str, Any]] = {}
+        for name, batch in (("one", prompts[:1]), ("many", prompts)):
+            theirs = {
+                (WAYS[way], threads): _contender(oracle, way, threads, output_len)
+                for way in ways or WAYS
+                if name == "many" or way not in FOR_MANY
+                for threads in _thread_counts(config.device)
+            }
+            with progress.stage(f"{len(batch)} requests", total=(repeats + 1) * (len(theirs) + 1)) as advance:
+                ours, others = _take_turns(engine, theirs, batch, output_len, repeats, advance)
+            records: list[dict[str, Any]] = [
+                {"way": way, "threads": threads, "tokens_per_s": summary(rates)}
+                for (way, threads), rates in others.items()
+            ]
+            found = results[name] = {"engine": summary(ours), "transformers": records, "fastest": None}
+            if records:  # a single request has none if continuous batching alone was asked for
+                found["fastest"] = max(records, key=lambda record: record["tokens_per_s"]["median"])
+                found["ratio"] = found["engine"]["median"] / found["fastest"]["tokens_per_s"]["median"]
+        return {
+            "benchmark": "transformers",
+            "results": results,
+            "workload": {"requests": num_requests, "prompt_len": prompt_len, "output_len": output_len},
+            "repeats": repeats,
+            "model": model_record(config, None),
+            "options": {"mode": mode},
+            **provenance(config.device),
+        }
 
-    def ours(batch: list[list[int]]) -> int:
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
-        return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    def theirs_single() -> int:
-        ids = torch.tensor([single], device=device)
-        out = oracle.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output_len,
-            min_new_tokens=output_len,
-            do_sample=False,
-        )
-        return out.shape[1] - ids.shape[1]
-
-    def theirs_many() -> int:
-        return _continuous_batching(oracle, many, output_len)
-
-    contenders: dict[str, Callable[[], int]] = {
-        "engine_single": lambda: ours([single]),
-        "transformers_generate": theirs_single,
-        "engine_batch": lambda: ours(many),
-        "transformers_continuous_batching": theirs_many,
-    }
-    rates: dict[str, list[float]] = {name: [] for name in contenders}
-    for repeat in range(repeats + 1):
-        for name, run in contenders.items():
+def _take_turns(
+    engine: Contender,
+    theirs: dict[tuple[str, int], Contender],
+    batch: Prompts,
+    output_len: int,
+    repeats: int,
+    advance: Callable[[int], None],
+) -> tuple[list[float], dict[tuple[str, int], list[float]]]:
+    """Tokens per second of the engine and of all others, by repeat; the engine runs first in each."""
+    ours: list[float] = []
+    others: dict[tuple[str, int], list[float]] = {key: [] for key in theirs}
+    for repeat in range(repeats + 1):  # the first is warm-up
+        for contender, rates in [(engine, ours), *((theirs[key], others[key]) for key in theirs)]:
             start = time.perf_counter()
-            tokens = run()
-            if repeat:  # the first round is warm-up
-                rates[name].append(tokens / (time.perf_counter() - start))
-    llm.close()
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    return {
-        "model": str(path.name),
-        "mode": mode,
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "threads": torch.get_num_threads(),
-        "requests": num_requests,
-        "prompt_len": prompt_len,
-        "output_len": output_len,
-        "tokens_per_s": median,
-        "spread": {name: [min(values), max(values)] for name, values in rates.items()},
-        "single_speedup": median["engine_single"] / median["transformers_generate"],
-        "batch_speedup": median["engine_batch"] / median["transformers_continuous_batching"],
-    }
+            tokens = contender(batch)
+            rate = tokens / (time.perf_counter() - start)
+            if tokens != len(batch) * output_len:
+                raise RuntimeError(f"{len(batch) * output_len} tokens were asked for, {tokens} came")
+            if repeat:
+                rates.append(rate)
+            advance(1)
+    return ours, others
 
 
-def _continuous_batching(model: Any, prompts: list[list[int]], output_len: int) -> int:
-    generation = GenerationConfig(
-        max_new_tokens=output_len, min_new_tokens=output_len, do_sample=False, eos_token_id=-1, pad_token_id=0
-    )
-    outputs = model.generate_batch(
-        inputs=prompts,
-        generation_config=generation,
-        continuous_batching_config=ContinuousBatchingConfig(),
-        progress_bar=False,
-    )
-    return sum(len(output.generated_tokens) for output in outputs.values())
+def _engine(llm: LLM, params: SamplingParams, batch: Prompts) -> int:
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in batch], params, use_tqdm=False)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
-def _prompts(vocab_size: int, count: int, length: int) -> list[list[int]]:
+def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contender:
+    """One way of transformers to generate `output_len` tokens for each prompt, greedily."""
+    generation = GenerationConfig(max_new_tokens=output_len, do_sample=False, eos_token_id=None, pad_token_id=0)
+    if way == "continuous":
+        generation.eos_token_id = -1
+    elif way != "generate":
+        generation.cache_implementation = "static"
+        generation.disable_compile = way == "static"
+    if way == "compiled":
+        on_cpu = oracle.device.type == "cpu"
+        generation.compile_config = CompileConfig(mode="default" if on_cpu else "reduce-overhead")
+        generation.compile_config._compile_all_devices = True
+
+    def run(batch: Prompts) -> int:
+        with _threads(threads):
+            if way == "continuous":
+                outputs = oracle.generate_batch(
+                    inputs=batch,
+                    generation_config=generation,
+                    continuous_batching_config=ContinuousBatchingConfig(),
+                    progress_bar=False,
+                )
+                return sum(len(output.generated_tokens) for output in outputs.values())
+            ids_RT = torch.tensor(batch, device=oracle.device)
+            out_RT = oracle.generate(ids_RT, attention_mask=torch.ones_like(ids_RT), generation_config=generation)
+            return out_RT.numel() - ids_RT.numel()
+
+    return run
+
+
+def _thread_counts(device: torch.device) -> list[int]:
+    """On a CPU one thread and as many as there are: which is faster depends on the batch."""
+    threads = torch.get_num_threads()
+    return sorted({1, threads}) if device.type == "cpu" else [threads]
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _prompts(vocab_size: int, count: int, length: int) -> Prompts:
     generator = random.Random(0)
     return [[generator.randrange(10, vocab_size) for _ in range(length)] for _ in range(count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -48,6 +49,12 @@ def versions_record() -> dict[str, str]:
     return versions
 
 
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What every result of a benchmark states of its origin: date (of today, ISO), machine, versions."""
+    date = datetime.date.today().isoformat()
+    return {"date": date, "machine": machine_record(device), "versions": versions_record()}
+
+
 def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
     """The model's name (the shape's, or the folder's), architecture, data type and limits."""
     model = config.model
@@ -74,14 +81,13 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None, rates: Rates) -> dict[str, Any]:
-    """What every result of a benchmark states: machine, model, options (those that were given), versions, and rates:
-    what the bounds beside the figures assume."""
+    """What the result of an engine's benchmark states: its provenance, the model, options (those that were given), and
+    rates: what the bounds beside the figures assume."""
     given = {name: value for name, value in plain_options(options).items() if shape is None or name != "model"}
     return {
-        "machine": machine_record(config.device),
+        **provenance(config.device),
         "model": model_record(config, shape),
         "options": given | ({"shape": shape} if shape else {}),
-        "versions": versions_record(),
         "rates": asdict(rates),
     }
 

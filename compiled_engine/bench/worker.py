@@ -12,19 +12,31 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+# The stage whose parts this process times itself.
+BEFORE = "before the engine"
+
 
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """The result: start_up (spans, see Timeline), cache (hit, miss, off), and, with a workload, what that measured,
-    memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
-    from compiled_engine.llm import LLM
-    from compiled_engine.sampling.params import SamplingParams
+    """The result: start_up (spans, see Timeline; those before the engine in parts), cache (hit, miss, off), and, with a
+    workload, what that measured, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
+    from compiled_engine.process.timeline import Timeline
+
+    timeline = Timeline()
+    timeline.add("interpreter", 0.0, timeline.now(), BEFORE)
+    with timeline.span("import torch", BEFORE):
+        import torch  # noqa: F401
+
+    with timeline.span("import the engine", BEFORE):
+        from compiled_engine.llm import LLM
+        from compiled_engine.sampling.params import SamplingParams
 
     with LLM(**task["options"], progress=False) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
         say({"first_token": True})
         started = llm.metrics()
-        result = {"start_up": started["start_up"], "cache": started["cache"]}
+        spans = [*started["start_up"], *timeline.as_records()]
+        result = {"start_up": sorted(spans, key=lambda span: span["start_s"]), "cache": started["cache"]}
         if task["workload"] is not None:
             from compiled_engine.bench.ablation_workload import workload_from
 

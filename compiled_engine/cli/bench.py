@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.cli.bench_ablation import ablation, plot
-from compiled_engine.cli.bench_engine import AsJson, Repeats
+from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
 from compiled_engine.cli.bench_speed import latency, prefill, startup, throughput
 from compiled_engine.cli.bench_step import step
 from compiled_engine.cli.errors import bad_input_is_reported
@@ -37,32 +37,39 @@ def against_transformers(
     requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 32,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     output_len: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 128,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help="generate, static, compiled or continuous, instead of all; may be repeated."),
+    ] = None,
     repeats: Repeats = 3,
     as_json: AsJson = False,
 ) -> None:
-    """Output tokens per second beside transformers: `generate` for one request, continuous batching for many.
+    """Output tokens per second beside the fastest way that transformers has, for one request and for many.
+
+    Its ways are generate with a growing cache, with a static one, with a static one and torch.compile (compiled), and
+    continuous batching; on a CPU each with one thread and with all. The tokens are greedy, and as many as asked for.
+
+    JSON: benchmark, results (one, many: engine, transformers, fastest, ratio), workload, repeats, date, machine,
+    model, options, versions, command.
 
     Examples:
 
       compiled-engine bench transformers
 
-      compiled-engine bench transformers --requests 8 --mode eager --json
+      compiled-engine bench transformers --requests 8 --way generate --way continuous --json
     """
     with bad_input_is_reported():
         from compiled_engine.bench.against_transformers import compare
+        from compiled_engine.process.progress import RichProgress
 
-        result = compare(model, mode, requests, prompt_len, output_len, repeats)
+        result = compare(model, mode, requests, prompt_len, output_len, repeats, way or (), RichProgress())
+        result["command"] = command_line()
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        print_json(result)
         return
-    table = Table("", "tok/s", "from", "to", title=f"{result['model']}, {result['device']}, {result['dtype']}")
-    for name, rate in result["tokens_per_s"].items():
-        low, high = result["spread"][name]
-        table.add_row(name.replace("_", " "), f"{rate:.0f}", f"{low:.0f}", f"{high:.0f}")
-    console = Console()
-    console.print(table)
-    console.print(f"one request: {result['single_speedup']:.2f} times transformers' generate")
-    console.print(f"{requests} requests: {result['batch_speedup']:.2f} times its continuous batching")
+    from compiled_engine.cli.bench_text import console, print_beside_transformers
+
+    print_beside_transformers(result, console())
 
 
 @bench.command("load")
@@ -103,6 +110,7 @@ def load(
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:
     from compiled_engine.bench.load_rate import measure, write_random_checkpoint
+    from compiled_engine.bench.machine import provenance
     from compiled_engine.process.progress import RichProgress
     from compiled_engine.resolve.engine import resolve_device
 
@@ -111,4 +119,5 @@ def _measure_load(model: Path | None, shape: str | None, folder: Path, device: s
     if shape is not None:
         model = write_random_checkpoint(folder, shape, target, progress)
     assert model is not None
-    return measure(model, target, progress, repeats)
+    result = measure(model, target, progress, repeats)
+    return {"benchmark": "load", "repeats": repeats, "command": command_line()} | provenance(target) | result

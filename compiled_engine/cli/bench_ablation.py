@@ -55,7 +55,7 @@ def ablation(
     A variant that fails is marked in the result, the others are kept, and the exit code is 1.
 
     JSON: benchmark, variants (name, options, and the figures, each with median and spread, or error), bound, workload,
-    repeats, notes, machine, model, options, versions, rates, command.
+    repeats, notes, date, machine, model, options, versions, rates, command.
 
     Examples:
 

@@ -43,7 +43,7 @@ def latency(
     """Time per output token at fixed batch sizes: (time for 257 tokens - time for 1) / 256, through generate.
 
     JSON: benchmark, results (a list of batch_size, tpot_ms with median and spread, bound_ms), workload, repeats,
-    machine, model, options, versions, rates, command.
+    date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -91,7 +91,7 @@ def throughput(
     Workload T with seed 0 has 142,827 tokens in its prompts and generates 133,966.
 
     JSON: benchmark, results (requests, input_tokens, output_tokens, output_tokens_per_s with median and spread,
-    bound_tokens_per_s), workload, repeats, machine, model, options, versions, rates, command.
+    bound_tokens_per_s), workload, repeats, date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -143,7 +143,7 @@ def prefill(
     """Prompt tokens per second, from the call to the first token of every prompt.
 
     JSON: benchmark, results (prompts, prompt_len, tokens_per_s with median and spread, bound_tokens_per_s), workload,
-    repeats, machine, model, options, versions, rates, command.
+    repeats, date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -180,10 +180,11 @@ def startup(
 ) -> None:
     """Seconds from the start of a process to its first token, cold (empty compile cache) and warm.
 
-    Every start is a fresh process; each pair has a temporary cache. The bound is the time to write the weights.
+    Every start is a fresh process, and its imports count; each pair has a temporary cache. With --shape the checkpoint
+    has a tokenizer of 151,000 tokens, as the real ones have. The bound is the time to write the weights.
 
     JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), bound_s,
-    repeats, machine, model, options, versions, rates, command.
+    repeats, date, machine, model, options, versions, rates, command.
 
     Examples:
 
@@ -198,9 +199,12 @@ def startup(
         config = resolved(options)
 
         from compiled_engine.bench.fresh_process import WorkerError
+        from compiled_engine.bench.large_tokenizer import write_tokenizer
         from compiled_engine.bench.machine import plain_options
         from compiled_engine.bench.start_up import measure, weights_bound_seconds
 
+        if shape is not None and "tokenizer" not in options:
+            write_tokenizer(config.model.path)
         result, sizes, rates = _conditions("startup", config, options, shape, repeats)
         try:
             kinds = measure(plain_options(options), warm_up, repeats, _progress())
@@ -266,8 +270,8 @@ def _show(
         return
     from compiled_engine.cli.bench_text import console, figure_row, figure_table, print_rates
 
-    table: Table = figure_table(*headings, unit=unit)
+    table: Table = figure_table(*headings, unit=unit, repeats=result["repeats"])
     for names, measured, bound in rows:
-        table.add_row(*names, *figure_row(measured, bound, rate, digits))
+        table.add_row(*names, *figure_row(measured, bound, rate, digits, result["repeats"]))
     console().print(table)
     print_rates(result["rates"], console())

@@ -45,8 +45,8 @@ def step(
     host is all but waiting. device is from a step's first kernel to its last one, device idle the share of the time in
     which no step was on the device.
 
-    JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, machine, model,
-    options, versions, command.
+    JSON: benchmark, results (a list of batch_size and each figure with median and spread), repeats, date, machine,
+    model, options, versions, command.
 
     Examples:
 

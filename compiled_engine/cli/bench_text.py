@@ -21,16 +21,46 @@ def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def figure_table(*first: str, unit: str) -> Table:
-    """Columns for what is measured, its median and spread, the bound, and how far it is away."""
-    return _aligned(Table(*first, unit, "from", "to", "bound", "share of bound"), len(first))
+def figure_table(*first: str, unit: str, repeats: int) -> Table:
+    """Columns for what is measured, its median, the spread of the repeats, the bound, and how far it is away."""
+    return _aligned(Table(*first, unit, *_spread_headings(repeats), "bound", "share of bound"), len(first))
 
 
-def figure_row(measured: Mapping[str, Any], bound: float, rate: bool, digits: int) -> list[str]:
+def figure_row(measured: Mapping[str, Any], bound: float, rate: bool, digits: int, repeats: int) -> list[str]:
     """`rate`: more is better, and the bound is an upper one."""
-    low, high = measured["spread"]
     share = measured["median"] / bound if rate else bound / measured["median"]
-    return [*(f"{value:,.{digits}f}" for value in (measured["median"], low, high, bound)), f"{share:.0%}"]
+    return [*_with_spread(measured, digits, repeats), f"{bound:,.{digits}f}", f"{share:.0%}"]
+
+
+def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
+    """A table for one request and one for many, the fastest way of transformers by name."""
+    repeats, model = result["repeats"], result["model"]
+    for name, requests in (("one", 1), ("many", result["workload"]["requests"])):
+        found = result["results"][name]
+        title = f"{model['name']}, {model['dtype']}, {result['machine']['device']}, requests: {requests}"
+        table = Table("", "threads", "tok/s", *_spread_headings(repeats), title=title)
+        table.add_row("engine", "", *_with_spread(found["engine"], 0, repeats))
+        for record in found["transformers"]:
+            row = _with_spread(record["tokens_per_s"], 0, repeats)
+            table.add_row(f"transformers {record['way']}", str(record["threads"]), *row)
+        out.print(_aligned(table, 1))
+        fastest = found["fastest"]
+        if fastest is not None:
+            out.print(
+                f"{found['ratio']:.2f} times the fastest way of transformers: {fastest['way']}, threads:"
+                f" {fastest['threads']}",
+                highlight=False,
+            )
+
+
+def _spread_headings(repeats: int) -> list[str]:
+    """One measurement has no spread."""
+    return ["from", "to"] if repeats > 1 else []
+
+
+def _with_spread(measured: Mapping[str, Any], digits: int, repeats: int) -> list[str]:
+    values = [measured["median"], *(measured["spread"] if repeats > 1 else ())]
+    return [f"{value:,.{digits}f}" for value in values]
 
 
 def print_rates(rates: Mapping[str, Any], out: Console) -> None:

@@ -117,10 +117,13 @@ def start_core(
     config: EngineConfig,
     progress: Progress,
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+    timeline: Timeline | None = None,
 ) -> EngineCore:
-    """A core whose runner is in this process, ready to serve. Raises what `Runner` raises."""
-    timeline, clock = Timeline(), StepClock(config.device)
+    """A core whose runner is in this process, ready to serve. Raises what `Runner` raises.
+
+    timeline: holds the stages of the start so far, and gets those of the core.
+    """
+    timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
-    timeline.add("before the engine", 0.0, start_s)  # the interpreter, imports, and what the caller did
     executor = InProcessExecutor(config, progress, timeline, clock, logits_processors)
     return EngineCore(config, executor, clock, timeline.now() - start_s)

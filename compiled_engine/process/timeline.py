@@ -45,10 +45,10 @@ class Timeline:
         return time.perf_counter() - self._origin
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
-        """Time the body as a part of whatever span is open."""
+    def span(self, name: str, parent: str | None = None) -> Iterator[None]:
+        """Time the body as a part of `parent`, or else of whatever span is open."""
         start = self.now()
-        parent = self._open[-1] if self._open else None
+        parent = parent or (self._open[-1] if self._open else None)
         self._open.append(name)
         try:
             yield

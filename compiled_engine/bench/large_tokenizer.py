@@ -1,0 +1,68 @@
+"""A tokenizer as large as those of current models, for start-up figures: byte-level BPE with real merges.
+
+Loading costs what it costs for a checkpoint of this vocabulary: a file of the same kind and size, read in the same way.
+The tokens are made, not learnt from text: each merge joins two earlier tokens. It needs no corpus, and is the same on
+every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+# As many as the checkpoints of the known shapes have, special tokens aside.
+NUM_TOKENS = 151_643
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# How Qwen splits text before merging: contractions, words, single digits, punctuation, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+LONGEST_TOKEN = 10
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path, num_tokens: int = NUM_TOKENS) -> None:
+    """Write tokenizer.json and tokenizer_config.json: `num_tokens` bytes and merges, then SPECIAL_TOKENS."""
+    vocabulary, merges = _vocabulary(num_tokens)
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "Qwen2Tokenizer",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
+
+
+def _vocabulary(num_tokens: int) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """Bytes, then what merges of two earlier tokens make. Short tokens are joined most, as in learnt vocabularies."""
+    generator = random.Random(0)
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = []
+    while len(tokens) < num_tokens:
+        left, right = (tokens[int(len(tokens) * generator.random() ** 2)] for _ in range(2))
+        merged = left + right
+        if len(merged) <= LONGEST_TOKEN and merged not in vocabulary:
+            vocabulary[merged] = len(tokens)
+            tokens.append(merged)
+            merges.append((left, right))
+    return vocabulary, merges

@@ -1,0 +1,118 @@
+"""Puts the figures of the documents in place, from the JSON in docs/measurements.
+
+    python docs/figures.py           rewrite README.md and docs/*.md
+    python docs/figures.py --check   exit with code 1 if a document is not up to date
+    python docs/figures.py --plots   draw the pictures of ablations in docs/images again
+
+Two markers stand in the documents, as HTML comments. Whatever is between a marker and its end is replaced:
+
+    <!-- figure: FILE PATH FORMAT -->1.23<!-- /figure -->
+    <!-- table: NAME FILE ... -->
+    (a table, and below it the machine, versions, date and command)
+    <!-- /table -->
+
+FILE is a JSON file without its ending. PATH leads to a number: keys and list indices with slashes between them, or
+key=value for the element of a list that has this value. FORMAT is Python's, with *FACTOR behind it if the number is
+shown in another unit: `.1f`, `,.0f*1e-6`. NAME is a function in measured_tables.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import measured_tables
+
+DOCS = Path(__file__).resolve().parent
+DOCUMENTS = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
+MEASUREMENTS = DOCS / "measurements"
+ABLATIONS = ("ablation_qwen3-0.6b", "ablation_qwen3-8b")
+FIGURE = re.compile(r"(<!-- figure: (\S+) ([^>]+) (\S+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (\w+) ([^>]+) -->)\n(.*?)(<!-- /table -->)", re.DOTALL)
+
+Load = Callable[[str], dict[str, Any]]
+
+
+class FigureError(ValueError):
+    """A marker that names no measurement, or no number in it."""
+
+
+def load(name: str) -> dict[str, Any]:
+    path = MEASUREMENTS / f"{name}.json"
+    if not path.is_file():
+        raise FigureError(f"there is no measurement {name!r} in {MEASUREMENTS}")
+    return json.loads(path.read_text())
+
+
+def number_at(result: Any, path: str) -> float:
+    """The number that `path` leads to."""
+    found = result
+    for part in path.split("/"):
+        key, is_choice, value = part.partition("=")
+        try:
+            if is_choice:
+                (found,) = (element for element in found if str(element[key]) == value)
+            else:
+                found = found[int(part)] if isinstance(found, list) else found[part]
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise FigureError(f"{path!r} leads nowhere: {part!r} is not there") from error
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise FigureError(f"{path!r} leads to {str(found)[:40]!r}, which is not a number")
+    return found
+
+
+def shown(number: float, form: str) -> str:
+    spec, _, factor = form.partition("*")
+    return format(number * float(factor or 1), spec)
+
+
+def up_to_date(text: str, load: Load = load) -> str:
+    """The text of a document with every figure and table as its measurement has it."""
+
+    def figure(match: re.Match[str]) -> str:
+        begin, name, path, form, _, end = match.groups()
+        return begin + shown(number_at(load(name), path), form) + end
+
+    def table(match: re.Match[str]) -> str:
+        begin, name, files, _, end = match.groups()
+        make = getattr(measured_tables, name, None)
+        if make is None:
+            raise FigureError(f"there is no table {name!r} in measured_tables.py")
+        return f"{begin}\n{make(*map(load, files.split()))}\n{end}"
+
+    return TABLE.sub(table, FIGURE.sub(figure, text))
+
+
+def draw_plots() -> None:
+    from compiled_engine.bench.ablation_plots import draw_all
+    from compiled_engine.bench.plot_style import LIGHT
+
+    for name in ABLATIONS:
+        drawn = draw_all(load(name), LIGHT)
+        for plot, ending in (("step_by_batch", "by_batch"), ("step_batch_1", "batch_1")):
+            (DOCS / "images" / f"{name}_{ending}.png").write_bytes(drawn[plot])
+
+
+def main(arguments: list[str]) -> int:
+    if "--plots" in arguments:
+        draw_plots()
+        return 0
+    stale = []
+    for document in DOCUMENTS:
+        before = document.read_text()
+        after = up_to_date(before)
+        if after != before:
+            stale.append(document.name)
+            if "--check" not in arguments:
+                document.write_text(after)
+    if stale:
+        print(f"{'not up to date' if '--check' in arguments else 'rewritten'}: {', '.join(stale)}")
+    return 1 if stale and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

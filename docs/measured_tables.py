@@ -1,0 +1,217 @@
+"""The tables of the documents: each function takes measurements, as loaded from JSON, and returns Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Result = Mapping[str, Any]
+# Versions that matter for speed, by the names that they are shown under.
+SHOWN_VERSIONS = {"torch": "torch", "triton": "Triton", "cuda": "CUDA", "transformers": "transformers", "vllm": "vLLM"}
+
+
+def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The first column to the left, figures to the right."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def conditions(result: Result, *, with_command: bool = True) -> str:
+    """Where, with what and when a result was measured, how often, and how to measure it again."""
+    machine, versions = result["machine"], result["versions"]
+    parts = [f"one {machine['gpu']}"] if "gpu" in machine else []
+    if "cores" in machine:
+        parts.append(f"{machine['cores']} cores of {machine['processor'].replace('(R)', '')}")
+    parts += [f"{shown} {versions[name]}" for name, shown in SHOWN_VERSIONS.items() if name in versions]
+    parts += [result["model"]["dtype"]] if "model" in result else []
+    repeats = result.get("repeats", 0)
+    parts += [f"medians of {repeats} repeats"] if repeats > 1 else ["one run"] if repeats else []
+    text = f"Measured {result['date']}: {', '.join(parts)}."
+    return text + (f"\n`{result['command']}`" if with_command and "command" in result else "")
+
+
+def below(table: str, *results: Result, with_command: bool = True) -> str:
+    """A table with the conditions of its results, equal ones once."""
+    notes = dict.fromkeys(conditions(result, with_command=with_command) for result in results)
+    return "\n\n".join([table, *notes])
+
+
+def model_name(result: Result) -> str:
+    return result["model"]["name"].replace("qwen", "Qwen").replace("b", "B")
+
+
+def median(figure: Mapping[str, Any] | None, digits: int, factor: float = 1.0) -> str:
+    return "" if figure is None else f"{figure['median'] * factor:,.{digits}f}"
+
+
+def ablation(result: Result) -> str:
+    """A row for each variant, the bound below."""
+    batches = list(result["bound"]["step_ms"])
+    headings = ["variant", *(f"batch {batch}, ms" for batch in batches), "mixed step, ms", "prefill, tok/s", "kernels"]
+    rows = []
+    for record in result["variants"]:
+        steps = [median(record["step_ms"][batch], 3) for batch in batches]
+        rest = [median(record["mixed_step_ms"], 2), median(record["prefill_tokens_per_s"], 0)]
+        rows.append([record["name"].replace("compiled + full without", "without"), *steps, *rest])
+        rows[-1].append(median(record["kernels"], 0))
+    bound = result["bound"]
+    steps = [f"{bound['step_ms'][batch]:.3f}" for batch in batches]
+    rows.append(["bound", *steps, f"{bound['mixed_step_ms']:.2f}", f"{bound['prefill_tokens_per_s']:,.0f}", ""])
+    return below(markdown(headings, rows), result)
+
+
+def spreads(result: Result) -> str:
+    """How far repeats differ: least, median and most of each figure of the first variant."""
+    record = result["variants"][0]
+    figures = {f"step, batch {batch}, ms": figure for batch, figure in record["step_ms"].items()}
+    figures |= {f"TPOT, batch {batch}, ms": figure for batch, figure in record["tpot_ms"].items()}
+    rows = [
+        [name, *(f"{value:.3f}" for value in (figure["spread"][0], figure["median"], figure["spread"][1]))]
+        for name, figure in figures.items()
+    ]
+    return below(markdown([record["name"], "least", "median", "most"], rows), result)
+
+
+def pass_gains(*results: Result) -> str:
+    """What leaving a pass out costs a decode step, in microseconds: a column for each model and batch size."""
+    batches = ("1", "8", "64")
+    headings = ["without", *(f"{model_name(result)}, batch {batch}" for result in results for batch in batches)]
+    prefix = "compiled + full without "
+    variants = [{record["name"]: record["step_ms"] for record in result["variants"]} for result in results]
+    names = [name for name in variants[0] if name.startswith(prefix) and "all passes" not in name]
+    rows = [
+        [
+            f"`{name.removeprefix(prefix)}`",
+            *(
+                f"{round((steps[name][batch]['median'] - steps['compiled + full'][batch]['median']) * 1e3):+,}"
+                for steps in variants
+                for batch in batches
+            ),
+        ]
+        for name in names
+    ]
+    return below(markdown(headings, rows), *results, with_command=False)
+
+
+def graph_memory(*results: Result) -> str:
+    """What CUDA graphs were predicted to take, and took."""
+    rows = []
+    for result in results:
+        for record in result["variants"]:
+            memory = record["memory_bytes"]
+            if record["captures"] and " without " not in record["name"]:
+                sizes = [median(memory[name], 0, 1e-6) for name in ("graphs_predicted", "graphs_used")]
+                capture = f"{record['start_up_stages_s']['capture']:.1f}"
+                rows.append([f"{model_name(result)}, {record['name']}", f"{record['captures']}", *sizes, capture])
+    headings = ["variant", "graphs", "predicted, MB", "used, MB", "capture, s"]
+    return below(markdown(headings, rows), *results, with_command=False)
+
+
+def step_split(*results: Result) -> str:
+    """Microseconds of a decode step, by part."""
+    names = ["schedule", "prepare", "launch", "output", "host", "wait", "step", "device"]
+    rows = []
+    for result in results:
+        for record in result["results"]:
+            cells = [median(record[name], 0) for name in names]
+            idle = f"{record['device_idle']['median']:.1%}"
+            rows.append([f"{model_name(result)}, batch {record['batch_size']}", *cells, idle])
+    return below(markdown(["", *names, "device idle"], rows), *results)
+
+
+def latency(*results: Result) -> str:
+    """Milliseconds per output token, and the bound."""
+    batches = [str(record["batch_size"]) for record in results[0]["results"]]
+    rows = []
+    for result in results:
+        records = result["results"]
+        rows.append([model_name(result), *(median(record["tpot_ms"], 2) for record in records)])
+        rows.append(["bound", *(f"{record['bound_ms']:.2f}" for record in records)])
+    return below(markdown(["", *(f"batch {batch}, ms" for batch in batches)], rows), *results)
+
+
+def rates(*results: Result) -> str:
+    """Tokens per second of throughput or prefill, and the bound."""
+    rows = []
+    for result in results:
+        found = result["results"]
+        name = next(name for name in ("output_tokens_per_s", "tokens_per_s") if name in found)
+        options = "" if result["options"].get("async_scheduling", True) else ", without async scheduling"
+        bound = f"{found['bound_tokens_per_s']:,.0f}"
+        rows.append([model_name(result) + options, median(found[name], 0), bound])
+    return below(markdown(["", "tok/s", "bound"], rows), *results)
+
+
+def start_up(*results: Result) -> str:
+    """Seconds of cold and warm starts by stage, parts of a stage indented."""
+    starts = [(result, kind) for result in results for kind in ("cold", "warm")]
+    spans = [result["results"][kind]["start_up"] for result, kind in starts]
+    stages: dict[str, str | None] = {}
+    for found in sorted(spans, key=len, reverse=True):
+        stages |= {span["name"]: span["parent"] for span in found if span["name"] not in stages}
+    top = [name for name, parent in stages.items() if parent is None]
+    rows = []
+    for name in top:
+        parts = [part for part, parent in stages.items() if parent == name]
+        rows += [[name, *(_seconds(found, name) for found in spans)]]
+        rows += [[f"– {part}", *(_seconds(found, part) for found in spans)] for part in parts]
+    totals = (result["results"][kind]["seconds"] for result, kind in starts)
+    rows.append(["**process start to first token**", *(f"**{median(total, 1)}**" for total in totals)])
+    headings = ["seconds", *(f"{model_name(result)}, {kind}" for result, kind in starts)]
+    table = below(markdown(headings, rows), *results)
+    if "tokenizer" not in top:
+        table += "\n\nThe checkpoint had no tokenizer: importing transformers and loading one come on top."
+    return table
+
+
+def _seconds(spans: Sequence[Mapping[str, Any]], name: str) -> str:
+    found = [span["seconds"] for span in spans if span["name"] == name]
+    return f"{sum(found):.1f}" if found else ""
+
+
+def loading(result: Result) -> str:
+    """How fast a checkpoint is read and loaded."""
+    names = {"read_gb_per_s": "read files, GB/s", "load_gb_per_s": "load, GB/s"}
+    rows = [[shown, *(f"{rate:.1f}" for rate in sorted(result[name]))] for name, shown in names.items()]
+    return below(markdown(["", "slowest", *[""] * (len(rows[0]) - 3), "fastest"], rows), result)
+
+
+def beside_transformers(result: Result) -> str:
+    """Output tokens per second of the engine and of every way of transformers, and how they compare."""
+    rows, said = [], []
+    repeated = result["repeats"] > 1
+    for name, requests in (("one", "1 request"), ("many", f"{result['workload']['requests']} requests")):
+        found = result["results"][name]
+        records = [("engine", "", found["engine"])]
+        records += [(f"transformers {r['way']}", str(r["threads"]), r["tokens_per_s"]) for r in found["transformers"]]
+        for label, threads, figure in records:
+            spread = " to ".join(f"{value:,.0f}" for value in figure["spread"])
+            rows.append([f"{requests}: {label}", threads, median(figure, 0), *([spread] if repeated else [])])
+        fastest = found["fastest"]
+        said.append(
+            f"{requests}: {found['ratio']:.2f} times the fastest way of transformers"
+            f" ({fastest['way']}, threads: {fastest['threads']})."
+        )
+    headings = ["", "threads", "tok/s", *(["spread"] if repeated else [])]
+    return "\n\n".join([markdown(headings, rows), "\n".join(said), conditions(result)])
+
+
+def peers(result: Result) -> str:
+    """Each engine's figures, and the bound."""
+    return _compared(result, result["rows"], {**result["engines"], "bound": "bound"})
+
+
+def highlights(result: Result) -> str:
+    """The rows of a comparison that are marked as such, without the bound."""
+    return _compared(result, [row for row in result["rows"] if row.get("highlight")], result["engines"])
+
+
+def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
+    """A figure may be a range: two numbers."""
+
+    def cell(row: Mapping[str, Any], name: str) -> str:
+        value = row.get(name, [])
+        return " to ".join(f"{number:,.{row['digits']}f}" for number in (value if isinstance(value, list) else [value]))
+
+    table = [[f"{row['what']}, {row['unit']}", *(cell(row, name) for name in columns)] for row in rows]
+    return below(markdown(["", *columns.values()], table), result)
