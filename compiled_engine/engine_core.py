@@ -58,7 +58,8 @@ class EngineCore:
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
         if request.sampling_params.seed is None:
-            params = replace(request.sampling_params, seed=self._seeds.getrandbits(63))
+            params = request.sampling_params.clone()
+            params.seed = self._seeds.getrandbits(63)
             request = replace(request, sampling_params=params)
         self._scheduler.add(request)
 

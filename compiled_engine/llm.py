@@ -132,8 +132,8 @@ class LLM:
         return self._require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given."""
-        return self._default_sampling_params
+        """What is used when no sampling_params are given: a copy, to be changed and given."""
+        return self._default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
         """What the engine has counted since it started."""
