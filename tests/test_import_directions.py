@@ -36,6 +36,7 @@ ALLOWED = {
     "compiled_engine.attention": ("compiled_engine.attention",),
     "compiled_engine.scheduling": (
         "compiled_engine.scheduling",
+        "compiled_engine.sampling.no_token",
         "compiled_engine.sampling.params",
         "compiled_engine.sampling.token_mask",
         "compiled_engine.engine_io",

@@ -43,7 +43,8 @@ class SamplerClass(enum.Enum):
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """token_ids_S: int64 [S] on the device, a token for each row of logits; logprobs: None if no row wants them."""
+    """token_ids_S: int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py);
+    logprobs: None if no row wants them."""
 
     token_ids_S: torch.Tensor
     logprobs: BatchLogprobs | None
@@ -267,4 +268,5 @@ class Sampler:
         wanted = np.flatnonzero(self._num_logprobs_N[rows_S] != NO_LOGPROBS)
         if len(wanted) == 0:
             return None
+        token_ids_S = token_ids_S.clamp(min=0)  # where there is no token nobody looks at its log-probability
         return token_logprobs(logits_SV, token_ids_S, wanted, self._num_logprobs_N[rows_S[wanted]], self._triton)
