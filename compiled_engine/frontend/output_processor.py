@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from compiled_engine.engine_io import EngineOutput, StepOutputs
-from compiled_engine.frontend.completion import Completion, logprob_dict
+from compiled_engine.frontend.completion import Completion, logprob_dict, token_texts
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.outputs import Logprob, RequestMetrics, RequestOutput
@@ -18,7 +18,6 @@ class RequestState:
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
         self.request = request
-        self._tokenizer = tokenizer
         params = request.sampling_params
         self._completions = {
             engine_request.request_id: Completion(index, request.prompt_token_ids, params, tokenizer)
@@ -27,6 +26,7 @@ class RequestState:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
+            self._prompt_texts = token_texts(tokenizer, request.prompt_token_ids[:1], params)
         self._num_cached_tokens: int | None = None
         self._arrival_time = now
         self._first_token_time: float | None = None
@@ -87,7 +87,7 @@ class RequestState:
         known = len(self._prompt_logprobs) - first
         assert known >= 0, f"prompt_logprobs from position {first} on, but {len(self._prompt_logprobs)} is the next"
         for entry in entries[known:]:
-            self._prompt_logprobs.append(logprob_dict(entry, self._tokenizer))
+            self._prompt_logprobs.append(logprob_dict(entry, self._prompt_texts))
 
 
 class OutputProcessor:
