@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.import_apart import import_apart
 from compiled_engine.progress import Progress
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
@@ -51,6 +52,8 @@ class InProcessExecutor:
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
     ):
         self._device = config.device
+        if not config.compile.enabled:
+            import_apart("torch._dynamo")  # as the first call of a custom op does
         with self._own_context():
             self._runner = Runner(config, progress, timeline, clock, logits_processors)
         self.num_blocks = self._runner.num_blocks

@@ -17,6 +17,7 @@ from compiled_engine.graphs.load_piece import Piece, load_piece
 from compiled_engine.graphs.segments import OnAttention
 from compiled_engine.graphs.stitch import Forward, stitch
 from compiled_engine.graphs.version import Version, read_versions
+from compiled_engine.import_apart import import_apart
 from compiled_engine.parameter_layout import ParameterLayout
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
@@ -75,7 +76,7 @@ def compile_model(
 
     def build(folder: Path) -> None:
         with timeline.span("import the compilers"):  # which a warm start does without
-            from compiled_engine.graphs.build import build_entry
+            build_entry = import_apart("compiled_engine.graphs.build").build_entry
         with timeline.span("build"):
             built.append(build_entry(config, make_model, folder, progress, timeline))
 

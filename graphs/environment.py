@@ -25,6 +25,7 @@ import triton
 from triton._C import libtriton
 
 from compiled_engine.graphs.inductor_options import INDUCTOR_OPTIONS
+from compiled_engine.import_apart import import_apart
 from compiled_engine.passes.profile import DeviceProfile, profile_of
 
 SOURCE_PACKAGES = ("passes", "graphs")
@@ -156,9 +157,7 @@ def cpp_compiler() -> dict[str, Any]:
 
     With another folder an artifact would be compiled again when it is loaded.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    command = get_cpp_compiler()
+    command = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
     return {
         "command": command,
