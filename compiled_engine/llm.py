@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -22,12 +23,14 @@ from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_e
 from compiled_engine.options import EngineOptions
 from compiled_engine.outputs import RequestOutput
 from compiled_engine.progress import RichProgress, SilentProgress
-from compiled_engine.resolve import resolve
+from compiled_engine.resolve import compiler_obstacle, resolve
 from compiled_engine.resolve_logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("compiled_engine")
 
 
 class LLM:
@@ -44,6 +47,8 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
         engine_options = make_options({"model": model, **options})
         self._config = resolve(engine_options)
+        if engine_options.mode == "auto" and (obstacle := compiler_obstacle(self._config.device)) is not None:
+            log.warning("mode is eager, which is slower: %s", obstacle)
         model_path = self._config.model.path
         self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)

@@ -99,6 +99,8 @@ def _check_types(options: EngineOptions) -> None:
         _require_positive(name, getattr(options, name), optional=True, most=most)
     if isinstance(options.seed, bool) or not isinstance(options.seed, int):
         raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
+    if not -(2**63) <= options.seed < 2**64:
+        raise ValueError(f"seed is {options.seed!r}; allowed: an integer of 64 bits, {-(2**63)} to {2**64 - 1}")
     for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
@@ -166,7 +168,7 @@ def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
     """(compile?, CUDA graphs?)"""
     mode = options.mode
-    obstacle = _compiler_obstacle(device)
+    obstacle = compiler_obstacle(device)
     if mode == "auto" and obstacle is not None:
         mode = "eager"
         reasons["compile.enabled"] = f"mode is eager: {obstacle}"
@@ -188,7 +190,7 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
     return mode != "eager", mode == "graphed"
 
 
-def _compiler_obstacle(device: torch.device) -> str | None:
+def compiler_obstacle(device: torch.device) -> str | None:
     """Why nothing can be compiled here, and what would change that."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
