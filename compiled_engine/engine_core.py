@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -39,6 +40,8 @@ class EngineCore:
         self.config = config
         self.clock = StepClock(config.device)
         self._executor: Executor = InProcessExecutor(config, progress, timeline, self.clock, logits_processors)
+        self._free = weakref.finalize(self, self._executor.close)  # if nobody calls `close`
+        self._free.atexit = False
         self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._scheduler = Scheduler(
             config.scheduler,
@@ -113,6 +116,6 @@ class EngineCore:
         return {"start_s": self._start_seconds} | self._executor.metrics() | self._scheduler.metrics()
 
     def close(self) -> None:
-        """Wait for the device and free it."""
+        """Wait for the device and free it. So does dropping the last reference."""
         self._drain()
-        self._executor.close()
+        self._free()

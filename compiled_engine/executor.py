@@ -67,6 +67,8 @@ class InProcessExecutor:
 
     def close(self) -> None:
         with self._own_context():
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # nothing that a step uses is freed under it
             self._runner.close()
 
     @contextmanager

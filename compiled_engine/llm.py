@@ -40,8 +40,8 @@ class LLM:
     `EngineOptions`. progress: show what takes long on stderr.
 
     Raises TypeError for an unknown option, ValueError or FileNotFoundError for a value that cannot be
-    honoured. Not to be called from several threads at a time. Closing it (or leaving its `with` block) frees
-    the device.
+    honoured. Not to be called from several threads at a time. Closing it, leaving its `with` block or
+    dropping the last reference to it and its iterators frees the device.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
