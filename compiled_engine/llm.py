@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
@@ -24,12 +25,14 @@ from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.engine import compiler_obstacle, resolve
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+log = logging.getLogger("compiled_engine")
 
 
 class LLM:
@@ -39,8 +42,8 @@ class LLM:
     `EngineOptions`. progress: show what takes long on stderr.
 
     Raises TypeError for an unknown option, ValueError or FileNotFoundError for a value that cannot be
-    honoured. Not to be called from several threads at a time. Closing it (or leaving its `with` block) frees
-    the device.
+    honoured. Not to be called from several threads at a time. Closing it, leaving its `with` block or
+    dropping the last reference to it and its iterators frees the device.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
@@ -49,6 +52,8 @@ class LLM:
         engine_options = make_options({"model": model, **options})
         with timeline.span("configuration"):
             self._config = resolve(engine_options)
+        if engine_options.mode == "auto" and (obstacle := compiler_obstacle(self._config.device)) is not None:
+            log.warning("mode is eager, which is slower: %s", obstacle)
         model_path = self._config.model.path
         with timeline.span("tokenizer"):
             self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
@@ -138,8 +143,8 @@ class LLM:
         return self._require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given."""
-        return self._default_sampling_params
+        """What is used when no sampling_params are given: a copy, to be changed and given."""
+        return self._default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
         """What the engine has counted since it started."""

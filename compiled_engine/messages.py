@@ -155,7 +155,8 @@ class SchedulerOutput:
 class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
-    token_ids: one for each request that samples, in the order of the step.
+    token_ids: one for each request that samples, in the order of the step; or why there is none (see
+        sampling/no_token.py).
     logprobs: by request id, of requests that sample and want them.
     prompt_logprobs: by request id, (position of the first entry, entries): the entry for position p is the
         log-probability of prompt token p given those before it, so positions start at 1.

@@ -20,6 +20,7 @@ from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
 from compiled_engine.passes.parameter_layout import ParameterLayout
+from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
@@ -86,7 +87,7 @@ def compile_model(
 
     def build(folder: Path) -> None:
         with timeline.span("import the compilers"):  # which a warm start does without
-            from compiled_engine.graphs.compiler.build import build_entry
+            build_entry = import_apart("compiled_engine.graphs.compiler.build").build_entry
         with timeline.span("build"):
             compiles.append(build_entry(config, make_model, folder, progress, timeline))
 
@@ -112,7 +113,6 @@ def compile_model(
 def load_piece(entry: Path, key: str) -> Piece:
     """Inductor's artifact of a piece, or the generated Python of one that did not need Inductor."""
     if (entry / "pieces" / f"{key}.bin").exists():
-        from compiled_engine.graphs.compiler.compile_piece import load_artifact  # imports Inductor, which takes seconds
-
-        return load_artifact(entry, key)
+        compile_piece = import_apart("compiled_engine.graphs.compiler.compile_piece")  # Inductor, which takes seconds
+        return compile_piece.load_artifact(entry, key)
     return load_direct((entry / "pieces" / f"{key}.py").read_text())

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from tiny_tokenizers import KINDS
 
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
@@ -73,6 +74,14 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def bundled_tokenizer(bundled_model_path: Path) -> Tokenizer:
     return load_tokenizer(bundled_model_path)
+
+
+@pytest.fixture(scope="session", params=[*KINDS, "bundled"])
+def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
+    """One of every kind."""
+    if request.param == "bundled":
+        return request.getfixturevalue("bundled_tokenizer")
+    return KINDS[request.param]()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from compiled_engine.runner.advance import advance_reference
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.prepare_inputs import prepare_reference
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.no_token import NOT_A_NUMBER
 
 MADE = (
     "input_ids_T",
@@ -67,7 +68,9 @@ class Case:
         fill(self.buffers.query_start_loc_R1[: self.num_rows + 1], np.concatenate(([0], np.cumsum(lens))))
         for name in MADE[:6]:
             getattr(self.buffers, name).fill_(77)  # whatever is not written stays that
-        self.token_ids_R = torch.from_numpy(generator.integers(0, 150_000, self.num_rows)).to(device)
+        token_ids_R = generator.integers(0, 150_000, self.num_rows)
+        token_ids_R[generator.random(self.num_rows) < 0.2] = NOT_A_NUMBER
+        self.token_ids_R = torch.from_numpy(token_ids_R).to(device)
         self.again = random_.random() < 0.3
 
     def same_as(self, other: Case) -> None:
@@ -104,6 +107,7 @@ def check(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize()
     case.same_as(reference)
+    assert (reference.states.last_token_S >= 0).all(), "a step may be under way that looks it up"
 
 
 if __name__ == "__main__":

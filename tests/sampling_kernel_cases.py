@@ -18,6 +18,7 @@ from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thr
 from compiled_engine.sampling.history import IN_PROMPT, MAX_COUNT, record_
 from compiled_engine.sampling.logit_additions import LogitAdditions, add_, row_additions
 from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
+from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.sampler import Sampler
@@ -64,6 +65,8 @@ def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.
     row_index_S = row_indices(num_samples, vocab_size)
     if not filtered:  # a threshold always keeps some token
         logits_SV[-1] = -torch.inf
+    broken_S = torch.arange(num_samples) % 5 == 2
+    logits_SV[broken_S, torch.arange(num_samples)[broken_S] * 997 % vocab_size] = torch.nan
     logits_SV[row_index_S < 0] = torch.nan
     generator = torch.Generator().manual_seed(1)
     temperatures_N = torch.tensor([0.0, 1.0, 0.6, 2.0, 1e-5, 1e3]).repeat(NUM_ROWS)[:NUM_ROWS]
@@ -78,7 +81,10 @@ def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.
     on_device = [None if each is None else each.to(device) for each in arguments]
     gumbel_triton.sample(to_device(logits_SV, device), *on_device, got_S)
     assert got_S.tolist() == expected_S.tolist()
-    assert (got_S[(row_index_S < 0).to(device)] == 0).all()
+    got_S = got_S.cpu()
+    assert (got_S[row_index_S < 0] == 0).all()
+    assert ((got_S == NOT_A_NUMBER) == (broken_S & (row_index_S >= 0))).all()
+    assert filtered or row_index_S[-1] < 0 or broken_S[-1] or got_S[-1] == NOTHING_ALLOWED
 
 
 def filter_requests(vocab_size: int, count: int, seed: int) -> list[SamplingParams]:
@@ -179,6 +185,7 @@ def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
         torch.testing.assert_close(got_SV.cpu(), expected_SV, rtol=1e-6, atol=1e-6)
         token_ids_S = torch.randint(0, min(vocab_size, 12), (num_samples,), generator=generator)
         token_ids_S[::3] = 3
+        token_ids_S[1::5] = NOT_A_NUMBER
         padded_S = row_index_S.clone()
         padded_S[::4] = -1
         record_(padded_S, token_ids_S, *states["cpu"][2:])
@@ -253,6 +260,8 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         SamplingParams(temperature=0),
         SamplingParams(temperature=0.9, top_p=0.8, logprobs=1, token_mask=ByLastToken(vocab_size)),
         SamplingParams(temperature=0, logit_bias={3: 9.0}, token_mask=ByLastToken(vocab_size)),
+        SamplingParams(temperature=0.9, allowed_token_ids=[3, 33, vocab_size - 1], presence_penalty=0.5),
+        SamplingParams(temperature=0, allowed_token_ids=[*range(5, 20)], token_mask=ByLastToken(vocab_size)),
     ]
     masks = [params.token_mask for params in requests]
     samplers = [Sampler(num_rows, vocab_size, "cpu"), Sampler(num_rows, vocab_size, device, triton=True)]
@@ -325,11 +334,11 @@ def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) 
         assert tokens([rows[i]], [i]) == [together[i]]
 
 
-def degenerate_logits_give_some_token(device: str, vocab_size: int) -> None:
-    """Minus infinity for all but one: that one. For all, or NaN, or the largest floats: any of the vocabulary."""
+def degenerate_logits(device: str, vocab_size: int, triton: bool) -> None:
+    """Minus infinity for all but one: that one. For all, or any NaN: no token. The largest floats: any token."""
     filters: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
-    requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 3e38) for each in filters]
-    sampler = Sampler(len(requests), vocab_size, device, triton=True)
+    requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 1e37) for each in filters]
+    sampler = Sampler(len(requests), vocab_size, device, triton)
     for row, params in enumerate(requests):
         sampler.add_row(row, params, row, [1], 1, set())
     rows = np.arange(len(requests))
@@ -339,15 +348,19 @@ def degenerate_logits_give_some_token(device: str, vocab_size: int) -> None:
     sampled = sampler.sample(single_V.expand(len(rows), -1).to(device), rows, index, positions)
     assert sampled.token_ids_S.tolist() == [11] * len(rows)
     mixed_V = torch.tensor([-torch.inf, -3e38, -1.0, -0.0, 0.0, 1.0, 3e38, torch.inf]).repeat(vocab_size)[:vocab_size]
-    uniform = [torch.full((vocab_size,), value) for value in (-torch.inf, torch.inf, torch.nan, 1e30, 3.4e38)]
-    for logits_V in (
-        *uniform,
-        mixed_V,
-        mixed_V[torch.arange(vocab_size) % 7],
-        torch.where(mixed_V > 0, torch.nan, 1.0),
-    ):
-        sampled = sampler.sample(logits_V.expand(len(rows), -1).to(device), rows, index, positions)
-        assert all(0 <= token_id < vocab_size for token_id in sampled.token_ids_S.tolist())
+    uniform = [torch.full((vocab_size,), value) for value in (torch.inf, 1e30, 3.4e38)]
+    last_V = torch.arange(vocab_size) == vocab_size - 1
+
+    def tokens(logits_V: torch.Tensor) -> set[int]:
+        return set(
+            sampler.sample(logits_V.expand(len(rows), -1).to(device), rows, index, positions).token_ids_S.tolist()
+        )
+
+    for logits_V in (*uniform, mixed_V, mixed_V[torch.arange(vocab_size) % 7]):
+        assert tokens(logits_V) <= set(range(vocab_size))
+        for of_nan_V in (last_V, mixed_V > 0, mixed_V < -1, torch.ones(vocab_size, dtype=torch.bool)):
+            assert tokens(torch.where(of_nan_V, torch.nan, logits_V)) == {NOT_A_NUMBER}
+    assert tokens(torch.full((vocab_size,), -torch.inf)) == {NOTHING_ALLOWED}
 
 
 def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.ndarray, np.ndarray]:

@@ -230,7 +230,8 @@ def test_verify_reads_every_byte(root: Path) -> None:
         "2 entries read, 0 damaged",
     ]
     (root / "compiled" / KEY / "pieces" / "a.bin").write_bytes(b"artifacT")
-    assert "damaged" not in run("ls", root=root)
+    assert "damaged: pieces/a.bin was changed" in run("ls", root=root)
+    assert run_json("show", KEY, root=root)["damage"] == "pieces/a.bin was changed"
     shown = run("verify", root=root, code=1)
     assert f"{KEY[:12]} damaged: pieces/a.bin was changed" in shown
     assert "2 entries read, 1 damaged" in shown
@@ -280,8 +281,12 @@ def test_prune_deletes_what_is_damaged_set_aside_or_left_over(root: Path) -> Non
     (root / "compiled" / f"work_{OTHER_KEY}_x").mkdir()
     (root / "compiled" / f"{'0' * 32}.lock").touch()
     (root / "compiled" / "notes.txt").write_text("not ours")
+    third = changed("config", model__num_layers=9)
+    build_once(root, third)
+    (root / "compiled" / factors_key(third) / "pieces" / "a.bin").write_bytes(b"artifacT")
     reasons = {item["reason"] for item in run_json("prune", root=root)["pruned"]}
     assert reasons == {
+        "damaged: pieces/a.bin was changed",
         "damaged: extra is not in its manifest",
         "set aside as damaged",
         "left by a killed process",

@@ -191,7 +191,7 @@ def test_bad_input_is_one_line_on_stderr(arguments: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0, got -1.0"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature must be a finite number >= 0 and <= 1e+37, got -1.0"),
         (["--prompt", ""], "prompts must have at least one token, got ''"),
         (["--prompt", "a " * 3000], "prompts must have at most 2047 tokens"),
         (["--prompt", "a", "--logprobs", "99999"], "logprobs must be <= 4096"),

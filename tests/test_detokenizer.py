@@ -6,20 +6,13 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_tokenizers import KINDS, byte_fallback, byte_level, word_piece
+from tiny_tokenizers import byte_fallback, byte_level, word_piece
 
 from compiled_engine.frontend.detokenizer import Detokenizer
 from compiled_engine.frontend.tokenizer import Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 EMOJI = ("ð", "Ł", "ĺ", "ģ")  # the four bytes of 😁, as byte-level tokenizers write them
-
-
-@pytest.fixture(scope="module", params=[*KINDS, "bundled"])
-def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
-    if request.param == "bundled":
-        return request.getfixturevalue("bundled_tokenizer")
-    return KINDS[request.param]()
 
 
 def deltas(detokenizer: Detokenizer, token_ids: Sequence[int]) -> list[str]:

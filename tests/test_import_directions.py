@@ -21,6 +21,7 @@ LARGEST_ROOM = 0.13
 FLOORS = (
     "process",
     "config",
+    "near_names",
     "kernels",
     "attention",
     "attention.backends",

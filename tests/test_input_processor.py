@@ -244,9 +244,9 @@ def test_without_a_tokenizer_only_token_ids_can_be_run() -> None:
     processor = make_processor(has_tokenizer=False)
     with pytest.raises(ValueError, match=r"prompts\[1\] must be token ids, as there is no tokenizer, got 'hello'"):
         process([[3], "hello"], processor=processor)
-    with pytest.raises(ValueError, match=r"sampling_params: stop needs a tokenizer, got \('x',\) without one"):
+    with pytest.raises(ValueError, match=r"sampling_params: stop needs a tokenizer, got \['x'\] without one"):
         process([3], SamplingParams(stop="x"), processor=processor)
-    with pytest.raises(ValueError, match=r"sampling_params: bad_words needs a tokenizer, got \('x',\) without one"):
+    with pytest.raises(ValueError, match=r"sampling_params: bad_words needs a tokenizer, got \['x'\] without one"):
         process([3], SamplingParams(bad_words=["x"]), processor=processor)
     assert process([3], processor=processor)[0].prompt_token_ids == (3,)
 
@@ -260,3 +260,37 @@ def test_what_the_kv_cache_cannot_hold_is_refused_by_its_place() -> None:
     ):
         process([[3] * 6], SamplingParams(min_tokens=4, max_tokens=9), processor=processor)
     assert process([[3] * 6], SamplingParams(min_tokens=3, max_tokens=9), processor=processor)
+
+
+def test_a_request_has_parameters_of_its_own() -> None:
+    params = SamplingParams(stop=["a"], stop_token_ids=[3], max_tokens=5, n=2)
+    (request,) = process("hello", params)
+    params.max_tokens = 7
+    params.stop.append("b")  # type: ignore[union-attr]
+    params.stop_token_ids.clear()  # type: ignore[union-attr]
+    for own in (request.sampling_params, *(child.sampling_params for child in request.engine_requests)):
+        assert (own.max_tokens, own.stop, own.stop_token_ids) == (5, ["a"], [3])
+
+
+def test_what_was_put_into_a_list_is_checked_with_the_request() -> None:
+    params = SamplingParams(stop_token_ids=[3], stop=["a"])
+    params.stop_token_ids.append("b")  # type: ignore[union-attr]
+    with pytest.raises(TypeError, match=r"^sampling_params: stop_token_ids\[1\] must be an integer >= 0, got 'b'$"):
+        process("hello", params)
+    params.stop_token_ids = []
+    params.stop.append("")  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"^sampling_params\[1\]: stop\[1\] must not be empty, got ''$"):
+        process(["hello", "a"], [SamplingParams(), params])
+
+
+def test_no_completion_loses_a_seed_below_zero() -> None:
+    """-1 would be none."""
+    (request,) = process("hello", SamplingParams(n=4, seed=-3))
+    seeds = [child.sampling_params.seed for child in request.engine_requests]
+    assert seeds == [2**64 - 3, 2**64 - 2, 2**64 - 1, 0]
+
+
+def test_allowed_token_ids_are_checked_against_the_vocabulary() -> None:
+    params = SamplingParams(allowed_token_ids=[0, VOCAB_SIZE])
+    with pytest.raises(ValueError, match=rf"^sampling_params: allowed_token_ids\[1\] must be .* got {VOCAB_SIZE}$"):
+        process("hello", params)

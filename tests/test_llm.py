@@ -331,3 +331,18 @@ def test_a_token_mask_that_calls_its_engine_ends_its_own_request(llm: LLM) -> No
 def test_an_llm_is_not_pickled(llm: LLM) -> None:
     with pytest.raises(TypeError, match="an LLM cannot be pickled"):
         pickle.dumps(llm)
+
+
+def test_the_fall_back_to_eager_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a C++ compiler; where eager was asked for there is nothing to say."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    why = "compiling on a CPU needs a C++ compiler, and g++ was not found"
+    with LLM(**SMALL | {"mode": "auto"}) as llm:
+        assert llm.config.reasons["compile.enabled"] == f"mode is eager: {why}"
+    assert caplog.messages == [f"mode is eager, which is slower: {why}"]
+    caplog.clear()
+    LLM(**SMALL | {"mode": "eager"}).close()
+    assert caplog.messages == []

@@ -52,6 +52,9 @@ def reference_logits(logits: list[float], params: SamplingParams, prompt: list[i
         for token in (EOS, *(params.stop_token_ids or ())):
             logits[token] = -math.inf
     for token in range(len(logits)):
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            logits[token] = -math.inf
+    for token in range(len(logits)):
         if token in prompt or token in output:
             positive = logits[token] > 0
             logits[token] *= 1 / params.repetition_penalty if positive else params.repetition_penalty
@@ -113,6 +116,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         repetition_penalty=sometimes(st.floats(0.5, 2), 1),
         frequency_penalty=sometimes(st.floats(-2, 2), 0),
         presence_penalty=sometimes(st.floats(-2, 2), 0),
+        # More than the others can forbid.
+        allowed_token_ids=sometimes(st.lists(token, min_size=9, max_size=20, unique=True), None),
         logit_bias=sometimes(st.dictionaries(token, st.floats(-10, 10), max_size=4), None),
         bad_words_token_ids=sometimes(words, ()),
         min_tokens=sometimes(st.integers(0, 8), 0),

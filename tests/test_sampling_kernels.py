@@ -64,7 +64,7 @@ cases.samplers_match("cpu", 4099, 10, 4)
 cases.composition_does_not_matter("cpu", 300, 40)
 """,
     "degenerate": """
-cases.degenerate_logits_give_some_token("cpu", 77)
+cases.degenerate_logits("cpu", 77, True)
 """,
     "frequencies": """
 check_chi_square(*cases.frequencies("cpu", CHI_SQUARE_PARAMS[0], 960))
@@ -165,6 +165,7 @@ def test_compiled_for_hopper() -> None:
         ({"min_tokens": 1}, False),
         ({"bad_words_token_ids": ((3,),)}, False),
         ({"temperature": 0, "masked": True}, False),
+        ({"temperature": 0, "allowed_token_ids": [3]}, False),
     ],
 )
 def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
@@ -238,6 +239,10 @@ def test_longer_bad_words_leave_other_tails_alone() -> None:
     assert drawn == [[8, 8], [7, 7]]
 
 
+def test_degenerate_logits_in_the_plain_forms() -> None:
+    cases.degenerate_logits("cpu", 77, False)
+
+
 # --- on a GPU ---
 
 GPU_SHAPES = [(1, 151_936), (300, 4099), (64, 151_936), (7, 32_001), (33, 40)]
@@ -274,7 +279,7 @@ def test_the_whole_sampler_on_a_gpu(vocab_size: int, num_rows: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab_size", [77, 32_001])
 def test_degenerate_logits_on_a_gpu(vocab_size: int) -> None:
-    cases.degenerate_logits_give_some_token("cuda", vocab_size)
+    cases.degenerate_logits("cuda", vocab_size, True)
 
 
 @pytest.mark.gpu

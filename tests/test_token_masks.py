@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_runner import VOCAB_SIZE
 from simulated_engine import SimulatedEngine
+from small_engines import PROMPTS, SMALL
 from token_masks import WAYS_TO_FAIL, ByLastToken, OneOf, packed
 
 from compiled_engine import LLM, SamplingParams
@@ -17,17 +18,7 @@ from compiled_engine.frontend.outputs import CompletionOutput
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.sampling.token_mask import ask, num_words
 
-PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n"]
 TEXTS = ["yes", "no", "not at all", "never mind that at all"]
-SMALL: dict[str, Any] = {
-    "mode": "eager",
-    "device": "cpu",
-    "progress": False,
-    "max_model_len": 64,
-    "max_num_seqs": 6,
-    "max_num_batched_tokens": 32,
-    "num_blocks": 64,
-}
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
 RANDOM: dict[str, Any] = {"temperature": 1.5, "seed": 3, "max_tokens": 20, "ignore_eos": True}
 

@@ -20,7 +20,7 @@ from compiled_engine.cli.bench_engine import (
     engine_options,
     print_json,
 )
-from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.errors import bad_input_is_reported, written_to
 from compiled_engine.cli.output_folder import make_folder
 
 Output = Annotated[
@@ -74,8 +74,9 @@ def ablation(
         plan = make_plan(options, shape, asked)
         result = run(plan, repeats or (1 if quick else 3), RichProgress()) | {"command": command_line()}
         if output is not None:
-            (output / RESULTS).write_text(json.dumps(result, indent=2) + "\n")
-            _write_plots(result, output)
+            with written_to(output):
+                (output / RESULTS).write_text(json.dumps(result, indent=2) + "\n")
+                _write_plots(result, output)
     if as_json:
         print_json(result)
     else:
@@ -115,7 +116,8 @@ def plot(
             raise ValueError(f"results is {str(results)!r}, which has no variant with figures")
         _check_output(output)
         try:
-            paths = _write_plots(result, output)
+            with written_to(output):
+                paths = _write_plots(result, output)
         except KeyError as error:
             raise ValueError(f"results is {str(results)!r}, which lacks {error}: another version made it") from error
     for path in paths:

@@ -43,7 +43,7 @@ _BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 @cache.command("ls")
 def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None:
-    """List the entries, the last used first.
+    """List the entries, the last used first. Every file is read and compared with its digest for the status.
 
     Examples:
 
@@ -161,6 +161,9 @@ def verify(
 ) -> None:
     """Read every file of every entry and compare it with its digest. Exit code 1 if something is damaged.
 
+    An entry is damaged if a file was changed, is missing, was added, is a link or belongs to another user, or if its
+    factors are not those of its key. `ls`, `show`, `explain` and `prune` look at the same.
+
     Examples:
 
       compiled-engine cache verify
@@ -169,7 +172,7 @@ def verify(
     """
     with bad_input_is_reported():
         folder = existing_cache(_root(cache_dir))
-        found = _reports(folder, read_all=True) if key is None else [_entry(folder, key, read_all=True)]
+        found = _reports(folder) if key is None else [_entry(folder, key)]
     if as_json:
         _print_json({"entries": [entry_record(entry) for entry in found]})
     else:
@@ -191,7 +194,7 @@ def prune(
 ) -> None:
     """Delete entries that are damaged, old or too many, and what killed processes have left.
 
-    Engines that run with an entry are not disturbed.
+    Every file is read to find damage. Engines that run with an entry are not disturbed.
 
     Examples:
 
@@ -241,14 +244,14 @@ def _root(cache_dir: Path | None) -> Path:
     return cache_dir.expanduser()
 
 
-def _reports(folder: CacheFolder | None, read_all: bool = False) -> list[EntryReport]:
-    return [report(folder, key, read_all=read_all) for key in folder.entry_keys()] if folder else []
+def _reports(folder: CacheFolder | None) -> list[EntryReport]:
+    return [report(folder, key) for key in folder.entry_keys()] if folder else []
 
 
-def _entry(folder: CacheFolder | None, wanted: str, read_all: bool = False) -> EntryReport:
+def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:
     key = find_key(folder.entry_keys() if folder else [], wanted)
     assert folder is not None
-    return report(folder, key, read_all=read_all)
+    return report(folder, key)
 
 
 def _all_keys(folder: CacheFolder | None) -> list[str]:

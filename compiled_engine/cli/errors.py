@@ -1,10 +1,13 @@
-"""Bad input ends a command with one line on stderr and exit code 2; nothing else is caught."""
+"""Bad input, and a full disk, end a command with one line on stderr and exit code 2; nothing else is caught."""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -12,6 +15,9 @@ from typer.core import TyperGroup
 
 # click's UsageError: recent versions of typer have their own copy of click.
 UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BadInputError(Exception):
@@ -29,19 +35,36 @@ def bad_input_is_reported(
         raise BadInputError(str(error)) from error
 
 
+@contextmanager
+def written_to(path: Path) -> Iterator[None]:
+    """Around what writes a file: its OSError names the file also where the disk is full, which Python leaves out."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 class OneLineErrors(TyperGroup):
-    """A group of commands whose usage errors and `BadInputError` are one line on stderr, without a traceback."""
+    """A group of commands whose usage errors, `BadInputError` and full disks are one line on stderr, no traceback."""
 
     def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
         given = sys.argv[1:] if args is None else list(args)
         try:
             code = super().main(given or ["--help"], *more, **{**settings, "standalone_mode": False})
+            sys.stdout.flush()
         except UsageError as error:
             if not error.format_message():  # no command was given: its help was shown
                 sys.exit(0)
             _exit_with(error.format_message())
         except BadInputError as error:
             _exit_with(str(error))
+        except OSError as error:
+            if error.errno not in _DISK_FULL:
+                raise
+            _forget_output()
+            _exit_with(f"cannot write {error.filename or 'the output'}: {error.strerror}")
         except (typer.Abort, KeyboardInterrupt):
             sys.exit(130)
         sys.exit(code if isinstance(code, int) else 0)
@@ -50,3 +73,9 @@ class OneLineErrors(TyperGroup):
 def _exit_with(message: str) -> NoReturn:
     typer.echo(f"compiled-engine: error: {' '.join(message.split())}", err=True)
     sys.exit(2)
+
+
+def _forget_output() -> None:
+    """What could not be written must not be tried again when the interpreter ends."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported, written_to
 from compiled_engine.cli.output_folder import make_folder
 
 if TYPE_CHECKING:
@@ -145,10 +145,12 @@ def _write(report: Report, page: Path | None, text: Path | None) -> None:
     from compiled_engine.graphs.inspection.text_folder import write_text_folder
 
     if page is not None:
-        page.write_text(render_html(report))
+        with written_to(page):
+            page.write_text(render_html(report))
         typer.echo(f"wrote {page}", err=True)
     if text is not None:
-        write_text_folder(report, text)
+        with written_to(text):
+            write_text_folder(report, text)
         typer.echo(f"wrote {text}", err=True)
 
 

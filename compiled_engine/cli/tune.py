@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.errors import bad_input_is_reported, written_to
 
 
 def tune(
@@ -47,7 +47,8 @@ def tune(
         profile = tune_device(folders, RichProgress())
         path = output or profile_path(device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(profile.to_json())
+        with written_to(path):
+            path.write_text(profile.to_json())
     if as_json:
         typer.echo(profile.to_json())
         return

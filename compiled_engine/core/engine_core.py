@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ class EngineCore:
         self.config = config
         self.clock = clock
         self.executor = executor
+        self._free = weakref.finalize(self, executor.close)  # if nobody calls `close`
+        self._free.atexit = False
         self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
         self._scheduler = Scheduler(
             config.scheduler,
@@ -54,7 +57,8 @@ class EngineCore:
         if request.sampling_params.token_mask is not None:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
         if request.sampling_params.seed is None:
-            params = replace(request.sampling_params, seed=self._seeds.getrandbits(63))
+            params = request.sampling_params.clone()
+            params.seed = self._seeds.getrandbits(63)
             request = replace(request, sampling_params=params)
         self._scheduler.add(request, token_mask)
 
@@ -108,9 +112,9 @@ class EngineCore:
         return {"start_s": self._start_s} | self.executor.metrics() | self._scheduler.metrics()
 
     def close(self) -> None:
-        """Wait for the device and free it."""
+        """Wait for the device and free it. So does dropping the last reference."""
         self._drain()
-        self.executor.close()
+        self._free()
 
 
 def start_core(

@@ -10,6 +10,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -51,6 +52,8 @@ class InProcessExecutor:
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
     ):
         self._device = config.device
+        if not config.compile.enabled:
+            import_apart("torch._dynamo")  # as the first call of a custom op does
         with self._own_context():
             self.runner = Runner(config, progress, timeline, clock, logits_processors)
         self.num_blocks = self.runner.num_blocks
@@ -64,6 +67,8 @@ class InProcessExecutor:
 
     def close(self) -> None:
         with self._own_context():
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)  # nothing that a step uses is freed under it
             self.runner.close()
 
     @contextmanager

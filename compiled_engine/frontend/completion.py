@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from compiled_engine.frontend.detokenizer import Detokenizer
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob
 from compiled_engine.frontend.stop_strings import StopStrings
+from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
-def logprob_dict(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+def token_texts(tokenizer: Tokenizer | None, token_ids: Sequence[int], params: SamplingParams) -> TokenTexts | None:
+    """For what follows these tokens; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    return TokenTexts(
+        tokenizer,
+        token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+
+
+def logprob_dict(entry: TokenLogprobs, texts: TokenTexts | None) -> dict[int, Logprob]:
     """The chosen token with its rank, then the most likely ones, ranked from 1."""
     ranks = (entry.rank, *range(1, len(entry.token_ids)))
+    decoded: Sequence[str | None] = [None] * len(ranks) if texts is None else texts.push(entry.token_ids)
     found: dict[int, Logprob] = {}
-    for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranks, strict=True):
-        text = None if tokenizer is None else tokenizer.decode_token(token_id)
+    for token_id, logprob, rank, text in zip(entry.token_ids, entry.logprobs, ranks, decoded, strict=True):
         found.setdefault(token_id, Logprob(logprob, rank, text))
     return found
 
@@ -36,11 +52,11 @@ class Completion:
         self.num_tokens = 0
         self._stop_reason: str | int | None = None
         self._params = params
-        self._tokenizer = tokenizer
         self._text = ""
         self._token_ids: list[int] = []
         self._undecoded: list[int] = []
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
+        self._token_texts = None if params.logprobs is None else token_texts(tokenizer, prompt_token_ids, params)
         self._cumulative_logprob = 0.0
         self._stops = StopStrings(params.stop or (), include_in_output=params.include_stop_str_in_output)
         self._detokenizer: Detokenizer | None = None
@@ -68,7 +84,7 @@ class Completion:
             self.num_tokens += 1
             if self._logprobs is not None:
                 assert output.logprobs is not None
-                self._logprobs.append(logprob_dict(output.logprobs[position], self._tokenizer))
+                self._logprobs.append(logprob_dict(output.logprobs[position], self._token_texts))
                 self._cumulative_logprob += output.logprobs[position].logprobs[0]
             ends = output.finish_reason == "stop" and position == last
             if not ends or self._params.include_stop_str_in_output:
@@ -108,8 +124,19 @@ class Completion:
 
     def _finish(self, output: EngineOutput) -> None:
         self._decode()
+        self._complete_last_logprob()
         if self._detokenizer is not None:
             self._add_text(self._detokenizer.flush())
         if self.finish_reason is None:
             self._text += self._stops.flush()
             self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
+
+    def _complete_last_logprob(self) -> None:
+        """Give the last token the text that was held back for more to come."""
+        rest = self._token_texts.flush() if self._token_texts is not None else ""
+        if self._logprobs and rest:
+            (token_id, last), *others = self._logprobs[-1].items()
+            self._logprobs[-1] = {
+                token_id: replace(last, decoded_token=rest + (last.decoded_token or "")),
+                **dict(others),
+            }

@@ -42,7 +42,7 @@ class Detokenizer:
         """The text that is certain now, after more tokens; often "" when a character needs several."""
         text = ""
         for token_id in token_ids:
-            if self._leaves_no_text(token_id):
+            if self.leaves_no_text(token_id):
                 continue
             if self._joins_last(token_id):
                 text += self.flush()
@@ -61,7 +61,13 @@ class Detokenizer:
         """What was held back, at the end of generation; an incomplete character becomes U+FFFD."""
         return self._emit(self._tokenizer.decode(self._window))
 
-    def _leaves_no_text(self, token_id: int) -> bool:
+    def peek(self, token_id: int) -> str:
+        """The text that would be certain after one token more, which may be part of a character."""
+        decoded = self._tokenizer.decode([*self._window, token_id])
+        return "" if decoded.endswith(REPLACEMENT) else decoded[len(self._emitted_text) :]
+
+    def leaves_no_text(self, token_id: int) -> bool:
+        """Whether a token is skipped, or not known to the tokenizer."""
         return token_id in self._skipped or token_id not in self._tokenizer.known_ids
 
     def _joins_last(self, token_id: int) -> bool:
@@ -86,7 +92,7 @@ class Detokenizer:
         """The end of the prompt, back to a token with text of its own: it decides how the next one reads."""
         context: list[int] = []
         for token_id in reversed(prompt_token_ids):
-            if self._leaves_no_text(token_id):
+            if self.leaves_no_text(token_id):
                 continue
             context.append(token_id)
             text = self._tokenizer.decode_token(token_id)

@@ -42,7 +42,7 @@ class EngineLoop:
         self._outputs = outputs
         self._changed: dict[str, RunningRequest] = {}  # what no run has given out yet, by request id
         self._closed = False
-        self._failure: BaseException | None = None
+        self._failure = ""  # what the last step that failed raised, as text: the error itself would hold the engine
         self._in_use = threading.Lock()
         self._abandoned: list[Generator[RequestOutput, None, None]] = []  # ended while another one moved
 
@@ -77,11 +77,16 @@ class EngineLoop:
         if not self._in_use.acquire(blocking=False):
             raise RuntimeError("this LLM is at work in another call; allowed: one call at a time, from one thread")
         try:
-            while self._abandoned:
-                self._abandoned.pop().close()
+            self._close_abandoned()
             yield
+            self._close_abandoned()
         finally:
             self._in_use.release()
+
+    def _close_abandoned(self) -> None:
+        """Nothing stays behind for a next turn: until then the engine could not be freed."""
+        while self._abandoned:
+            self._abandoned.pop().close()
 
     def _run(self, requests: Sequence[PreparedRequest], partial: bool) -> Generator[RequestOutput, None, None]:
         running: dict[str, RunningRequest] = {}
@@ -120,12 +125,12 @@ class EngineLoop:
     def _step(self) -> None:
         self._require_open()
         if not self._core.has_unfinished():
-            raise RuntimeError("a step failed and ended this request with it") from self._failure
+            raise RuntimeError(f"a step failed and ended this request with it{self._failure}")
         with deferred_interrupt():
             try:
                 outputs = self._core.step()
             except BaseException as error:
-                self._failure = error
+                self._failure = f": {type(error).__name__}: {error}"
                 raise
             changed, aborts = self._outputs.process(outputs)
             for engine_request_id in aborts:

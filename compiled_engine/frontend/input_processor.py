@@ -62,19 +62,22 @@ class InputProcessor:
         return [self._complete(param, f"sampling_params[{index}]") for index, param in enumerate(given)]
 
     def _complete(self, params: SamplingParams, name: str) -> SamplingParams:
-        """The parameters, checked against the model, with bad_words in token ids."""
+        """A copy of the parameters, checked against the model, with bad_words in token ids.
+
+        All is checked again: what lists hold may have changed since it was assigned.
+        """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{name} must be SamplingParams, got {params!r}")
         if self._tokenizer is None and (params.stop or params.bad_words):
             field = "stop" if params.stop else "bad_words"
             raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
         try:
+            params = replace(params)
             if self._tokenizer is not None and params.bad_words:
-                words = encode_bad_words(self._tokenizer, params.bad_words)
-                params = replace(params, bad_words_token_ids=params.bad_words_token_ids + words)
+                params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from error
         return params
 
     def _priorities_for(self, given: int | Sequence[int] | None, count: int) -> list[int]:
@@ -132,14 +135,7 @@ class InputProcessor:
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}-{index}",
                 prompt_token_ids=token_ids,
-                sampling_params=replace(
-                    params,
-                    n=1,
-                    seed=_child_seed(params.seed, index),
-                    max_tokens=max_tokens,
-                    prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-                    token_mask=None,
-                ),
+                sampling_params=_of_completion(params, index, max_tokens),
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
             )
@@ -148,8 +144,14 @@ class InputProcessor:
         return PreparedRequest(request_id, prompt.text, token_ids, params, requests)
 
 
-def _child_seed(seed: int | None, index: int) -> int | None:
-    """A seed of its own for each completion; past the largest, the smallest follows."""
-    if seed is None:
-        return None
-    return seed + index if seed + index < 2**64 else seed + index - 2**64
+def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
+    """The parameters of one of n completions: it has a seed of its own; the first has the prompt's logprobs."""
+    own = params.clone()
+    own.n = 1
+    own.token_mask = None  # it is handed over beside the request
+    own.max_tokens = max_tokens
+    if params.seed is not None:
+        own.seed = (params.seed + index) % 2**64  # the same 64 bits, and never -1, which is no seed
+    if index > 0:
+        own.prompt_logprobs = None
+    return own

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from compiled_engine.frontend.completion import Completion, logprob_dict
+from compiled_engine.frontend.completion import Completion, logprob_dict, token_texts
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.outputs import Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
@@ -18,7 +18,6 @@ class RunningRequest:
 
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
         self.request = request
-        self._tokenizer = tokenizer
         params = request.sampling_params
         self._completions = {
             engine_request.request_id: Completion(index, request.prompt_token_ids, params, tokenizer)
@@ -27,6 +26,7 @@ class RunningRequest:
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
+            self._prompt_texts = token_texts(tokenizer, request.prompt_token_ids[:1], params)
         self._num_cached_tokens: int | None = None
         self._arrival_time = now
         self._first_token_time: float | None = None
@@ -85,7 +85,7 @@ class RunningRequest:
         """Entries come a chunk of the prompt at a time, each once."""
         assert self._prompt_logprobs is not None
         assert first == len(self._prompt_logprobs)
-        self._prompt_logprobs += [logprob_dict(entry, self._tokenizer) for entry in entries]
+        self._prompt_logprobs += [logprob_dict(entry, self._prompt_texts) for entry in entries]
 
 
 class OutputProcessor:

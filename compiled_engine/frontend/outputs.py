@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Logprob:
     """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely.
 
-    `decoded_token` is None when the engine has no tokenizer.
+    `decoded_token` is None when the engine has no tokenizer. Those of consecutive tokens join to the text: a token that
+    ends within a character has "", and the one that completes it the character; a special token has its own text.
     """
 
     logprob: float
@@ -25,7 +26,7 @@ class CompletionOutput:
     and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a
     token: the chosen token first, then the most likely ones. `finish_reason` is None while it runs, then
     "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token id that ended it, None for an
-    end-of-sequence token, or what the error is (of a token mask).
+    end-of-sequence token, or what the error is: a token mask failed, the logits were NaN, or no token was allowed.
     """
 
     index: int

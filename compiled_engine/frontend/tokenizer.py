@@ -34,6 +34,7 @@ class Tokenizer:
         self.known_ids = frozenset(vocabulary.values())
         byte_tokens = (f"<0x{byte:02X}>" for byte in range(256))
         self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens if token in vocabulary)
+        self._word = self.encode("a", add_special_tokens=False)
         self._decoded_tokens: dict[int, str] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -48,11 +49,17 @@ class Tokenizer:
         return cast(str, text)
 
     def decode_token(self, token_id: int) -> str:
-        """The text of one token alone."""
+        """The text of one token within a text, where it keeps its leading space; a special token's alone."""
         text = self._decoded_tokens.get(token_id)
         if text is None:
-            text = self._decoded_tokens[token_id] = self.decode([token_id])
+            text = self._decoded_tokens[token_id] = self._decode_token(token_id)
         return text
+
+    def _decode_token(self, token_id: int) -> str:
+        before, both = self.decode(self._word), self.decode([*self._word, token_id])
+        if token_id in self.special_ids or not both.startswith(before):
+            return self.decode([token_id])
+        return both[len(before) :]
 
 
 def has_tokenizer(path: Path) -> bool:

@@ -20,6 +20,8 @@ def check_types(options: EngineOptions) -> None:
         require_positive(name, getattr(options, name), optional=True, most=most)
     if isinstance(options.seed, bool) or not isinstance(options.seed, int):
         raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
+    if not -(2**63) <= options.seed < 2**64:
+        raise ValueError(f"seed is {options.seed!r}; allowed: an integer of 64 bits, {-(2**63)} to {2**64 - 1}")
     for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")

@@ -20,8 +20,9 @@ def advance(
 ) -> None:
     """Take a step's tokens into the states, and write them to the ring that the host reads.
 
-    token_ids_R: int64, for all rows but those of padding. A row gets its token only if the step reached the last known
-    token. again: the states have advanced, with other tokens.
+    token_ids_R: int64, for all rows but those of padding; what is no token (sampling/no_token.py) is for the host.
+    A row gets its token only if the step reached the last known token. again: the states have advanced, with other
+    tokens.
     """
     if buffers.rows_R.device.type == "cpu":
         advance_reference(states, buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
@@ -53,7 +54,8 @@ def advance_reference(
     samples_R[real_R] = computed_S[rows] >= states.num_known_S.numpy()[rows]
     tokens_R = np.full(num_rows, -1, np.int32)
     tokens_R[samples_R] = token_ids_R.numpy()[np.flatnonzero(samples_R)]
-    states.last_token_S.numpy()[rows_R[samples_R]] = tokens_R[samples_R]
+    # What is no token ends its request, but a step with it may be under way.
+    states.last_token_S.numpy()[rows_R[samples_R]] = np.maximum(tokens_R[samples_R], 0)
     number = int(buffers.num_steps_1[0]) + 1
     buffers.num_steps_1[0] = number
     ring_row = buffers.tokens_KR1.numpy()[number % RING]

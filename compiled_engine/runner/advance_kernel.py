@@ -48,7 +48,8 @@ def advance_kernel(
         tl.store(num_computed_ptr + row_R, computed_R, mask=real_R)
     samples_R = real_R & (computed_R >= tl.load(num_known_ptr + row_R, mask=real_R, other=0))
     token_R = tl.load(token_ids_ptr + request_R, mask=samples_R, other=-1).to(tl.int32)
-    tl.store(last_token_ptr + row_R, token_R, mask=samples_R)
+    # What is no token ends its request, but a step with it may be under way.
+    tl.store(last_token_ptr + row_R, tl.maximum(token_R, 0), mask=samples_R)
     number = tl.load(num_steps_ptr) + 1
     ring_row_ptr = ring_ptr + (number % RING) * ring_stride
     tl.store(ring_row_ptr + 1 + request_R, token_R, mask=inside_R)

@@ -134,8 +134,8 @@ def record_kernel(
     """Program (row): one token more."""
     sample = tl.program_id(0)
     row = tl.load(row_index_ptr + sample).to(tl.int64)
-    if row >= 0:
-        token_id = tl.load(token_ids_ptr + sample)
+    token_id = tl.load(token_ids_ptr + sample)
+    if (row >= 0) & (token_id >= 0):
         if counts_ptr is not None:
             word_ptr = counts_ptr + row * VOCAB_SIZE + token_id
             word = tl.load(word_ptr).to(tl.int32)

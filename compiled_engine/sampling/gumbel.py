@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import gumbel, splitmix64
 from compiled_engine.sampling.row_chunks import row_chunks
 
@@ -27,7 +28,8 @@ def sample(
     -1 (padding) nothing else is read, and the token is 0. positions_S: int64 [S], which the tokens will have.
     inverse_temperature_N: float32 [N], 0 to take the most likely token instead. seeds_N: int64 [N].
     threshold_S: float32 [S] in units of the logits; minus infinity keeps every token, as do NaN and None.
-    token_ids_S: int64 [S], written. The lowest token id wins a tie.
+    token_ids_S: int64 [S], written. The lowest token id wins a tie. Where a logit that may be drawn is NaN, or all are
+    minus infinity, it is what no_token.py has for that.
     """
     row_index = row_index_S.numpy()
     present = np.flatnonzero(row_index >= 0)
@@ -49,7 +51,8 @@ def _choose(
     logits: np.ndarray, inverse_temperature: np.ndarray, keys: np.ndarray, threshold: np.ndarray | None
 ) -> np.ndarray:
     """Token ids [R] for logits [R, V]; keys: uint64 [R], the noise's at each position."""
-    token_ids = logits.argmax(axis=-1)
+    token_ids = logits.argmax(axis=-1)  # NaN counts as the largest
+    best_scores = np.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
     random = inverse_temperature > 0
     filtered = np.zeros_like(random) if threshold is None else threshold > -np.inf
     whole = np.flatnonzero(random & ~filtered)
@@ -59,17 +62,21 @@ def _choose(
         scores = gumbel(splitmix64(keys[rows, None], vocab_ids))
         with np.errstate(over="ignore"):  # to infinity, as on the device
             scores += logits[rows] * inverse_temperature[rows, None]
-        token_ids[rows] = scores.argmax(axis=-1)
+        token_ids[rows] = best = scores.argmax(axis=-1)
+        best_scores[rows] = scores[np.arange(len(best)), best]
 
     rows = np.flatnonzero(random & filtered)
     if threshold is not None and len(rows) > 0:
-        kept = logits[rows] >= threshold[rows, None]
+        kept = ~(logits[rows] < threshold[rows, None])
         segments, kept_ids = np.divmod(np.flatnonzero(kept), logits.shape[1])
         kept_rows = rows[segments]
         scores = gumbel(splitmix64(keys[kept_rows], kept_ids.view(np.uint64)))
         with np.errstate(over="ignore"):
             scores += logits[kept_rows, kept_ids] * inverse_temperature[kept_rows]
-        token_ids[rows] = kept_ids[_segment_argmax(scores, segments, len(rows))]
+        best = _segment_argmax(scores, segments, len(rows))
+        token_ids[rows], best_scores[rows] = kept_ids[best], scores[best]
+    token_ids[np.isnan(best_scores)] = NOT_A_NUMBER
+    token_ids[best_scores == -np.inf] = NOTHING_ALLOWED
     return token_ids
 
 

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import (
     GOLDEN_GAMMA,
     LARGEST_UNIFORM,
@@ -19,12 +20,16 @@ from compiled_engine.sampling.noise import (
     MULTIPLIER_2,
     SMALLEST_UNIFORM,
 )
+from compiled_engine.sampling.value_checks import FLOAT32_MAX
 
 _GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIER_1)
 _MULTIPLIER_2 = tl.constexpr(MULTIPLIER_2)
 _SMALLEST_UNIFORM = tl.constexpr(SMALLEST_UNIFORM)
 _LARGEST_UNIFORM = tl.constexpr(LARGEST_UNIFORM)
+_NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
+_NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
+_LARGEST_FLOAT = tl.constexpr(FLOAT32_MAX)
 
 BLOCK_V = 2048
 
@@ -63,7 +68,8 @@ def block_best_kernel(
 ) -> None:
     """Program (logits row, block): the best of BLOCK_V consecutive tokens, and its score.
 
-    best_score_ptr: float32 [S, blocks]; best_token_ptr: int32 [S, blocks]. Other arguments: see sample.
+    best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks]. Other
+    arguments: see sample.
     """
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -81,11 +87,13 @@ def block_best_kernel(
             scores = logits * inverse_temperature + noise
             if threshold_ptr is not None:
                 scores = tl.where(logits < tl.load(threshold_ptr + sample), -float("inf"), scores)
+        # NaN compares with nothing: it becomes infinity, and nothing else is.
+        is_nan = scores != scores  # noqa: PLR0124
+        scores = tl.where(is_nan, float("inf"), tl.minimum(scores, _LARGEST_FLOAT))
         best_score, best = tl.max(scores, axis=0, return_indices=True)
         slot = sample * tl.num_programs(1) + block
         tl.store(best_score_ptr + slot, best_score)
-        # NaN compares with nothing, and could let a token beyond the vocabulary win.
-        tl.store(best_token_ptr + slot, tl.minimum(block * BLOCK_V + best, VOCAB_SIZE - 1))
+        tl.store(best_token_ptr + slot, block * BLOCK_V + best)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
@@ -97,15 +105,17 @@ def row_best_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (logits row): the best of its blocks' best tokens. token_ids_ptr: int64 [S]."""
+    """Program (logits row): the best of its blocks' best tokens, or why there is none. token_ids_ptr: int64 [S]."""
     sample = tl.program_id(0).to(tl.int64)
     token_id = tl.zeros((), dtype=tl.int64)
     if tl.load(row_index_ptr + sample) >= 0:
         blocks = tl.arange(0, TILE_B)
         in_row = blocks < NUM_BLOCKS
         scores = tl.load(best_score_ptr + sample * NUM_BLOCKS + blocks, mask=in_row, other=-float("inf"))
-        best = tl.minimum(tl.argmax(scores, axis=0), NUM_BLOCKS - 1)
+        best_score, best = tl.max(scores, axis=0, return_indices=True)
         token_id = tl.load(best_token_ptr + sample * NUM_BLOCKS + best).to(tl.int64)
+        token_id = tl.where(best_score == float("inf"), _NOT_A_NUMBER, token_id)
+        token_id = tl.where(best_score == -float("inf"), _NOTHING_ALLOWED, token_id)
     tl.store(token_ids_ptr + sample, token_id)
 
 

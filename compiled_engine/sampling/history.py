@@ -67,10 +67,10 @@ def record_(
 ) -> None:
     """Take each row's sampled token (int64 [S]) into its history, on the CPU.
 
-    row_index_S: int32 [S]; -1 is padding, and no other row may come twice.
+    row_index_S: int32 [S]; -1 is padding, and no other row may come twice. What is no token (no_token.py) is left out.
     """
-    rows = row_index_S[row_index_S >= 0].long()
-    token_ids = token_ids_S[row_index_S >= 0]
+    taken_S = (row_index_S >= 0) & (token_ids_S >= 0)
+    rows, token_ids = row_index_S[taken_S].long(), token_ids_S[taken_S]
     if counts_NV is not None:
         words = counts_NV[rows, token_ids]
         counts_NV[rows, token_ids] = torch.where((words & MAX_COUNT) < MAX_COUNT, words + 1, words)

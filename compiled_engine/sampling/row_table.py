@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-# Name -> type. inverse_temperature is 0 for greedy rows; the additions' fields are described in logit_additions.py.
+# Name -> type. inverse_temperature is 0 for greedy rows; the additions' fields are described in logit_additions.py;
+# allowed_mask: which mask of allowed_tokens.py the row has, -1 for none.
 FIELDS = {
     "inverse_temperature": torch.float32,
     "seed": torch.int64,
@@ -22,6 +23,7 @@ FIELDS = {
     "additions_start": torch.int32,
     "additions_count": torch.int32,
     "prefixes_start": torch.int32,
+    "allowed_mask": torch.int32,
 }
 ALIGNMENT = 256
 

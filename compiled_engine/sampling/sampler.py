@@ -1,9 +1,9 @@
 """The sampler: what persists for each row, and the way from logits to tokens, which stays on the device.
 
 The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad words, min_tokens; the user's logits
-processors, which greedy rows have as well; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Token masks come
-before the penalties, so that no processor lets through what they forbid. Only what some row of the batch asks for is
-computed. The host never waits for the device, nor does it have to know what was sampled before.
+processors, which greedy rows have as well; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Allowed tokens and
+token masks come before the penalties, so that no processor lets through what they forbid. Only what some row of the
+batch asks for is computed. The host never waits for the device, nor does it have to know what was sampled before.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.sampling.allowed_tokens import AllowedTokens
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.filters import filter_fields, has_filters
 from compiled_engine.sampling.history import History
@@ -45,7 +46,8 @@ class SamplerClass(enum.Enum):
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """token_ids_S: int64 [S] on the device, a token for each row of logits; logprobs: None if no row wants them."""
+    """token_ids_S: int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py);
+    logprobs: None if no row wants them."""
 
     token_ids_S: torch.Tensor
     logprobs: BatchLogprobs | None
@@ -81,12 +83,14 @@ class Sampler:
         self._penalised_N = flags()
         self._added_to_N = flags()
         self._processed_N = flags()
-        self._edited_N = flags()  # any of the three, or a token mask
+        self._limited_N = flags()  # has allowed tokens
+        self._edited_N = flags()  # any of the four, or a token mask
         self._general_N = flags()  # anything beyond temperature and seed
         self._remembered_N = flags()
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
         self._table = RowTable(max_num_rows, self._device)
         self._additions = LogitAdditions(self._table, self._device)
+        self._allowed = AllowedTokens(max_num_rows, vocab_size, self._table, self._device)
         self._history = History(max_num_rows, vocab_size, self._device)
         self._processors = ProcessedRows(max_num_rows, processors)
 
@@ -119,6 +123,7 @@ class Sampler:
         if longest_prefix > 0:
             self._history.start_tail(row, output_ids, longest_prefix)
         self._additions.set_row(row, additions)
+        self._allowed.set_row(row, params.allowed_token_ids)
         signed_seed = (int(seed) + 2**63) % 2**64 - 2**63
         self._table.set_row(
             row,
@@ -133,7 +138,8 @@ class Sampler:
         self._penalised_N[row] = penalised
         self._added_to_N[row] = additions is not None
         self._processed_N[row] = processed
-        self._edited_N[row] = penalised or additions is not None or processed or masked
+        self._limited_N[row] = limited = params.allowed_token_ids is not None
+        self._edited_N[row] = penalised or additions is not None or processed or limited or masked
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._general_N[row] = has_filters(params) or self._edited_N[row] or params.logprobs is not None
@@ -235,6 +241,8 @@ class Sampler:
             self._operations.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
         if self._processed_N[rows_R].any():
             self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
+        if self._limited_N[rows_R].any():
+            self._operations.forbid_(logits_RV, self._allowed.of(row_index_R))
         if masks is not None:
             self._operations.forbid_(logits_RV, masks)
         if self._penalised_N[rows_R].any():
@@ -264,4 +272,5 @@ class Sampler:
         wanted = np.flatnonzero(self._num_logprobs_N[rows_S] != NO_LOGPROBS)
         if len(wanted) == 0:
             return None
+        token_ids_S = token_ids_S.clamp(min=0)  # where there is no token nobody looks at its log-probability
         return token_logprobs(logits_SV, token_ids_S, wanted, self._num_logprobs_N[rows_S[wanted]], self._triton)

@@ -20,11 +20,11 @@ class TokenMask(Protocol):
     Each token has to be known before the next mask can be asked for, so that such a request is not launched ahead: with
     async scheduling it has a share of every second step at most, while the others go on.
 
-    What other parameters forbid stays forbidden (min_tokens, bad_words, logits processors); if nothing remains, any
-    token may come. Generation ends as ever, so a mask should allow an end-of-sequence token where its text may end.
+    What other parameters forbid stays forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
+    Generation ends as ever, so a mask should allow an end-of-sequence token where its text may end.
 
-    If it raises, allows nothing, or returns what is not a mask, its request ends with finish_reason "error", and
-    stop_reason says why. Other requests go on.
+    If it raises, allows nothing that remains, or returns what is not a mask, its request ends with finish_reason
+    "error", and stop_reason says why. Other requests go on.
     """
 
     def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:

@@ -10,6 +10,9 @@ from typing import Any
 Check = Callable[[str, Any], Any]
 
 FLOAT32_MAX = 3.4028234663852886e38
+# What a row's parameters are in float32: such values and their reciprocals are normal numbers, so that nothing becomes
+# zero or infinite there.
+SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 
 def flag(name: str, value: Any) -> bool:
@@ -44,11 +47,9 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False) ->
     return check
 
 
-def number(low: float, high: float = FLOAT32_MAX, *, above_low: bool = False) -> Check:
+def number(low: float, high: float, *, above_low: bool = False) -> Check:
     """A number in [low, high], or (low, high] with `above_low`; never infinite, nor NaN."""
-    allowed = f"a finite number {'>' if above_low else '>='} {low:g}"
-    if high != FLOAT32_MAX:
-        allowed += f" and <= {high:g}"
+    allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
     def check(name: str, value: Any) -> float:
         if not isinstance(value, Real) or isinstance(value, bool):
@@ -73,19 +74,50 @@ def optional(check: Check) -> Check:
     return check_unless_none
 
 
-def sequence_of(check: Check, *, may_be_empty: bool = True) -> Check:
+def tuple_of(check: Check, *, may_be_empty: bool = True) -> Check:
     """A list or tuple of what `check` allows, as a tuple; None is an empty one."""
 
     def check_items(name: str, value: Any) -> tuple[Any, ...]:
-        if value is None:
-            value = ()
-        if not isinstance(value, list | tuple):
-            raise TypeError(f"{name} must be a list or a tuple, got {value!r}")
-        if not value and not may_be_empty:
+        items = _items(name, value)
+        if not items and not may_be_empty:
             raise ValueError(f"{name} must not be empty, got {value!r}")
-        return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(value))
+        return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(items))
 
     return check_items
+
+
+def list_of(check: Check) -> Check:
+    """A list or tuple of what `check` allows, as a list of its own; None is an empty one."""
+
+    def check_items(name: str, value: Any) -> list[Any]:
+        return [check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
+
+    return check_items
+
+
+def token_ids(name: str, value: Any) -> list[int]:
+    """A list or tuple of integers from 0 on, as a list of its own; None is an empty one."""
+    items = _items(name, value)
+    if set(map(type, items)) <= {int} and min(items, default=0) >= 0:  # there may be as many as the vocabulary has
+        return list(items)
+    checked: list[int] = list_of(integer(0))(name, items)
+    return checked
+
+
+def some_token_ids(name: str, value: Any) -> list[int]:
+    """The same, but neither empty nor None."""
+    checked = token_ids(name, value)
+    if not checked:
+        raise ValueError(f"{name} must have at least one token id, got {value!r}")
+    return checked
+
+
+def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple):
+        raise TypeError(f"{name} must be a list or a tuple, got {value!r}")
+    return value
 
 
 def arguments(name: str, value: Any) -> dict[str, Any] | None:
@@ -119,8 +151,15 @@ def having(method: str) -> Check:
     return check
 
 
-def text_or_texts(name: str, value: Any) -> tuple[str, ...]:
-    return sequence_of(text)(name, [value] if isinstance(value, str) else value)
+def text_or_texts(name: str, value: Any) -> list[str]:
+    checked: list[str] = list_of(text)(name, [value] if isinstance(value, str) else value)
+    return checked
+
+
+def seed(name: str, value: Any) -> int | None:
+    """A seed of 64 bits, signed or not; None, for which -1 is another word, if there is none."""
+    checked: int | None = optional(integer(-(2**63), 2**64 - 1))(name, value)
+    return None if checked == -1 else checked
 
 
 def token_biases(name: str, value: Any) -> dict[int, float] | None:
@@ -130,7 +169,7 @@ def token_biases(name: str, value: Any) -> dict[int, float] | None:
     if not isinstance(value, dict):
         raise TypeError(f"{name} must be a dict of token id to bias, got {value!r}")
     token_id = integer(0)
-    bias = number(-FLOAT32_MAX)
+    bias = number(-FLOAT32_MAX, FLOAT32_MAX)
     return {
         token_id(f"{name} key", int(key) if isinstance(key, str) and key.isdecimal() else key): bias(
             f"{name}[{key!r}]", item

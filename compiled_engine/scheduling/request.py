@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from compiled_engine.messages import EngineRequest, NewRequest
+from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask
@@ -33,7 +34,7 @@ class Request:
     order: (priority, arrival number); the smaller one is served first.
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length, prompt included, at which it ends.
-    ending_ids: the tokens that may end it sooner.
+    ending_ids: the tokens that may end it sooner, and what comes in place of a token.
     token_mask: says which tokens may come, so that all have to be known before one is sampled; None for no mask.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
@@ -87,7 +88,7 @@ class Request:
             eos_token_ids=request.eos_token_ids,
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
-            ending_ids=rule.eos_token_ids | rule.stop_token_ids,
+            ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             token_mask=token_mask,
             num_tokens=num_prompt_tokens,
         )

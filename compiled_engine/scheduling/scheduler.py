@@ -26,6 +26,7 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
 )
+from compiled_engine.sampling.no_token import WHY_NO_TOKEN
 from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
@@ -230,10 +231,11 @@ class Scheduler:
 
     def _take_token(self, request: Request, token_id: int, step: StepInFlight, result: RunnerOutput) -> EngineOutput:
         """A token that may end its request, or comes with more than itself."""
-        if request.request_id in step.mask_errors:
+        why = step.mask_errors.get(request.request_id) or WHY_NO_TOKEN.get(token_id)
+        if why is not None:
             self._drop(request)
             self._counts.aborted += 1
-            return error_output(request, step.mask_errors[request.request_id], result)
+            return error_output(request, why, result)
         request.token_ids.append(token_id)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)

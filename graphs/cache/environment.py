@@ -26,6 +26,7 @@ from triton._C import libtriton
 
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_settings, settings_of
 from compiled_engine.passes.profile import DeviceProfile, profile_of
+from compiled_engine.process.import_apart import import_apart
 
 # The rooms that shape a compiled graph: every file directly in them counts.
 SOURCE_ROOMS = ("attention", "graphs.compiler", "models.textbook", "passes")
@@ -128,9 +129,7 @@ def cpp_compiler() -> dict[str, Any]:
 
     With another folder an artifact would be compiled again when it is loaded.
     """
-    from torch._inductor.cpp_builder import get_cpp_compiler
-
-    command = get_cpp_compiler()
+    command = import_apart("torch._inductor.cpp_builder").get_cpp_compiler()
     version = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
     return {
         "command": command,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.graphs.cache.diff import Difference, differences
-from compiled_engine.graphs.cache.entry import DamagedEntry, check_files, factors_key, read_entry, read_factors
+from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_entry, read_factors
 from compiled_engine.graphs.cache.folder import ENTRIES, CacheFolder, open_cache
 
 
@@ -22,7 +22,7 @@ def short(key: str) -> str:
 
 @dataclass(frozen=True)
 class EntryReport:
-    """An entry as it lies there. `damage`: why it must not be used, as far as that was looked at; None if it may be.
+    """An entry as it lies there. `damage`: why it must not be used; None if it may be.
 
     Times are seconds since the epoch. `factors` are empty unless they are those of the key.
     """
@@ -50,8 +50,8 @@ def existing_cache(root: Path) -> CacheFolder | None:
     return open_cache(root) if os.path.lexists(root / ENTRIES) else None
 
 
-def report(cache: CacheFolder, key: str, *, read_all: bool = False) -> EntryReport:
-    """The state of an entry: from the names and owners of its files, or (`read_all`) from every byte."""
+def report(cache: CacheFolder, key: str) -> EntryReport:
+    """The state of an entry: every file is read and compared with its digest, as before an entry is used."""
     entry = cache.entry(key)
     factors: dict[str, Any] = {}
     damage = None
@@ -60,11 +60,8 @@ def report(cache: CacheFolder, key: str, *, read_all: bool = False) -> EntryRepo
         if factors_key(stored) != key:
             raise DamagedEntry("its factors are not those of its key")
         factors = stored
-        if read_all:
-            for _ in read_entry(entry, cache.uid):
-                pass
-        else:
-            check_files(entry, cache.uid)
+        for _ in read_entry(entry, cache.uid):
+            pass
     except DamagedEntry as error:
         damage = str(error)
     created = entry.lstat().st_mtime

@@ -1,0 +1,104 @@
+"""vLLM's parameters of sampling that are not ours: what becomes of each, so that scripts written for it run or say why.
+
+A value that asks for nothing is taken without a word. Any other is either without effect here, with a warning, or an
+error that says what to do instead. The names are all of its signature, and some of earlier versions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from compiled_engine.near_names import unknown_name_message
+
+Settle = Callable[[str, Any], None]
+
+
+def _without_effect(why: str, *asks_nothing: Any) -> Settle:
+    def settle(name: str, value: Any) -> None:
+        if not _is_one_of(value, asks_nothing):
+            _warn(name, value, why)
+
+    return settle
+
+
+def _refused(what: str, instead: str, *asks_nothing: Any) -> Settle:
+    def settle(name: str, value: Any) -> None:
+        if not _is_one_of(value, asks_nothing):
+            raise ValueError(f"{name} is {value!r}: {what} not supported; {instead}")
+
+    return settle
+
+
+def _output_kind(name: str, value: Any) -> None:
+    """An enumeration of vLLM's, or its number."""
+    kind = getattr(value, "name", value)
+    if _is_one_of(kind, ("FINAL_ONLY", 2)):
+        _warn(name, value, "generate returns finished outputs, and stream all text so far")
+    elif not _is_one_of(kind, ("CUMULATIVE", 0)):
+        raise ValueError(
+            f"{name} is {value!r}, which is not supported; LLM.stream yields all text so far: "
+            "leave out as much of it as was there before"
+        )
+
+
+_BEAM_SEARCH = "beam search is"
+_NO_BEAMS = "use n, and logprobs to choose by cumulative_logprob"
+_BY_MASK = "give a token_mask, an object that says before each token which ones may come"
+
+OTHER_PARAMS: dict[str, Settle] = {
+    "flat_logprobs": _without_effect("log-probabilities come as a list of dicts", False),
+    "output_kind": _output_kind,
+    "stream_interval": _without_effect("LLM.stream yields at each step", None, 1),
+    "skip_clone": _without_effect("each request has a copy of its parameters", False),
+    "output_text_buffer_length": _without_effect("it follows from stop", 0),
+    "skip_reading_prefix_cache": _without_effect("what is read from the prefix cache changes no token", None, False),
+    "routed_experts_prompt_start": _without_effect("no model here returns its experts", 0),
+    "prompt_logprob_token_ids": _refused(
+        "log-probabilities of chosen tokens are", "use prompt_logprobs=-1 and look them up by token id", None
+    ),
+    "prompt_logprob_start": _refused(
+        "log-probabilities of a part of the prompt are", "use prompt_logprobs, which begins at the start", None, 0
+    ),
+    "logprob_token_ids": _refused(
+        "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
+    ),
+    "structured_outputs": _refused("a grammar, JSON schema, regex or choice is", _BY_MASK, None),
+    "guided_decoding": _refused("a grammar, JSON schema, regex or choice is", _BY_MASK, None),
+    "thinking_token_budget": _refused("a limit on thinking alone is", "use max_tokens", None, -1),
+    "repetition_detection": _refused(
+        "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None
+    ),
+    "trace_decode_token_ids": _refused(
+        "generating given tokens is", "put them in the prompt and use prompt_logprobs", None
+    ),
+    "logits_processors": _refused(
+        "a function for a single request is", "use LLM(logits_processors=[...]), which reads extra_args", None, []
+    ),
+    "best_of": _refused("generating more completions than are returned is", _NO_BEAMS, None, 1),
+    "use_beam_search": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
+    "length_penalty": _refused(_BEAM_SEARCH, _NO_BEAMS, 1.0),
+    "early_stopping": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
+}
+
+
+def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
+    """What becomes of a parameter that is none of the `known` fields; nothing, if it is without effect.
+
+    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either. For the warning's
+    place, called from what the user calls.
+    """
+    settle = OTHER_PARAMS.get(name)
+    if settle is None:
+        raise unknown(unknown_name_message("SamplingParams has no field", name, known))
+    settle(name, value)
+
+
+def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
+    """Where 0 is not False."""
+    return any(type(value) is type(each) and value == each for each in values)
+
+
+def _warn(name: str, value: Any, why: str) -> None:
+    warnings.warn(f"{name}={value!r} has no effect here: {why}", stacklevel=5)
