@@ -19,6 +19,7 @@ DECLARATIONS = {
     "compiled_engine.attention.inputs",
     "compiled_engine.attention.op",
     "compiled_engine.config",
+    "compiled_engine.near_names",
     "compiled_engine.parameter_layout",
     "compiled_engine.progress",
     "compiled_engine.step_clock",
