@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine_core import EngineCore
@@ -20,6 +20,7 @@ from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
 from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.translate import translate
 from compiled_engine.outputs import RequestOutput
 from compiled_engine.progress import RichProgress, SilentProgress
 from compiled_engine.resolve import resolve
@@ -45,7 +46,9 @@ class LLM:
         engine_options = make_options({"model": model, **options})
         self._config = resolve(engine_options)
         model_path = self._config.model.path
-        self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
+        self._tokenizer = None
+        if not engine_options.skip_tokenizer_init:
+            self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         self._progress = RichProgress() if progress else SilentProgress()
@@ -197,13 +200,11 @@ class LLM:
         return self._tokenizer
 
 
-def make_options(options: Mapping[str, Any]) -> EngineOptions:
-    """The options as a dataclass; TypeError for an unknown one, with the nearest that is known."""
-    known = [*(field.name for field in fields(EngineOptions)), "progress"]
-    values: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise TypeError(f"LLM has no option {name!r}; the nearest is {nearest!r}")
-        values[name] = tuple(value) if isinstance(value, list) else value
-    return EngineOptions(**values)
+def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
+    """The options that the keywords of `LLM` stand for, those of other engines included (see `translate`)."""
+    device = str(keywords.get("device", "auto"))
+    on_gpu = torch.cuda.is_available() and (device == "auto" or device.startswith("cuda"))
+    options = translate(keywords, on_gpu=on_gpu)
+    return EngineOptions(
+        **{name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
+    )

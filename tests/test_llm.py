@@ -205,7 +205,7 @@ def test_other_bad_calls_are_refused(llm: LLM) -> None:
 
 
 def test_unknown_and_impossible_options() -> None:
-    with pytest.raises(TypeError, match="LLM has no option 'max_num_seq'; the nearest is 'max_num_seqs'"):
+    with pytest.raises(TypeError, match="LLM has no option 'max_num_seq'; did you mean 'max_num_seqs'"):
         LLM(max_num_seq=3)
     with pytest.raises(ValueError, match="mode is 'fast'; allowed: auto, eager, compiled, graphed"):
         LLM(mode="fast")
