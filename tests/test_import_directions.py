@@ -34,6 +34,7 @@ ALLOWED = {
         "compiled_engine.models.layer_stack",
     ),
     "compiled_engine.attention": ("compiled_engine.attention",),
+    "compiled_engine.other_engines": ("compiled_engine.other_engines", "compiled_engine.options"),
     "compiled_engine.scheduling": (
         "compiled_engine.scheduling",
         "compiled_engine.sampling.params",

@@ -160,6 +160,7 @@ def test_chat_answers_conversations_in_order(llm: LLM) -> None:
         rendered = llm.get_tokenizer().apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         assert output.prompt == rendered
     assert tokens(llm.chat(conversations[1], GREEDY)) == tokens(outputs[1:])
+    assert tokens(llm.chat(conversations, GREEDY, False, priority=[0, 0])) == tokens(outputs)
 
 
 def test_defaults_are_those_of_the_checkpoint(llm: LLM, bundled_model_path: Path) -> None:
@@ -197,7 +198,7 @@ def test_other_bad_calls_are_refused(llm: LLM) -> None:
         llm.stream(["a", "b"], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="prompts must have at least one token"):
         llm.stream("", GREEDY)
-    with pytest.raises(ValueError, match="priority must be None unless scheduling_policy is 'priority', got 3"):
+    with pytest.raises(ValueError, match="priority must be None or 0 unless scheduling_policy is 'priority', got 3"):
         llm.generate("a", GREEDY, priority=3)
     with pytest.raises(ValueError, match=r"messages\[0\]\['role'\] must be one of"):
         llm.chat([{"role": "usr", "content": "a"}], GREEDY)

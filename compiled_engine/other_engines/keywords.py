@@ -74,7 +74,7 @@ HONOURED: dict[str, Row] = {
             "logits_processors",
         )
     },
-    "dtype": Honoured("`dtype`, `torch.dtype` and the names half and float as well", _dtype),
+    "dtype": Honoured("`dtype`; half, float and a `torch.dtype` as well", _dtype),
     "attention_backend": ATTENTION_BACKEND,
     "attention_config": Nested(
         {

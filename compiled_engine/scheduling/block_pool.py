@@ -96,6 +96,11 @@ class BlockPool:
             del self._block_of_hash[block_hash]
             self._hashes[block] = None
 
+    def unregister_all(self) -> None:
+        """Make every block unfindable."""
+        for block in list(self._block_of_hash.values()):
+            self.unregister(block)
+
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless all is consistent and exactly `block_tables` hold the pool's blocks."""
         held: Counter[int] = Counter()

@@ -167,7 +167,7 @@ class Scheduler:
             if request.awaits_token or not self._kv_cache.admit(request, reserve=len(self._running)):
                 break
             self._waiting.pop()
-            request.status = RequestStatus.RUNNING
+            request.start()
             bisect.insort(self._running, request, key=_order)
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             budget -= num_tokens
@@ -286,6 +286,10 @@ class Scheduler:
         self._kv_cache.free(request)
         request.set_plain_limits()
         self._removed.append(request.request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find what is cached now; requests that run keep their blocks."""
+        self._kv_cache.pool.unregister_all()
 
     def metrics(self) -> dict[str, int | float]:
         """See SchedulerCounts.metrics."""
