@@ -216,6 +216,18 @@ def test_unknown_and_impossible_options() -> None:
         LLM(tokenizer=3, **SMALL)
 
 
+def test_without_a_tokenizer_token_ids_run_and_there_is_no_text() -> None:
+    with LLM(skip_tokenizer_init=True, **SMALL) as engine:
+        (output,) = engine.generate([[5, 6, 7]], GREEDY)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].text) == (12, "")
+        with pytest.raises(ValueError, match="prompts must be token ids, as there is no tokenizer"):
+            engine.generate("a", GREEDY)
+    with pytest.raises(TypeError, match="skip_tokenizer_init is 1; allowed: True or False"):
+        LLM(skip_tokenizer_init=1, **SMALL)
+    with pytest.raises(TypeError, match="profile_dir is 1; allowed: the path of a folder"):
+        LLM(profile_dir=1, **SMALL)
+
+
 def test_a_closed_engine_says_so() -> None:
     with LLM(load_format="dummy", **SMALL) as engine:
         begun, unbegun = engine.stream("a", GREEDY), engine.stream("a", GREEDY)
@@ -223,6 +235,10 @@ def test_a_closed_engine_says_so() -> None:
     engine.close()
     calls: list[Callable[[], Any]] = [
         engine.metrics,
+        engine.get_metrics,
+        engine.reset_prefix_cache,
+        engine.start_profile,
+        engine.stop_profile,
         lambda: engine.generate("a"),
         lambda: engine.stream("a"),
         lambda: engine.chat([{"role": "user", "content": "a"}]),
