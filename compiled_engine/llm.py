@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore, start_core
@@ -17,12 +17,16 @@ from compiled_engine.frontend.chat import Conversation, render_chat, split_conve
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
+from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
 from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.methods import MISSING
+from compiled_engine.other_engines.translate import translate
+from compiled_engine.process.profiler import Profiler
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import compiler_obstacle, resolve
@@ -55,8 +59,10 @@ class LLM:
         if engine_options.mode == "auto" and (obstacle := compiler_obstacle(self._config.device)) is not None:
             log.warning("mode is eager, which is slower: %s", obstacle)
         model_path = self._config.model.path
-        with timeline.span("tokenizer"):
-            self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
+        self._tokenizer = None
+        if not engine_options.skip_tokenizer_init:
+            with timeline.span("tokenizer"):
+                self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         self._progress = RichProgress() if progress else SilentProgress()
@@ -68,6 +74,7 @@ class LLM:
             num_slots=self._core.num_slots,
             has_priorities=self._config.scheduler.policy == "priority",
         )
+        self._profiler = Profiler(Path(engine_options.profile_dir), self._config.device)
         self._inputs = InputProcessor(self._tokenizer, limits, eos_token_ids)
         self._loop = EngineLoop(self._core, OutputProcessor(self._tokenizer))
 
@@ -75,17 +82,17 @@ class LLM:
         self,
         prompts: PromptLike | Sequence[PromptLike],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; the outputs are in the order of the prompts.
 
-        prompts: text, token ids (a list of integers is one prompt), {"prompt": text} or
-            {"prompt_token_ids": ids}, or a list of these.
+        prompts: text, token ids (a list of integers is one prompt), or a dict with "prompt" (text),
+            "prompt_token_ids", or both: the ids are run, and the text is RequestOutput.prompt. Or a list of these.
         sampling_params: for all prompts, or one for each; None for the checkpoint's defaults.
         use_tqdm: show progress.
-        priority: lower is served first, where scheduling_policy is "priority"; for all, or one for each.
+        priority: lower is served first, where scheduling_policy is "priority"; for all, or one for each. Elsewhere 0.
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
@@ -107,13 +114,14 @@ class LLM:
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool = True,
+        *,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
 
@@ -136,7 +144,7 @@ class LLM:
             )
             for name, conversation in split_conversations(messages)
         ]
-        return self._generate(prompts, sampling_params, use_tqdm, None)
+        return self._generate(prompts, sampling_params, use_tqdm, priority)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, as transformers made it."""
@@ -150,6 +158,31 @@ class LLM:
         """What the engine has counted since it started."""
         return self._require_open().metrics()
 
+    def get_metrics(self) -> list[Metric]:
+        """The same as named counters and gauges, such as compiled_engine:num_requests_running."""
+        return metric_list(self.metrics())
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget which prompts the KV cache holds; requests under way go on as they are. True: it is done."""
+        self._require_open().reset_prefix_cache()
+        return True
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Record every operator and kernel from now on. profile_prefix: how the file's name begins.
+
+        Raises RuntimeError if a profile is running, ValueError for a prefix that cannot be part of a file's name.
+        """
+        self._require_open()
+        self._profiler.start(profile_prefix)
+
+    def stop_profile(self) -> Path:
+        """Write what was recorded into the option profile_dir; the file, which ui.perfetto.dev opens.
+
+        Raises RuntimeError if no profile is running.
+        """
+        self._require_open()
+        return self._profiler.stop()
+
     @property
     def config(self) -> EngineConfig:
         """The resolved configuration."""
@@ -161,11 +194,21 @@ class LLM:
         return self._require_open()
 
     def close(self) -> None:
-        """Free the device. May be called again; nothing else may."""
+        """Free the device; a profile that is running is written first. May be called again; nothing else may."""
         if self._core is not None:
             self._loop.close()
+            if self._profiler.running:
+                self._profiler.stop()
             self._core.close()
             self._core = None
+
+    if not TYPE_CHECKING:  # a type checker would take every name for known
+
+        def __getattr__(self, name: str) -> NoReturn:
+            advice = f"; {MISSING[name]}" if name in MISSING else ""
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}{advice}", name=name, obj=self
+            )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("an LLM cannot be pickled: it holds a device; make one in each process")
@@ -213,13 +256,12 @@ class LLM:
         return self._tokenizer
 
 
-def make_options(options: Mapping[str, Any]) -> EngineOptions:
-    """The options as a dataclass; TypeError for an unknown one, with the nearest that is known."""
-    known = [*(field.name for field in fields(EngineOptions)), "progress"]
-    values: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
-            raise TypeError(f"LLM has no option {name!r}; the nearest is {nearest!r}")
-        values[name] = tuple(value) if isinstance(value, list) else value
+def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
+    """The options that the keywords of `LLM` stand for, those of other engines included (see `translate`)."""
+    device = str(keywords.get("device", "auto"))
+    on_gpu = torch.cuda.is_available() and (device == "auto" or device.startswith("cuda"))
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in translate(keywords, on_gpu=on_gpu).items()
+    }
     return EngineOptions(**values)

@@ -75,7 +75,8 @@ class EngineOutput(NamedTuple):
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
     that ended it, None for an end-of-sequence token, or what the error is. `prompt_logprobs`: (first position,
     entries), see RunnerOutput. `num_cached_tokens` counts prompt tokens that came from the prefix cache; it comes with
-    the first token or before, and None says nothing new.
+    the first token or before, and None says nothing new. So does `scheduled_time`: when it was first scheduled, in
+    seconds of time.perf_counter.
     """
 
     request_id: str
@@ -85,6 +86,7 @@ class EngineOutput(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
+    scheduled_time: float | None = None
 
 
 @dataclass(frozen=True)

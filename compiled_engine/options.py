@@ -16,6 +16,7 @@ class EngineOptions:
 
     model: checkpoint folder in Hugging Face layout; None is the bundled model.
     tokenizer: folder with the tokenizer, when it is not the model's.
+    skip_tokenizer_init: load no tokenizer; prompts are then token ids, and outputs have no text.
     mode: eager | compiled | graphed | auto, the shorthand for compile on or off and the CUDA graph mode.
     dtype: auto | float32 | bfloat16 | float16.
     device: auto | cpu | cuda | cuda:N.
@@ -44,10 +45,12 @@ class EngineOptions:
     generation_config: auto (the checkpoint's defaults for sampling) | none.
     logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
         that make one, or "package.module:Name" for any of these.
+    profile_dir: where `LLM.stop_profile` writes.
     """
 
     model: str | Path | None = None
     tokenizer: str | Path | None = None
+    skip_tokenizer_init: bool = False
     mode: str = "auto"
     dtype: str = "auto"
     device: str = "auto"
@@ -77,3 +80,4 @@ class EngineOptions:
     compile_cache: bool = True
     generation_config: str = "auto"
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()
+    profile_dir: str | Path = "profiles"

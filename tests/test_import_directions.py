@@ -35,6 +35,7 @@ FLOORS = (
     "graphs",
     "sampling",
     "options",
+    "other_engines",
     "messages",
     "scheduling",
     "runner",

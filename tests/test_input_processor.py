@@ -36,7 +36,8 @@ def token_ids(prompts: Any) -> list[tuple[int, ...]]:
 
 def test_every_form_of_prompt() -> None:
     ids = tuple(byte_level().encode("hello world"))
-    for prompt in ["hello world", list(ids), ids, {"prompt": "hello world"}, {"prompt_token_ids": list(ids)}]:
+    keyed = [{"prompt": "hello world"}, {"prompt_token_ids": list(ids)}, {"prompt": None, "prompt_token_ids": ids}]
+    for prompt in ["hello world", list(ids), ids, *keyed]:
         assert token_ids(prompt) == [ids]
         assert token_ids([prompt, prompt]) == [ids, ids]
 
@@ -47,6 +48,15 @@ def test_the_text_of_a_prompt_is_kept() -> None:
         "hello",
         None,
     ]
+
+
+def test_given_both_the_ids_are_run_and_the_text_is_kept() -> None:
+    (request,) = process({"prompt": "hello", "prompt_token_ids": [3, 4]})
+    assert (request.prompt, request.prompt_token_ids) == ("hello", (3, 4))
+
+
+def test_no_prompts_are_no_requests() -> None:
+    assert process([]) == process((), [], []) == []
 
 
 def test_integers_of_other_kinds_are_token_ids() -> None:
@@ -69,7 +79,6 @@ def test_request_ids_are_never_used_twice() -> None:
 BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     (None, TypeError, "prompts must be a string, a list of token ids, .* got None"),
     (7, TypeError, "prompts must be .* got 7"),
-    ([], ValueError, "prompts must not be empty"),
     ("", ValueError, "prompts must have at least one token, got ''"),
     (["hello", ""], ValueError, r"prompts\[1\] must have at least one token, got ''"),
     ([[]], ValueError, r"prompts\[0\] must have at least one token, got \[\]"),
@@ -89,11 +98,13 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
         ValueError,
         "prompts has the unknown key 'text'; known are 'prompt' and 'prompt_token_ids'",
     ),
-    ({}, ValueError, "prompts must have one of the keys 'prompt' and 'prompt_token_ids', got"),
+    ({}, ValueError, "prompts must have 'prompt' or 'prompt_token_ids', got {}"),
+    (["a", {"prompt": None}], ValueError, r"prompts\[1\] must have 'prompt' or 'prompt_token_ids', got"),
+    ({"prompt": [1], "prompt_token_ids": [1]}, TypeError, r"prompts\['prompt'\] must be a string, got \[1\]"),
     (
-        ["a", {"prompt": "a", "prompt_token_ids": [1]}],
+        {"prompt": "a", "prompt_token_ids": []},
         ValueError,
-        r"prompts\[1\] must have one of the keys 'prompt' and 'prompt_token_ids', got",
+        r"prompts\['prompt_token_ids'\] must have at least one token, got",
     ),
     ({"prompt": [1]}, TypeError, r"prompts\['prompt'\] must be a string, got \[1\]"),
     (
@@ -236,7 +247,9 @@ def test_priorities() -> None:
         process(["a", "a"], None, [1, "high"], processor)
     with pytest.raises(TypeError, match="priority must be an integer or a list of integers, got 'high'"):
         process(["a", "a"], None, "high", processor)
-    with pytest.raises(ValueError, match="priority must be None unless scheduling_policy is 'priority', got 1"):
+    assert [r.engine_requests[0].priority for r in process(["a", "a"], None, [0, 0])] == [0, 0]
+    assert len(process("a", None, 0)) == 1
+    with pytest.raises(ValueError, match="priority must be None or 0 unless scheduling_policy is 'priority', got 1"):
         process("a", None, 1)
 
 

@@ -194,6 +194,7 @@ def test_chat_answers_conversations_in_order(llm: LLM) -> None:
         rendered = llm.get_tokenizer().apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
         assert output.prompt == rendered
     assert tokens(llm.chat(conversations[1], GREEDY)) == tokens(outputs[1:])
+    assert tokens(llm.chat(conversations, GREEDY, False, priority=[0, 0])) == tokens(outputs)
 
 
 def test_defaults_are_those_of_the_checkpoint(llm: LLM, bundled_model_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_other_bad_calls_are_refused(llm: LLM) -> None:
         llm.stream(["a", "b"], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="prompts must have at least one token"):
         llm.stream("", GREEDY)
-    with pytest.raises(ValueError, match="priority must be None unless scheduling_policy is 'priority', got 3"):
+    with pytest.raises(ValueError, match="priority must be None or 0 unless scheduling_policy is 'priority', got 3"):
         llm.generate("a", GREEDY, priority=3)
     with pytest.raises(ValueError, match=r"messages\[0\]\['role'\] must be one of"):
         llm.chat([{"role": "usr", "content": "a"}], GREEDY)
@@ -239,7 +240,7 @@ def test_other_bad_calls_are_refused(llm: LLM) -> None:
 
 
 def test_unknown_and_impossible_options() -> None:
-    with pytest.raises(TypeError, match="LLM has no option 'max_num_seq'; the nearest is 'max_num_seqs'"):
+    with pytest.raises(TypeError, match="LLM has no option 'max_num_seq'; did you mean 'max_num_seqs'"):
         LLM(max_num_seq=3)
     with pytest.raises(ValueError, match="mode is 'fast'; allowed: auto, eager, compiled, graphed"):
         LLM(mode="fast")
@@ -249,6 +250,18 @@ def test_unknown_and_impossible_options() -> None:
         LLM(tokenizer=3, **SMALL)
 
 
+def test_without_a_tokenizer_token_ids_run_and_there_is_no_text() -> None:
+    with LLM(skip_tokenizer_init=True, **SMALL) as engine:
+        (output,) = engine.generate([[5, 6, 7]], GREEDY)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].text) == (12, "")
+        with pytest.raises(ValueError, match="prompts must be token ids, as there is no tokenizer"):
+            engine.generate("a", GREEDY)
+    with pytest.raises(TypeError, match="skip_tokenizer_init is 1; allowed: True or False"):
+        LLM(skip_tokenizer_init=1, **SMALL)
+    with pytest.raises(TypeError, match="profile_dir is 1; allowed: the path of a folder"):
+        LLM(profile_dir=1, **SMALL)
+
+
 def test_a_closed_engine_says_so() -> None:
     with LLM(load_format="dummy", **SMALL) as engine:
         begun, unbegun = engine.stream("a", GREEDY), engine.stream("a", GREEDY)
@@ -256,6 +269,10 @@ def test_a_closed_engine_says_so() -> None:
     engine.close()
     calls: list[Callable[[], Any]] = [
         engine.metrics,
+        engine.get_metrics,
+        engine.reset_prefix_cache,
+        engine.start_profile,
+        engine.stop_profile,
         lambda: engine.generate("a"),
         lambda: engine.stream("a"),
         lambda: engine.chat([{"role": "user", "content": "a"}]),

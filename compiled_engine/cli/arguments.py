@@ -44,6 +44,12 @@ def block_size(value: str) -> int | str:
 ENGINE_ARGUMENTS = (
     Argument("model", Path, "Checkpoint folder in Hugging Face layout. Without it: the bundled model.", convert=str),
     Argument("tokenizer", Path, "Folder with the tokenizer, when it is not the model's.", convert=str),
+    Argument(
+        "skip_tokenizer_init",
+        bool,
+        "Load no tokenizer: prompts are token ids, outputs have no text.",
+        flag="--skip-tokenizer-init",
+    ),
     Argument("mode", str, "eager, compiled, graphed, or auto: graphed on CUDA, compiled on CPU."),
     Argument("dtype", str, "auto, float32, bfloat16 or float16."),
     Argument("device", str, "auto, cpu, cuda or cuda:N."),
@@ -123,6 +129,7 @@ ENGINE_ARGUMENTS = (
         flag="--logits-processor",
         convert=tuple,
     ),
+    Argument("profile_dir", Path, "Where a profile is written to.", convert=str),
 )
 
 SAMPLING_ARGUMENTS = (

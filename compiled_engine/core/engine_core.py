@@ -104,6 +104,10 @@ class EngineCore:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""
         self._scheduler.check_integrity()
 
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find what the prefix cache holds now; requests that run go on as they are."""
+        self._scheduler.reset_prefix_cache()
+
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished()
 

@@ -83,8 +83,6 @@ class InputProcessor:
     def _priorities_for(self, given: int | Sequence[int] | None, count: int) -> list[int]:
         if given is None:
             return [0] * count
-        if not self._limits.has_priorities:
-            raise ValueError(f"priority must be None unless scheduling_policy is 'priority', got {given!r}")
         values = [given] * count if isinstance(given, int) else given
         if not isinstance(values, list | tuple):
             raise TypeError(f"priority must be an integer or a list of integers, got {given!r}")
@@ -93,13 +91,15 @@ class InputProcessor:
         for index, value in enumerate(values):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"priority[{index}] must be an integer, got {value!r}")
+        if any(values) and not self._limits.has_priorities:
+            raise ValueError(f"priority must be None or 0 unless scheduling_policy is 'priority', got {given!r}")
         return list(values)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The prompt's token ids, truncated if that is asked for, and checked."""
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt)
         if not token_ids:
-            given = [] if prompt.text is None else prompt.text
+            given: object = prompt.text if prompt.token_ids is None else []
             raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
         vocab_size = self._limits.vocab_size
         for index, token_id in enumerate(token_ids):

@@ -29,7 +29,9 @@ class RunningRequest:
             self._prompt_texts = token_texts(tokenizer, request.prompt_token_ids[:1], params)
         self._num_cached_tokens: int | None = None
         self._arrival_time = now
+        self._first_scheduled_time: float | None = None
         self._first_token_time: float | None = None
+        self._last_token_time: float | None = None
         self._finished_time: float | None = None
 
     @property
@@ -40,6 +42,7 @@ class RunningRequest:
         """Take in one completion's next token; give the finish reason that the completion has now."""
         completion = self._completions[engine_request_id]
         completion.add_token(token_id)
+        self._last_token_time = now
         if completion.finish_reason is not None and self.finished:
             self._finished_time = now
         return completion.finish_reason
@@ -50,8 +53,12 @@ class RunningRequest:
             self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._add_prompt_logprobs(*output.prompt_logprobs)
-        if output.new_token_ids and self._first_token_time is None:
-            self._first_token_time = now
+        if self._first_scheduled_time is None:
+            self._first_scheduled_time = output.scheduled_time
+        if output.new_token_ids:
+            self._last_token_time = now
+            if self._first_token_time is None:
+                self._first_token_time = now
         completion = self._completions[output.request_id]
         completion.update(output)
         if self.finished:
@@ -75,9 +82,11 @@ class RunningRequest:
             num_cached_tokens=self._num_cached_tokens,
             metrics=RequestMetrics(
                 arrival_time=self._arrival_time,
+                first_scheduled_time=self._first_scheduled_time,
                 first_token_time=self._first_token_time,
+                last_token_time=self._last_token_time,
                 finished_time=self._finished_time,
-                num_output_tokens=max(completion.num_tokens for completion in completions),
+                num_generation_tokens=max(completion.num_tokens for completion in completions),
             ),
         )
 

@@ -37,18 +37,34 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: str | int | None
 
+    def finished(self) -> bool:
+        """Whether it has ended."""
+        return self.finish_reason is not None
+
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of a clock whose zero means nothing.
+    """When things happened to a request, in seconds of a clock whose zero means nothing; None: not yet, or never.
 
-    `num_output_tokens` counts the longest completion: its tokens come one a step.
+    arrival_time: it was added to the engine. first_scheduled_time: a step with its first tokens was scheduled; until
+    then it waits in the queue. first_token_time, last_token_time: the first and the newest token of any of its
+    completions came. finished_time: all have ended. num_generation_tokens: those of the longest completion, whose
+    tokens come one a step.
+
+    Fields have the names of vLLM's RequestMetrics; `queued_ts` and the like are those of its RequestStateStats.
     """
 
     arrival_time: float
+    first_scheduled_time: float | None = None
     first_token_time: float | None = None
+    last_token_time: float | None = None
     finished_time: float | None = None
-    num_output_tokens: int = 0
+    num_generation_tokens: int = 0
+
+    @property
+    def time_in_queue(self) -> float | None:
+        """From its arrival until it was first scheduled, in seconds."""
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property
     def ttft_s(self) -> float | None:
@@ -58,9 +74,34 @@ class RequestMetrics:
     @property
     def tpot_s(self) -> float | None:
         """Mean time of each token after the first, in seconds; None before the end or with a single one."""
-        if self.first_token_time is None or self.finished_time is None or self.num_output_tokens < 2:
+        if self.first_token_time is None or self.finished_time is None or self.num_generation_tokens < 2:
             return None
-        return (self.finished_time - self.first_token_time) / (self.num_output_tokens - 1)
+        return (self.finished_time - self.first_token_time) / (self.num_generation_tokens - 1)
+
+    @property
+    def queued_ts(self) -> float:
+        """arrival_time."""
+        return self.arrival_time
+
+    @property
+    def scheduled_ts(self) -> float | None:
+        """first_scheduled_time."""
+        return self.first_scheduled_time
+
+    @property
+    def first_token_ts(self) -> float | None:
+        """first_token_time."""
+        return self.first_token_time
+
+    @property
+    def last_token_ts(self) -> float | None:
+        """last_token_time."""
+        return self.last_token_time
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """ttft_s."""
+        return self.ttft_s
 
 
 @dataclass(frozen=True, slots=True)

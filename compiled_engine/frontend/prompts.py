@@ -8,9 +8,9 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-"""Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run."""
 
-FORMS = "a string, a list of token ids, {'prompt': str} or {'prompt_token_ids': list of int}"
+FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids")
 
 
@@ -24,7 +24,7 @@ class Prompt:
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
-    """One prompt or many. A list of integers is one prompt, any other list is many.
+    """One prompt or many. A list of integers is one prompt, any other list is many, an empty one is none.
 
     Raises TypeError or ValueError, naming the prompt (such as prompts[3]), its value and what is allowed.
     """
@@ -32,9 +32,7 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
         return [_parse("prompts", prompts)]
     if not _is_sequence(prompts):
         raise TypeError(f"prompts must be {FORMS}, or a list of these, got {prompts!r}")
-    if len(prompts) == 0:
-        raise ValueError("prompts must not be empty")
-    if _is_integer(prompts[0]):
+    if len(prompts) > 0 and _is_integer(prompts[0]):
         return [_parse("prompts", prompts)]
     return [_parse(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
 
@@ -49,17 +47,17 @@ def _parse(name: str, prompt: Any) -> Prompt:
     unknown = [key for key in prompt if key not in KEYS]
     if unknown:
         raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {' and '.join(map(repr, KEYS))}")
-    if len(prompt) != 1:
-        raise ValueError(f"{name} must have one of the keys 'prompt' and 'prompt_token_ids', got {sorted(prompt)}")
-    key, value = next(iter(prompt.items()))
-    name = f"{name}[{key!r}]"
-    if key == "prompt":
-        if not isinstance(value, str):
-            raise TypeError(f"{name} must be a string, got {value!r}")
-        return Prompt(name, value, None)
-    if not _is_sequence(value):
-        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
-    return Prompt(name, None, _parse_token_ids(name, value))
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and token_ids is None:
+        raise ValueError(f"{name} must have 'prompt' or 'prompt_token_ids', got {prompt!r}")
+    if not isinstance(text, str | None):
+        raise TypeError(f"{name}['prompt'] must be a string, got {text!r}")
+    if token_ids is None:
+        return Prompt(f"{name}['prompt']", text, None)
+    name = f"{name}['prompt_token_ids']"
+    if not _is_sequence(token_ids):
+        raise TypeError(f"{name} must be a list of token ids, got {token_ids!r}")
+    return Prompt(name, text, _parse_token_ids(name, token_ids))
 
 
 def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ def check_types(options: EngineOptions) -> None:
         raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
     if not -(2**63) <= options.seed < 2**64:
         raise ValueError(f"seed is {options.seed!r}; allowed: an integer of 64 bits, {-(2**63)} to {2**64 - 1}")
-    for name in ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture"):
+    switches = ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture")
+    for name in (*switches, "skip_tokenizer_init"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
     share = options.gpu_memory_utilization
@@ -39,6 +40,8 @@ def check_types(options: EngineOptions) -> None:
         if not isinstance(value, tuple) and (value is not None or name == "disable_passes"):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
     resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
+    if not isinstance(options.profile_dir, str | Path) or options.profile_dir == "":
+        raise TypeError(f"profile_dir is {options.profile_dir!r}; allowed: the path of a folder")
     for name in ("model", "tokenizer", "cache_dir"):
         value = getattr(options, name)
         if value is not None and not isinstance(value, str | Path):

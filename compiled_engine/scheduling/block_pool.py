@@ -101,6 +101,11 @@ class BlockPool:
         if self.num_free != self.num_blocks:
             raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
 
+    def unregister_all(self) -> None:
+        """Make every block unfindable."""
+        for block in list(self._block_of_hash.values()):
+            self.unregister(block)
+
     def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
         """Raise RuntimeError unless all is consistent and exactly `block_tables` hold the pool's blocks."""
         held: Counter[int] = Counter()

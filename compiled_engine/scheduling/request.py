@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -44,6 +45,7 @@ class Request:
     next_block_end: tokens that have to be known for the next block to be offered.
     block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
+    scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
@@ -67,6 +69,7 @@ class Request:
     next_block_end: int = 0
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
+    scheduled_time: float | None = None
     next_prompt_logprob: int = 1
     steady_until_computed: int = 0
     steady_until_known: int = 0
@@ -94,6 +97,12 @@ class Request:
         )
         made.set_steady_limits()
         return made
+
+    def start(self) -> None:
+        """It is admitted to a step, for the first time or again."""
+        self.status = RequestStatus.RUNNING
+        if self.scheduled_time is None:
+            self.scheduled_time = time.perf_counter()
 
     def set_steady_limits(self) -> None:
         """To be called after anything but a steady share or a steady token, which nearly all are: for those, the

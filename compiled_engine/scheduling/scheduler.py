@@ -47,12 +47,7 @@ class Scheduler:
     """
 
     def __init__(
-        self,
-        scheduler: SchedulerConfig,
-        cache: CacheConfig,
-        num_blocks: int,
-        vocab_size: int,
-        steps_in_flight: int = 1,
+        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, vocab_size: int, steps_in_flight: int = 1
     ) -> None:
         self._config = scheduler
         self._steps_in_flight = steps_in_flight
@@ -166,7 +161,7 @@ class Scheduler:
             if request.awaits_token or not self._kv_cache.admit(request, reserve=len(self._running)):
                 break
             self._waiting.pop()
-            request.status = RequestStatus.RUNNING
+            request.start()
             bisect.insort(self._running, request, key=operator.attrgetter("order"))
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             budget -= num_tokens
@@ -284,6 +279,10 @@ class Scheduler:
         self._kv_cache.free(request)
         request.set_steady_limits()
         self._removed.append(request.request_id)
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find what is cached now; requests that run keep their blocks."""
+        self._kv_cache.pool.unregister_all()
 
     def metrics(self) -> dict[str, int | float]:
         """See SchedulerCounts.metrics."""

@@ -29,7 +29,8 @@ def token_output(request: Request, token_id: int, result: RunnerOutput) -> Engin
     finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
     reason, stop_reason = finish or (None, None)
     cached = request.num_cached_tokens or 0
-    return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached)
+    at = request.scheduled_time
+    return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached, at)
 
 
 def error_output(request: Request, why: str, result: RunnerOutput) -> EngineOutput:

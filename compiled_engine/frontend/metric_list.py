@@ -1,0 +1,41 @@
+"""The engine's figures as a list of named metrics, in the form that monitoring knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+PREFIX = "compiled_engine:"
+# Key of LLM.metrics() -> the metric's name after the prefix, which is vLLM's where it has the same figure.
+GAUGES = {
+    "running": "num_requests_running",
+    "waiting": "num_requests_waiting",
+    "kv_usage": "kv_cache_usage_perc",
+}
+COUNTERS = {
+    "prefix_queries": "prefix_cache_queries",
+    "prefix_hits": "prefix_cache_hits",
+    "preemptions": "num_preemptions",
+    "finished": "request_success",
+    "aborted": "request_aborted",
+    "steps": "num_steps",
+    "compiles": "num_compiles",
+    "captures": "num_graph_captures",
+}
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One figure. kind: "gauge" goes up and down, "counter" only up. labels: none so far."""
+
+    name: str
+    kind: str
+    value: int | float
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def metric_list(metrics: Mapping[str, Any]) -> list[Metric]:
+    """The figures of `LLM.metrics` that are requests, blocks (a share from 0 to 1), tokens or counts."""
+    kinds = (("gauge", GAUGES), ("counter", COUNTERS))
+    return [Metric(PREFIX + name, kind, metrics[key]) for kind, names in kinds for key, name in names.items()]

@@ -1,0 +1,36 @@
+"""What vLLM's `LLM` has and this one does not, with what to do instead."""
+
+from __future__ import annotations
+
+_POOLING = "the engine generates text; embeddings, classes and scores need another engine"
+_SLEEP = "close() the engine and make a new one, which starts from the compile cache"
+_QUEUE = "generate() takes any number of prompts, and stream() gives out one as it grows"
+_WEIGHTS = "close() the engine and make a new one from the new checkpoint"
+_ONE_PROCESS = "the engine runs in this process, on one device"
+
+MISSING = {
+    "encode": _POOLING,
+    "embed": _POOLING,
+    "classify": _POOLING,
+    "score": _POOLING,
+    "reward": _POOLING,
+    "beam_search": "SamplingParams(n=...) samples several completions",
+    "sleep": _SLEEP,
+    "wake_up": _SLEEP,
+    "enqueue": _QUEUE,
+    "enqueue_chat": _QUEUE,
+    "wait_for_completion": _QUEUE,
+    "add_request": _QUEUE,
+    "step": _QUEUE,
+    "collective_rpc": _ONE_PROCESS,
+    "get_world_size": _ONE_PROCESS,
+    "apply_model": "the model's layers are compiled away; `compiled-engine inspect` shows what runs",
+    "llm_engine": "config, metrics() and get_tokenizer() are attributes of the LLM itself",
+    "model_config": "config.model has the model's configuration",
+    "set_tokenizer": "give LLM(tokenizer=...)",
+    "reset_mm_cache": "models are for text alone",
+    "init_weight_transfer_engine": _WEIGHTS,
+    "start_weight_update": _WEIGHTS,
+    "update_weights": _WEIGHTS,
+    "finish_weight_update": _WEIGHTS,
+}

@@ -1,0 +1,113 @@
+"""From the keywords that a caller gave, this engine's and other engines', to this engine's options alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from compiled_engine.near_names import unknown_name_message
+from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.keywords import ABOUT_COMPILATION, KEYWORDS
+from compiled_engine.other_engines.rows import Honoured, Nested, Only, Row, WithoutEffect, is_value
+
+CUDA_GRAPH_OPTIONS = ("graph_mode", "capture_sizes", "capture_token_sizes")
+DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
+
+
+class Wanted(NamedTuple):
+    """An option's value, and the keyword that asks for it."""
+
+    keyword: str
+    option: str
+    value: Any
+
+    def __str__(self) -> str:
+        if self.keyword == self.option:
+            return f"{self.option} is {self.value!r}"
+        return f"{self.keyword} makes {self.option} {self.value!r}"
+
+
+class Ignored(NamedTuple):
+    """A keyword without effect, and why it has none."""
+
+    keyword: str
+    reason: str
+
+
+def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """The options of `EngineOptions` that the keywords stand for. In another engine's keyword None says nothing.
+
+    on_gpu: whether there can be CUDA graphs; without them, what asks for them has no effect.
+
+    Warns once, naming every keyword without effect. Raises TypeError for a keyword that is in no table, and
+    ValueError for a value that asks for what the engine cannot do, or that contradicts another keyword.
+    """
+    wanted: dict[str, Wanted] = {}
+    ignored: dict[Ignored, None] = {}
+    for item in _read_all(keywords):
+        if isinstance(item, Ignored):
+            ignored[item] = None
+        elif item.option in CUDA_GRAPH_OPTIONS and item.keyword not in DEFAULTS and not on_gpu:
+            ignored[Ignored(item.keyword, "CUDA graphs need a CUDA GPU")] = None
+        else:
+            _add(wanted, item)
+    if ignored:
+        reasons = "; ".join(f"{keyword} ({reason})" for keyword, reason in ignored)
+        warnings.warn(f"keywords without effect: {reasons}", UserWarning, stacklevel=4)
+    return {option: item.value for option, item in wanted.items()}
+
+
+def _add(wanted: dict[str, Wanted], item: Wanted) -> None:
+    """Two keywords may ask for the same option: for the same value, or one of them for the default."""
+    default, other = DEFAULTS[item.option], wanted.get(item.option)
+    if other is None or other.value == default:
+        wanted[item.option] = item
+    elif item.value not in (default, other.value):
+        raise ValueError(f"{item}, but {other}; allowed: one of the two")
+
+
+def _read_all(keywords: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
+    for name, value in keywords.items():
+        if name in ABOUT_COMPILATION and value is not None and keywords.get("enforce_eager") is True:
+            yield Ignored(name, "enforce_eager is True, so nothing is compiled")
+        elif name in KEYWORDS:
+            yield from _read(name, value, KEYWORDS[name], keywords)
+        elif name in DEFAULTS:
+            yield Wanted(name, name, value)
+        else:
+            raise TypeError(unknown_name_message("LLM has no option", name, {*DEFAULTS, *KEYWORDS, "progress"}))
+
+
+def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
+    """What one keyword asks for. given: all keywords, for rows that depend on others."""
+    if value is None:
+        return
+    match row:
+        case WithoutEffect(reason):
+            if not _asks_for_nothing(value):
+                yield Ignored(name, reason)
+        case Only(values, feature, instead):
+            if not any(is_value(value, allowed) for allowed in values):
+                allowed = ", ".join(map(repr, (*values, None)))
+                raise ValueError(f"{name} is {value!r}: {feature} is not supported; {instead} (allowed: {allowed})")
+        case Honoured():
+            try:
+                for option, found in row.translate(value, given).items():
+                    yield Wanted(name, option, found)
+            except ValueError as error:
+                raise ValueError(f"{name} {error}") from error
+        case Nested(rows, scalar):
+            if scalar is not None and isinstance(value, int | str):
+                value = {scalar: value}
+            if not isinstance(value, Mapping):
+                raise TypeError(f"{name} is {value!r}; allowed: a dict{f', or its {scalar!r}' if scalar else ''}")
+            for key, item in value.items():
+                if key not in rows:
+                    raise TypeError(unknown_name_message(f"{name} has no key", str(key), rows))
+                yield from _read(f"{name}[{key!r}]", item, rows[key], {**given, **value})
+
+
+def _asks_for_nothing(value: Any) -> bool:
+    return value is False or (isinstance(value, str | list | tuple | set | dict) and not value)

@@ -1,0 +1,235 @@
+"""The keywords of vLLM and nano-vllm: each has a row, and means here what the row says."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine.llm import make_options
+from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.compilation import CONFIG_KEYS
+from compiled_engine.other_engines.keywords import KEYWORDS
+from compiled_engine.other_engines.rows import Honoured, Nested, Only, WithoutEffect
+from compiled_engine.other_engines.translate import translate
+from tests.foreign_signatures import NANO_VLLM, VLLM_0_25, VLLM_0_33
+
+SIGNATURES = [
+    pytest.param(engine, name, default, id=f"{engine} {name}")
+    for engine, signature in (("vLLM", VLLM_0_25 | VLLM_0_33), ("nano-vllm", NANO_VLLM))
+    for name, default in signature.items()
+]
+# What honoured keywords stand for, on a GPU.
+HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
+    ("model", "folder", {"model": "folder"}),
+    ("tokenizer", "folder", {"tokenizer": "folder"}),
+    ("skip_tokenizer_init", True, {"skip_tokenizer_init": True}),
+    ("device", "cpu", {"device": "cpu"}),
+    ("device_ids", [1], {"device": "cuda:1"}),
+    ("seed", 7, {"seed": 7}),
+    ("load_format", "dummy", {"load_format": "dummy"}),
+    ("max_model_len", 128, {"max_model_len": 128}),
+    ("max_num_seqs", 4, {"max_num_seqs": 4}),
+    ("max_num_batched_tokens", 64, {"max_num_batched_tokens": 64}),
+    ("gpu_memory_utilization", 0.5, {"gpu_memory_utilization": 0.5}),
+    ("block_size", 32, {"block_size": 32}),
+    ("kvcache_block_size", 256, {"block_size": 256}),
+    ("num_gpu_blocks_override", 9, {"num_blocks": 9}),
+    ("num_kvcache_blocks", 9, {"num_blocks": 9}),
+    ("num_kvcache_blocks", -1, {}),
+    ("enable_prefix_caching", False, {"enable_prefix_caching": False}),
+    ("scheduling_policy", "priority", {"scheduling_policy": "priority"}),
+    ("async_scheduling", False, {"async_scheduling": False}),
+    ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
+    ("dtype", "half", {"dtype": "float16"}),
+    ("dtype", "float", {"dtype": "float32"}),
+    ("dtype", "bfloat16", {"dtype": "bfloat16"}),
+    ("dtype", torch.float16, {"dtype": "float16"}),
+    ("attention_backend", "FLASH_ATTN", {"attention_backend": "flash_attn"}),
+    ("attention_backend", "triton", {"attention_backend": "triton"}),
+    ("attention_config", {"backend": "TRITON_ATTN"}, {"attention_backend": "triton"}),
+    ("generation_config", "vllm", {"generation_config": "none"}),
+    ("generation_config", "auto", {}),
+    ("profiler_config", {"profiler": "torch", "torch_profiler_dir": "here"}, {"profile_dir": "here"}),
+    ("disable_log_stats", False, {}),
+    ("max_logprobs", 100, {}),
+    ("disable_cascade_attn", False, {}),
+    ("tokenizer_mode", "hf", {}),
+    ("hf_token", True, {}),
+    ("enforce_eager", True, {"mode": "eager"}),
+    ("enforce_eager", False, {}),
+    ("optimization_level", 0, {"mode": "eager"}),
+    ("optimization_level", 3, {}),
+    ("compilation_config", 0, {"mode": "eager"}),
+    ("compilation_config", 3, {}),
+    ("compilation_config", {"level": 3}, {}),
+    ("compilation_config", {"mode": "NONE"}, {"mode": "eager"}),
+    ("compilation_config", {"cudagraph_mode": "FULL_DECODE_ONLY"}, {"graph_mode": "full_decode_only"}),
+    ("compilation_config", {"use_cudagraph": False}, {"graph_mode": "none"}),
+    ("compilation_config", {"full_cuda_graph": True}, {"graph_mode": "full"}),
+    ("compilation_config", {"compile_ranges_endpoints": [8, 64]}, {"compile_ranges": (8, 64)}),
+    ("compilation_config", {"cache_dir": "here"}, {"cache_dir": "here"}),
+    ("compilation_config", {"backend": "inductor"}, {}),
+    (
+        "compilation_config",
+        {"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "PIECEWISE"},
+        {"capture_token_sizes": (1, 2), "graph_mode": "piecewise"},
+    ),
+    (
+        "compilation_config",
+        {"cudagraph_capture_sizes": [1, 2], "cudagraph_mode": "FULL_DECODE_ONLY"},
+        {"capture_sizes": (1, 2), "graph_mode": "full_decode_only"},
+    ),
+    ("cudagraph_capture_sizes", [1, 2], {"capture_sizes": (1, 2), "capture_token_sizes": (1, 2)}),
+    ("cuda_graph_sizes", [4], {"capture_sizes": (4,), "capture_token_sizes": (4,)}),
+]
+
+
+def rows(kind: type) -> list[Any]:
+    return [pytest.param(name, row, id=name) for name, row in KEYWORDS.items() if isinstance(row, kind)]
+
+
+def translated(keywords: dict[str, Any], on_gpu: bool = True) -> dict[str, Any]:
+    """The options, where a keyword without effect is an error."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return translate(keywords, on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(("engine", "name", "default"), SIGNATURES)
+def test_every_keyword_has_a_row_that_takes_its_default(engine: str, name: str, default: Any) -> None:
+    assert name in KEYWORDS
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_options({name: default})
+    assert all(name in str(warning.message) for warning in caught)
+    assert not caught or isinstance(KEYWORDS[name], WithoutEffect)
+
+
+@pytest.mark.filterwarnings("ignore:keywords without effect")
+@pytest.mark.parametrize("signature", [VLLM_0_25, VLLM_0_25 | VLLM_0_33], ids=["0.25", "0.33"])
+def test_all_defaults_together_are_the_defaults(signature: dict[str, Any]) -> None:
+    options = make_options(signature | {"model": None, "gpu_memory_utilization": 0.9})
+    assert options == EngineOptions()
+
+
+@pytest.mark.parametrize(("name", "value", "options"), HONOURED)
+def test_an_honoured_keyword_is_the_option(name: str, value: Any, options: dict[str, Any]) -> None:
+    defaults = {field.name: field.default for field in fields(EngineOptions)}
+    found = {key: tuple(item) if isinstance(item, list) else item for key, item in translated({name: value}).items()}
+    assert {key: item for key, item in found.items() if item != defaults[key]} == options
+
+
+def test_every_honoured_keyword_has_a_case() -> None:
+    honoured = {name for name, row in KEYWORDS.items() if isinstance(row, Honoured | Nested)}
+    assert honoured == {name for name, _, _ in HONOURED}
+    keys = {name for name, row in CONFIG_KEYS.items() if isinstance(row, Honoured)}
+    assert keys == {key for _, value, _ in HONOURED if isinstance(value, dict) for key in value} & keys
+
+
+@pytest.mark.parametrize(("name", "row"), rows(Only))
+def test_what_is_not_supported_is_an_error_with_advice(name: str, row: Only) -> None:
+    for value in (*row.values, None):
+        assert translated({name: value}) == {}
+    for value in (True, 2, "something", {"method": "ngram"}):
+        if value not in row.values:
+            with pytest.raises(ValueError, match=name) as caught:
+                translate({name: value}, on_gpu=True)
+            assert repr(value) in str(caught.value)
+            assert row.feature in str(caught.value)
+            assert row.instead in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "row"), rows(WithoutEffect))
+def test_what_has_no_effect_is_accepted_with_a_warning(name: str, row: WithoutEffect) -> None:
+    with pytest.warns(UserWarning, match="without effect") as caught:
+        assert translate({name: "something"}, on_gpu=True) == {}
+    assert f"{name} ({row.reason})" in str(caught[0].message)
+    assert translated({name: None}) == translated({name: False}) == {}
+
+
+def test_all_keywords_without_effect_are_in_one_warning() -> None:
+    with pytest.warns(UserWarning, match="swap_space.*max_loras") as caught:
+        translate({"swap_space": 4, "seed": 1, "max_loras": 4}, on_gpu=True)
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a model on several GPUs is not supported"),
+        ({"trust_remote_code": True}, "trust_remote_code is True: code that comes with a checkpoint"),
+        ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
+        ({"enforce_eager": 1}, "enforce_eager is 1; allowed: True, False"),
+        ({"tokenizer_mode": "slow"}, "tokenizer_mode is 'slow'; allowed"),
+        ({"device_ids": [0, 1]}, r"device_ids is \[0, 1\]; allowed"),
+        ({"compilation_config": {"cudagraph_mode": "SOME"}}, r"compilation_config\['cudagraph_mode'\] is 'SOME'"),
+        ({"compilation_config": 1}, r"compilation_config\['mode'\] is 1; allowed: 0, 3"),
+        ({"compilation_config": {"backend": "eager"}}, r"compilation_config\['backend'\] is 'eager'"),
+        ({"cudagraph_capture_sizes": "all"}, "cudagraph_capture_sizes is 'all'; allowed: a list of integers"),
+        (
+            {"enforce_eager": True, "mode": "compiled"},
+            "mode is 'compiled', but enforce_eager makes mode 'eager'",
+        ),
+        (
+            {"num_blocks": 4, "num_gpu_blocks_override": 5},
+            "num_gpu_blocks_override makes num_blocks 5, but num_blocks is 4",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_honoured_is_an_error(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        translate(keywords, on_gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"wings": 2}, "LLM has no option 'wings'$"),
+        ({"enforce_eagr": True}, "did you mean 'enforce_eager'"),
+        ({"max_num_seq": 2}, "did you mean 'max_num_seqs'"),
+        ({"compilation_config": {"cudagraph_mod": "FULL"}}, "did you mean 'cudagraph_mode'"),
+        ({"compilation_config": [3]}, "compilation_config is .*; allowed: a dict, or its 'mode'"),
+        ({"attention_config": "triton"}, "attention_config is 'triton'; allowed: a dict$"),
+    ],
+)
+def test_an_unknown_name_or_form_is_an_error(keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        translate(keywords, on_gpu=True)
+
+
+def test_a_token_is_not_repeated_in_the_error() -> None:
+    with pytest.raises(ValueError, match="HF_TOKEN") as caught:
+        translate({"hf_token": "secret"}, on_gpu=True)
+    assert "secret" not in str(caught.value)
+
+
+def test_enforce_eager_silences_what_is_about_compilation() -> None:
+    with pytest.warns(UserWarning, match="compilation_config .enforce_eager is True"):
+        options = translate({"compilation_config": {"cudagraph_mode": "FULL"}, "enforce_eager": True}, on_gpu=True)
+    assert options == {"mode": "eager"}
+
+
+def test_cuda_graphs_have_no_effect_without_a_gpu() -> None:
+    with pytest.warns(UserWarning, match="cudagraph_capture_sizes .CUDA graphs need a CUDA GPU") as caught:
+        assert translate({"cudagraph_capture_sizes": [1, 2]}, on_gpu=False) == {}
+    assert len(caught) == 1
+    assert translated({"graph_mode": "full"}, on_gpu=False) == {"graph_mode": "full"}
+
+
+def test_captured_sizes_stay_within_the_limits_that_are_given() -> None:
+    options = translate({"cudagraph_capture_sizes": [1, 8, 64], "max_num_seqs": 8}, on_gpu=True)
+    assert options == {"capture_sizes": (1, 8), "capture_token_sizes": (1, 8, 64), "max_num_seqs": 8}
+
+
+def test_this_engines_own_options_are_taken_as_they_are() -> None:
+    own = {"mode": "compiled", "passes": ["silu_mul"], "num_blocks": None}
+    assert translated(own) == own
+
+
+def test_no_row_denies_an_option_of_this_engine() -> None:
+    own = {field.name for field in fields(EngineOptions)}
+    assert [name for name in sorted(own & KEYWORDS.keys()) if isinstance(KEYWORDS[name], Only | WithoutEffect)] == []
