@@ -33,22 +33,21 @@ if TYPE_CHECKING:
 class LLM:
     """An engine with a model loaded, compiled and ready.
 
-    model: checkpoint folder in Hugging Face layout; None for the bundled model. options: the fields of
-    `EngineOptions`. progress: show what takes long on stderr.
+    model: checkpoint folder in Hugging Face layout, or org/name of the Hugging Face Hub; None for the bundled model.
+    options: the fields of `EngineOptions`. progress: show what takes long on stderr.
 
-    Raises TypeError for an unknown option, ValueError or FileNotFoundError for a value that cannot be
-    honoured. Not to be called from several threads at a time. Closing it (or leaving its `with` block) frees
-    the device.
+    Raises TypeError for an unknown option, ValueError or OSError for a value that cannot be honoured. Not to be
+    called from several threads at a time. Closing it (or leaving its `with` block) frees the device.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
         engine_options = make_options({"model": model, **options})
-        self._config = resolve(engine_options)
+        self._progress = RichProgress() if progress else SilentProgress()
+        self._config = resolve(engine_options, self._progress)
         model_path = self._config.model.path
-        self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
+        self._tokenizer = find_tokenizer(self._config.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
-        self._progress = RichProgress() if progress else SilentProgress()
         processors = resolve_logits_processors(engine_options.logits_processors)
         self._core: EngineCore | None = EngineCore(self._config, self._progress, processors)
         limits = InputLimits(

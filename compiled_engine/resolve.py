@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,11 +22,16 @@ from compiled_engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from compiled_engine.graphs.cache import default_root
-from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.registry import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.progress import Progress, SilentProgress
+from compiled_engine.resolve_folders import (
+    check_folders,
+    resolve_cache_dir,
+    resolve_model_folder,
+    resolve_tokenizer_folder,
+)
 from compiled_engine.resolve_graphs import resolve_graphs
 from compiled_engine.resolve_logits_processors import resolve_logits_processors
 
@@ -51,16 +55,20 @@ MIN_CORES_FOR_WORKERS = 4
 MAX_WORKERS = 8
 
 
-def resolve(options: EngineOptions) -> EngineConfig:
-    """Raises ValueError or TypeError naming the field, the value and what is allowed."""
+def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
+    """The configuration; of a model from the hub, what is missing but the weights is downloaded.
+
+    Raises ValueError, TypeError or OSError naming the field, the value and what is allowed.
+    """
+    progress = progress or SilentProgress()
     _check_types(options)
     reasons: dict[str, str] = {}
     device = resolve_device(options.device, reasons)
-    path = BUNDLED_MODEL_PATH if options.model is None else Path(options.model)
-    if options.model is None:
-        reasons["model.path"] = "no model was named: the bundled one"
+    folder = resolve_model_folder(options, reasons, progress)
     model, model_reasons = read_model_config(
-        path,
+        folder.path,
+        hub_name=folder.hub_name,
+        revision=folder.revision,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         load_format=options.load_format,
@@ -73,6 +81,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     backend, block_size = _attention(options, model, device, reasons)
     return EngineConfig(
         model=model,
+        tokenizer=resolve_tokenizer_folder(options, reasons, progress),
         cache=CacheConfig(
             block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),
@@ -116,12 +125,7 @@ def _check_types(options: EngineOptions) -> None:
         if not isinstance(value, tuple) and (value is not None or name == "disable_passes"):
             raise TypeError(f"{name} is {value!r}; allowed: a list")
     resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
-    for name in ("model", "tokenizer", "cache_dir"):
-        value = getattr(options, name)
-        if value is not None and not isinstance(value, str | Path):
-            raise TypeError(f"{name} is {value!r}; allowed: the path of a folder, or None")
-        if value == "":
-            raise ValueError(f"{name} is ''; allowed: the path of a folder, or None")
+    check_folders(options)
 
 
 def _require_positive(name: str, value: Any, optional: bool = False, most: int | None = None) -> None:
@@ -252,7 +256,7 @@ def _compile(
         for name in COMPILE_OPTIONS:
             if getattr(options, name) != getattr(defaults, name):
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
-        return CompileConfig(False, (), (), False, False, 0, _cache_dir(options))
+        return CompileConfig(False, (), (), False, False, 0, resolve_cache_dir(options))
     known = tuple(graph_pass.name for graph_pass in registered_passes())
     for field in ("passes", "disable_passes"):
         for name in getattr(options, field) or ():
@@ -265,7 +269,7 @@ def _compile(
         strict=options.strict_passes,
         verify=options.verify_passes,
         workers=_workers(options, reasons),
-        cache_dir=_cache_dir(options),
+        cache_dir=resolve_cache_dir(options),
     )
 
 
@@ -295,13 +299,3 @@ def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"
     return min(cores // 2, MAX_WORKERS) if cores >= MIN_CORES_FOR_WORKERS else 0
-
-
-def _cache_dir(options: EngineOptions) -> Path | None:
-    if not options.compile_cache:
-        if options.cache_dir is not None:
-            raise ValueError(
-                f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
-            )
-        return None
-    return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()

@@ -31,11 +31,14 @@ def read_model_config(
     load_format: str,
     seed: int,
     device_type: str,
+    hub_name: str | None = None,
+    revision: str | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
     """The model in a checkpoint folder, and the reasons for what was left to choose, by dotted field name.
 
     dtype: auto, or a name in DTYPES. max_model_len: tokens, None for as many as the model supports.
-    load_format: one of LOAD_FORMATS. device_type: cpu or cuda.
+    load_format: one of LOAD_FORMATS. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub,
+    whose weights need not be in the folder yet.
     Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
     path = Path(path)
@@ -45,14 +48,17 @@ def read_model_config(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     if not path.is_dir():
-        raise ValueError(f"model must be a folder that holds a checkpoint, got {str(path)!r}, which is no folder")
+        raise ValueError(
+            f"model must be a folder that holds a checkpoint, or org/name of the Hugging Face Hub, got {str(path)!r}, "
+            "which is neither"
+        )
     fields = JsonFields.from_file(path / "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)
     if load_format == "auto":
         load_format, reasons["model.load_format"] = "safetensors", "the one checkpoint format that is read"
-    if load_format == "safetensors":
+    if load_format == "safetensors" and hub_name is None:
         find_shards(path)
 
     num_layers = fields.integer("num_hidden_layers")
@@ -75,6 +81,8 @@ def read_model_config(
         )
     config = ModelConfig(
         path=path,
+        hub_name=hub_name,
+        revision=revision,
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,

@@ -20,7 +20,7 @@ def find_shards(folder: Path) -> list[Path]:
     Raises ValueError when there is none (naming pickle files if any), or one of the index is missing.
     """
     if (folder / INDEX).is_file():
-        names = sorted(set(_weight_map(folder).values()))
+        names = indexed_files(folder)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder / INDEX} names files that are missing: {name_some(missing)}")
@@ -62,6 +62,11 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if problems:
         raise ValueError(f"{folder}: " + "; ".join(problems))
     return tensors
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The names of the files that the index in the folder lists. Raises ValueError for a damaged index."""
+    return sorted(set(_weight_map(folder).values()))
 
 
 def name_some(names: list[str], most: int = 10) -> str:

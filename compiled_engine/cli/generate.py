@@ -19,6 +19,7 @@ from compiled_engine.cli.text import print_completions, print_stream
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions
+    from compiled_engine.progress import Progress
     from compiled_engine.sampling.params import SamplingParams
 
 
@@ -48,8 +49,9 @@ def generate(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
             from compiled_engine.llm import LLM, make_options
+            from compiled_engine.progress import RichProgress, SilentProgress
 
-            params = _checked(make_options(engine), sampling, prompt)
+            params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
@@ -75,7 +77,9 @@ def generate(
     typer.secho(summary(measured), err=True, dim=True)
 
 
-def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str]) -> SamplingParams:
+def _checked(
+    options: EngineOptions, sampling: dict[str, Any], prompts: list[str], progress: Progress
+) -> SamplingParams:
     """What to sample with. Raises for all that the engine would refuse once it stands, but for what its KV cache cannot
     hold."""
     from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -84,9 +88,10 @@ def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str
     from compiled_engine.frontend.tokenizer import find_tokenizer
     from compiled_engine.resolve import resolve
 
-    model = resolve(options).model
+    config = resolve(options, progress)
+    model = config.model
     params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)
     limits = InputLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
-    inputs = InputProcessor(find_tokenizer(options.tokenizer, model.path), limits, frozenset())
+    inputs = InputProcessor(find_tokenizer(config.tokenizer, model.path), limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params

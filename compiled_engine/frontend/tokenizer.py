@@ -83,12 +83,10 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
     return JsonFields.from_file(path).values if path.is_file() else {}
 
 
-def find_tokenizer(given: str | Path | None, model_path: Path) -> Tokenizer | None:
-    """The tokenizer that was asked for, else the checkpoint's; None if that has none."""
+def find_tokenizer(given: Path | None, model_path: Path) -> Tokenizer | None:
+    """The tokenizer in the folder `given`, else the checkpoint's; None if that has none."""
     if given is not None:
-        if not isinstance(given, str | Path):
-            raise TypeError(f"tokenizer must be the path of a folder, got {given!r}")
-        return load_tokenizer(Path(given))
+        return load_tokenizer(given)
     return load_tokenizer(model_path) if has_tokenizer(model_path) else None
 
 
