@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.engine_core import EngineCore
-from compiled_engine.frontend.chat import Conversation, render_chat, split_conversations
+from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputLimits, InputProcessor
@@ -97,7 +97,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -105,18 +105,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
 
-        chat_template: a Jinja template instead of the tokenizer's. add_generation_prompt: open an answer.
+        chat_template: a Jinja template, or the path of a file with one, instead of the tokenizer's.
+        add_generation_prompt: open an answer.
         continue_final_message: continue the last message instead. tools, chat_template_kwargs: what the
         template may use. Otherwise as `generate`.
         """
         self._require_open()
         tokenizer = self._require_tokenizer()
+        template = read_chat_template(chat_template, tokenizer)
         prompts = [
             render_chat(
                 tokenizer,
                 conversation,
                 name=name,
-                chat_template=chat_template,
+                chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from compiled_engine.models.json_fields import JsonFields
+from compiled_engine.models.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -17,8 +18,17 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 def find_shards(folder: Path) -> list[Path]:
     """The files that make up the checkpoint: those of the index, or the single file, or all there are.
 
-    Raises ValueError when there is none (naming pickle files if any), or one of the index is missing.
+    Raises ValueError when there is none (naming pickle files if any), one of the index is missing, or one is a Git LFS
+    pointer.
     """
+    shards = _shards(folder)
+    for shard in shards:
+        if is_lfs_pointer(shard):
+            raise ValueError(describe_lfs_pointer(shard))
+    return shards
+
+
+def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         names = indexed_files(folder)
         missing = [name for name in names if not (folder / name).is_file()]
