@@ -71,7 +71,7 @@ def read_model_config(
     rope = _rope(fields, max_position_embeddings)
     biases = family.biases(fields)
     if dtype == "auto":
-        dtype, reasons["model.dtype"] = _auto_dtype(fields, path, load_format, device_type)
+        dtype, reasons["model.dtype"] = _auto_dtype(fields, path, load_format, device_type, hub_name)
     supported_length, origin = _supported_length(rope, max_position_embeddings)
     if max_model_len is None:
         max_model_len, reasons["model.max_model_len"] = supported_length, origin
@@ -185,7 +185,9 @@ def _supported_length(rope: RopeConfig, max_position_embeddings: int) -> tuple[i
     return max_position_embeddings, "the model's max_position_embeddings"
 
 
-def _auto_dtype(fields: JsonFields, path: Path, load_format: str, device_type: str) -> tuple[str, str]:
+def _auto_dtype(
+    fields: JsonFields, path: Path, load_format: str, device_type: str, hub_name: str | None
+) -> tuple[str, str]:
     """Name and reason."""
     if device_type == "cpu":
         return "float32", "CPUs compute float32 fastest, and it holds every checkpoint exactly"
@@ -197,6 +199,11 @@ def _auto_dtype(fields: JsonFields, path: Path, load_format: str, device_type: s
         return stated, f"the checkpoint's, from {name} in config.json"
     if load_format == "dummy":
         return "bfloat16", "config.json states no dtype, and there are no weights to take it from"
+    if hub_name is not None:
+        raise ValueError(
+            f"dtype is 'auto', but {fields.source} states none, and the weights of {hub_name} may not be there yet; "
+            f"allowed: {', '.join(DTYPES)}"
+        )
     tensors = map_tensors(path)
     first = next(iter(tensors))
     stored = str(tensors[first].dtype).removeprefix("torch.")
