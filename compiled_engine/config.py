@@ -51,10 +51,13 @@ class RopeConfig:
 class ModelConfig:
     """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
 
+    `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
     """
 
     path: Path
+    hub_name: str | None
+    revision: str | None
     architecture: str
     vocab_size: int
     hidden_size: int
@@ -156,9 +159,13 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything. `reasons` maps a dotted field name to why it has its value, for those that were "auto"."""
+    """Everything. `reasons` maps a dotted field name to why it has its value, for those that were "auto".
+
+    `tokenizer`: its folder, None for the model's own.
+    """
 
     model: ModelConfig
+    tokenizer: Path | None
     cache: CacheConfig
     scheduler: SchedulerConfig
     compile: CompileConfig

@@ -13,7 +13,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore, start_core
-from compiled_engine.frontend.chat import Conversation, render_chat, split_conversations
+from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
@@ -42,30 +42,30 @@ log = logging.getLogger("compiled_engine")
 class LLM:
     """An engine with a model loaded, compiled and ready.
 
-    model: checkpoint folder in Hugging Face layout; None for the bundled model. options: the fields of
-    `EngineOptions`. progress: show what takes long on stderr.
+    model: checkpoint folder in Hugging Face layout, or org/name of the Hugging Face Hub; None for the bundled model.
+    options: the fields of `EngineOptions`. progress: show what takes long on stderr.
 
-    Raises TypeError for an unknown option, ValueError or FileNotFoundError for a value that cannot be
-    honoured. Not to be called from several threads at a time. Closing it, leaving its `with` block or
-    dropping the last reference to it and its iterators frees the device.
+    Raises TypeError for an unknown option, ValueError or OSError for a value that cannot be honoured. Not to be
+    called from several threads at a time. Closing it, leaving its `with` block or dropping the last reference to it
+    and its iterators frees the device.
     """
 
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
         timeline = Timeline()
         timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
         engine_options = make_options({"model": model, **options})
+        self._progress = RichProgress() if progress else SilentProgress()
         with timeline.span("configuration"):
-            self._config = resolve(engine_options)
+            self._config = resolve(engine_options, self._progress)
         if engine_options.mode == "auto" and (obstacle := compiler_obstacle(self._config.device)) is not None:
             log.warning("mode is eager, which is slower: %s", obstacle)
         model_path = self._config.model.path
         self._tokenizer = None
         if not engine_options.skip_tokenizer_init:
             with timeline.span("tokenizer"):
-                self._tokenizer = find_tokenizer(engine_options.tokenizer, model_path)
+                self._tokenizer = find_tokenizer(self._config.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
-        self._progress = RichProgress() if progress else SilentProgress()
         processors = resolve_logits_processors(engine_options.logits_processors)
         self._core: EngineCore | None = start_core(self._config, self._progress, processors, timeline)
         limits = RequestLimits(
@@ -116,7 +116,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
-        chat_template: str | None = None,
+        chat_template: str | Path | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
@@ -125,18 +125,20 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
 
-        chat_template: a Jinja template instead of the tokenizer's. add_generation_prompt: open an answer.
+        chat_template: a Jinja template, or the path of a file with one, instead of the tokenizer's.
+        add_generation_prompt: open an answer.
         continue_final_message: continue the last message instead. tools, chat_template_kwargs: what the
         template may use. Otherwise as `generate`.
         """
         self._require_open()
         tokenizer = self._require_tokenizer()
+        template = read_chat_template(chat_template, tokenizer)
         prompts = [
             render_chat(
                 tokenizer,
                 conversation,
                 name=name,
-                chat_template=chat_template,
+                chat_template=template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,

@@ -14,8 +14,10 @@ if TYPE_CHECKING:
 class EngineOptions:
     """The keyword arguments of `LLM`; "auto" and None leave the choice to `resolve`.
 
-    model: checkpoint folder in Hugging Face layout; None is the bundled model.
-    tokenizer: folder with the tokenizer, when it is not the model's.
+    model: checkpoint folder in Hugging Face layout, or org/name or org/name@revision of the Hugging Face Hub; None is
+        the bundled model. revision: branch, tag or commit of a model from the hub; None for its main branch.
+    tokenizer: folder or name of the tokenizer, when it is not the model's. tokenizer_revision: as revision.
+    download_dir: where files from the hub are kept, instead of huggingface_hub's own cache.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids, and outputs have no text.
     mode: eager | compiled | graphed | auto, the shorthand for compile on or off and the CUDA graph mode.
     dtype: auto | float32 | bfloat16 | float16.
@@ -50,6 +52,9 @@ class EngineOptions:
 
     model: str | Path | None = None
     tokenizer: str | Path | None = None
+    revision: str | None = None
+    tokenizer_revision: str | None = None
+    download_dir: str | Path | None = None
     skip_tokenizer_init: bool = False
     mode: str = "auto"
     dtype: str = "auto"

@@ -78,7 +78,8 @@ def compile_model(
 ) -> CompiledModel:
     """The compiled model for a config, from the cache if it holds it.
 
-    `make_model` builds the model on the meta device; it is called only when there is something to trace.
+    `make_model` builds the model on the meta device; it is called only when there is something to trace. The timeline
+    has it all under "compile", or under "load" if it was in the cache.
 
     Raises GuardError when the model's code depends on sizes, SplitError on an unknown mutating op, CompileError when
     Inductor fails, ContractError (strict) and VerificationError (verify) for a pass.
@@ -103,6 +104,8 @@ def compile_model(
         # Rewrites that are to be verified have to be made.
         root = None if config.compile.verify else config.compile.cache_dir
         lookup = find_or_build(root, factors, build, load)
+    if lookup.status == "hit":
+        timeline.rename("compile", "load")
     ranges, pieces = lookup.loaded
     if config.compile.strict:
         for compiled_range in ranges:

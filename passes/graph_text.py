@@ -18,24 +18,27 @@ def graph_text(graph: fx.Graph) -> list[str]:
 
 
 def graph_diff(before: list[str], after: list[str]) -> str:
-    """What went (-), what came (+), and two lines that stayed around them; in time linear in the lines.
+    """What went (-), then what came (+) in its place, and two lines that stayed around them.
 
-    Every line of a graph is unique, and what stays keeps its order, so no search for the longest match is needed.
+    Every line of a graph is unique, and what stays keeps its order, so no search for the longest match is needed: the
+    time is linear in the lines.
     """
     went, came = set(before) - set(after), set(after) - set(before)
     lines: list[str] = []
+    added: list[str] = []  # since the last line that stayed
     i = 0
     for line in after:
         if line in came:
-            lines.append("+ " + line)
+            added.append("+ " + line)
             continue
         while i < len(before) and before[i] != line:
             if before[i] in went:
                 lines.append("- " + before[i])
             i += 1
-        lines.append("  " + line)
+        lines += [*added, "  " + line]
+        added = []
         i += 1
-    lines += ["- " + line for line in before[i:] if line in went]
+    lines += ["- " + line for line in before[i:] if line in went] + added
     return "\n".join(_with_context(lines)) if went or came else ""
 
 

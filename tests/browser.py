@@ -22,7 +22,7 @@ CHROMIUM = [
         "--hide-scrollbars",
         "--disable-dev-shm-usage",
     ),
-    *("--enable-logging=stderr", "--v=0", f"--window-size={WIDTH},{HEIGHT}"),
+    *("--enable-logging=stderr", "--v=0"),
 ]
 
 
@@ -35,20 +35,21 @@ class Visit:
     console: list[str]
 
 
-def visit(page: Path, fragment: str = "", *, dark: bool = False) -> Visit:
-    """Open a page twice in new profiles: for its screenshot, and for its document."""
+def visit(page: Path, fragment: str = "", *, dark: bool = False, width: int = WIDTH) -> Visit:
+    """Open a page twice in new profiles: for its screenshot, and for its document. width: of the window in pixels."""
     with tempfile.TemporaryDirectory() as folder:
         picture = Path(folder) / "page.png"
-        errors = _run(page, fragment, dark, f"--screenshot={picture}")[1]
-        dom, _ = _run(page, fragment, dark, "--dump-dom")
+        errors = _run(page, fragment, dark, width, f"--screenshot={picture}")[1]
+        dom, _ = _run(page, fragment, dark, width, "--dump-dom")
         return Visit(_pixels(picture.read_bytes()), dom, re.findall(r":CONSOLE[:(].*", errors))
 
 
-def _run(page: Path, fragment: str, dark: bool, action: str) -> tuple[str, str]:
+def _run(page: Path, fragment: str, dark: bool, width: int, action: str) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as profile:
         scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
         address = f"{page.absolute().as_uri()}#{fragment}"
-        command = [*CHROMIUM, f"--user-data-dir={profile}", scheme, action, address]
+        size = f"--window-size={width},{HEIGHT}"
+        command = [*CHROMIUM, size, f"--user-data-dir={profile}", scheme, action, address]
         result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return result.stdout, result.stderr
 

@@ -64,6 +64,8 @@ def base_config() -> EngineConfig:
 # Another value for every field.
 PERTURBED: dict[str, Any] = {
     "model.path": Path("/elsewhere"),
+    "model.hub_name": "org/name",
+    "model.revision": "0" * 40,
     "model.architecture": "LlamaForCausalLM",
     "model.vocab_size": 103,
     "model.hidden_size": 128,
@@ -95,6 +97,7 @@ PERTURBED: dict[str, Any] = {
     "model.max_model_len": 99,
     "model.load_format": "dummy",
     "model.seed": 7,
+    "tokenizer": Path("/elsewhere"),
     "cache.block_size": 32,
     "cache.num_blocks": 5,
     "cache.gpu_memory_utilization": 0.5,

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tiny_tokenizers import byte_level, with_bos
 
+from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.chat import render_chat, split_conversations
 
 TEMPLATE = (
@@ -127,3 +130,32 @@ def test_one_conversation_or_many() -> None:
 def test_what_a_template_may_not_get_is_refused(given: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         render([{"role": "user", "content": "x"}], chat_template_kwargs=given)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM(device="cpu", mode="eager", max_model_len=64, num_blocks=16, progress=False) as engine:
+        yield engine
+
+
+def test_chat_takes_a_template_or_the_path_of_one(llm: LLM, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE)
+    for given in (TEMPLATE, path, str(path)):
+        (output,) = llm.chat([USER], SamplingParams(max_tokens=1), chat_template=given, use_tqdm=False)
+        assert output.prompt == "<|user|>hello</s><|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ("template.jinja", ValueError, "chat_template is 'template.jinja', which is no Jinja template, and there is"),
+        (Path("a/b"), ValueError, "chat_template is 'a/b', which is no Jinja template, and there is no such file"),
+        ("", ValueError, "chat_template is '', which is no Jinja template"),
+        ("a" * 5000, ValueError, "which is no Jinja template"),
+        (5, TypeError, "chat_template must be a Jinja template, the path of a file with one, or None, got 5"),
+    ],
+)
+def test_what_is_no_chat_template(given: Any, kind: type[Exception], message: str, llm: LLM) -> None:
+    with pytest.raises(kind, match=message):
+        llm.chat([USER], chat_template=given)

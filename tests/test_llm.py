@@ -246,7 +246,7 @@ def test_unknown_and_impossible_options() -> None:
         LLM(mode="fast")
     with pytest.raises(FileNotFoundError, match="tokenizer must be a folder, and there is none at 'nowhere'"):
         LLM(tokenizer="nowhere", **SMALL)
-    with pytest.raises(TypeError, match="tokenizer is 3; allowed: the path of a folder, or None"):
+    with pytest.raises(TypeError, match="tokenizer is 3; allowed: the path of a folder, org/name of the"):
         LLM(tokenizer=3, **SMALL)
 
 

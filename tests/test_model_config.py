@@ -229,6 +229,9 @@ def test_auto_dtype_without_a_stated_one_is_that_of_the_weights(tmp_path: Path) 
     config, reasons = read(path, device_type="cuda", load_format="safetensors")
     assert config.dtype is torch.float16
     assert "states none" in reasons["model.dtype"]
+    expect_error(
+        path, "config.json states none", "org/a", device_type="cuda", load_format="safetensors", hub_name="org/a"
+    )
     save_file({"a": torch.ones(3, dtype=torch.int8)}, path / "model.safetensors")
     expect_error(path, "int8", "bfloat16", device_type="cuda", load_format="safetensors")
 

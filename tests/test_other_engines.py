@@ -26,6 +26,9 @@ SIGNATURES = [
 HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("model", "folder", {"model": "folder"}),
     ("tokenizer", "folder", {"tokenizer": "folder"}),
+    ("revision", "main", {"revision": "main"}),
+    ("tokenizer_revision", "main", {"tokenizer_revision": "main"}),
+    ("download_dir", "folder", {"download_dir": "folder"}),
     ("skip_tokenizer_init", True, {"skip_tokenizer_init": True}),
     ("device", "cpu", {"device": "cpu"}),
     ("device_ids", [1], {"device": "cuda:1"}),

@@ -151,14 +151,16 @@ def test_a_diff_shows_what_went_and_came_with_two_lines_around() -> None:
         "...",
         "  line 3",
         "  line 4",
-        "+ new",
         "- line 5",
+        "+ new",
         "  line 6",
         "  line 7",
         "...",
     ]
     assert graph_diff(before, before) == ""
     assert graph_diff(["a", "b"], ["a"]).splitlines() == ["  a", "- b"]
+    assert graph_diff(["a", "b"], ["c", "d"]).splitlines() == ["- a", "- b", "+ c", "+ d"]
+    assert graph_diff(["a", "k", "b"], ["c", "k", "d"]).splitlines() == ["- a", "+ c", "  k", "- b", "+ d"]
 
 
 def test_a_graph_as_text_names_inputs_and_types() -> None:

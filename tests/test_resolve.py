@@ -130,7 +130,7 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
         ({"cache_dir": "/tmp/x", "compile_cache": False}, ValueError, "compile_cache is False"),
         ({"cache_dir": "/tmp/x", "mode": "eager"}, ValueError, "cache_dir is '/tmp/x', but the mode is eager"),
         ({"generation_config": "best"}, ValueError, "generation_config is 'best'; allowed: auto, none"),
-        ({"model": 3}, TypeError, "model is 3; allowed: the path of a folder, or None"),
+        ({"model": 3}, TypeError, "model is 3; allowed: the path of a folder, org/name of the"),
         ({"cache_dir": 5}, TypeError, "cache_dir is 5; allowed: the path of a folder"),
         ({"block_size": True}, ValueError, "block_size is True"),
         ({"device": "cpu:1"}, ValueError, "device is 'cpu:1'"),

@@ -56,10 +56,10 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
-    """The model's name (the shape's, or the folder's), architecture, data type and limits."""
+    """The model's name (the shape's, the hub's or the folder's), architecture, data type and limits."""
     model = config.model
     return {
-        "name": shape or model.path.name,
+        "name": shape or model.hub_name or model.path.name,
         "architecture": model.architecture,
         "dtype": str(model.dtype).removeprefix("torch."),
         "layers": model.num_layers,

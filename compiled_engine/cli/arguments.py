@@ -42,8 +42,16 @@ def block_size(value: str) -> int | str:
 
 
 ENGINE_ARGUMENTS = (
-    Argument("model", Path, "Checkpoint folder in Hugging Face layout. Without it: the bundled model.", convert=str),
-    Argument("tokenizer", Path, "Folder with the tokenizer, when it is not the model's.", convert=str),
+    Argument(
+        "model",
+        str,
+        "Checkpoint folder in Hugging Face layout, or org/name[@revision] of the Hugging Face Hub. Without it: the "
+        "bundled model.",
+    ),
+    Argument("tokenizer", str, "Folder or name of the tokenizer, when it is not the model's."),
+    Argument("revision", str, "Branch, tag or commit of a model from the hub. Default: its main branch."),
+    Argument("tokenizer_revision", str, "The same for the tokenizer."),
+    Argument("download_dir", Path, "Where files from the hub are kept, instead of its own cache.", convert=str),
     Argument(
         "skip_tokenizer_init",
         bool,

@@ -25,7 +25,7 @@ def config(
 ) -> None:
     """Show the configuration that the engine would run with, and why.
 
-    Nothing is loaded or compiled.
+    Nothing is compiled, no weights are read or downloaded.
 
     Examples:
 

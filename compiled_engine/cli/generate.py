@@ -18,6 +18,7 @@ from compiled_engine.cli.reports import completion_records, print_completions, p
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions
+    from compiled_engine.process.progress import Progress
     from compiled_engine.sampling.params import SamplingParams
 
 
@@ -47,8 +48,9 @@ def generate(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
             from compiled_engine.llm import LLM, make_options
+            from compiled_engine.process.progress import RichProgress, SilentProgress
 
-            params = _checked(make_options(engine), sampling, prompt)
+            params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
@@ -74,7 +76,9 @@ def generate(
     typer.secho(summary(measured), err=True, dim=True)
 
 
-def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str]) -> SamplingParams:
+def _checked(
+    options: EngineOptions, sampling: dict[str, Any], prompts: list[str], progress: Progress
+) -> SamplingParams:
     """What to sample with. Raises for all that the engine would refuse once it stands, but for what its KV cache cannot
     hold."""
     from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -84,9 +88,10 @@ def _checked(options: EngineOptions, sampling: dict[str, Any], prompts: list[str
     from compiled_engine.messages import RequestLimits
     from compiled_engine.resolve.engine import resolve
 
-    model = resolve(options).model
+    config = resolve(options, progress)
+    model = config.model
     params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)
     limits = RequestLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
-    inputs = InputProcessor(find_tokenizer(options.tokenizer, model.path), limits, frozenset())
+    inputs = InputProcessor(find_tokenizer(config.tokenizer, model.path), limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params

@@ -61,7 +61,7 @@ def inspect(
             from compiled_engine.resolve.engine import resolve
 
             progress = SilentProgress() if quiet else RichProgress()
-            config = resolve(make_options(engine))
+            config = resolve(make_options(engine), progress)
             page, text = _places(output, text)
         if depyf is not None:
             _write_depyf(config, depyf, progress)

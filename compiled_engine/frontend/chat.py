@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from compiled_engine.frontend.prompts import Prompt
@@ -23,6 +25,23 @@ def split_conversations(messages: Conversation | Sequence[Conversation]) -> list
     if isinstance(messages[0], list | tuple):
         return [(f"messages[{index}]", conversation) for index, conversation in enumerate(messages)]
     return [("messages", messages)]
+
+
+def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | None:
+    """The template: itself, the content of the file that `given` names, or the name of one of the tokenizer's own.
+
+    Raises TypeError or ValueError, naming what was given.
+    """
+    if given is None:
+        return None
+    if not isinstance(given, str | Path):
+        raise TypeError(f"chat_template must be a Jinja template, the path of a file with one, or None, got {given!r}")
+    own = tokenizer.hf.chat_template
+    if isinstance(given, str) and ("{" in given or (isinstance(own, Mapping) and given in own)):
+        return given
+    if not os.path.isfile(given):  # Path.is_file raises for a text that is too long for a path
+        raise ValueError(f"chat_template is {str(given)!r}, which is no Jinja template, and there is no such file")
+    return Path(given).read_text(encoding="utf-8")
 
 
 def render_chat(

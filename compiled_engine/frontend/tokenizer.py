@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,7 +71,7 @@ def has_tokenizer(path: Path) -> bool:
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer in the folder `path`, from its files alone: nothing is downloaded, no code of it is run.
 
-    Raises FileNotFoundError or ValueError, naming the folder and what is wrong.
+    Raises FileNotFoundError or ValueError, naming the folder, what is wrong, and the file if one is damaged.
     """
     if not path.is_dir():
         raise FileNotFoundError(f"tokenizer must be a folder, and there is none at {str(path)!r}")
@@ -81,8 +82,24 @@ def load_tokenizer(path: Path) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise ValueError(f"tokenizer: cannot load the one in {str(path)!r}: {error}") from error
+        why = _damage(path) or f"{type(error).__name__}: {error}"
+        raise ValueError(f"tokenizer: cannot load the one in {str(path)!r}: {why}") from error
     return Tokenizer(hf)
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file of a tokenizer that could not be loaded; empty if none is damaged for itself."""
+    for file in (path / name for name in TOKENIZER_FILES if (path / name).is_file()):
+        if is_lfs_pointer(file):
+            return describe_lfs_pointer(file)
+        if file.suffix == ".json":
+            try:
+                fields = JsonFields.from_file(file)
+            except ValueError as error:
+                return str(error)
+            if file.name == "tokenizer.json" and "model" not in fields:
+                return f"{file}: the field model is missing"
+    return ""
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
@@ -90,12 +107,10 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
     return JsonFields.from_file(path).values if path.is_file() else {}
 
 
-def find_tokenizer(given: str | Path | None, model_path: Path) -> Tokenizer | None:
-    """The tokenizer that was asked for, else the checkpoint's; None if that has none."""
+def find_tokenizer(given: Path | None, model_path: Path) -> Tokenizer | None:
+    """The tokenizer in the folder `given`, else the checkpoint's; None if that has none."""
     if given is not None:
-        if not isinstance(given, str | Path):
-            raise TypeError(f"tokenizer must be the path of a folder, got {given!r}")
-        return load_tokenizer(Path(given))
+        return load_tokenizer(given)
     return load_tokenizer(model_path) if has_tokenizer(model_path) else None
 
 

@@ -59,6 +59,9 @@ HONOURED: dict[str, Row] = {
         for name in (
             "model",
             "tokenizer",
+            "revision",
+            "tokenizer_revision",
+            "download_dir",
             "skip_tokenizer_init",
             "device",
             "seed",

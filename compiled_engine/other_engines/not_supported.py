@@ -16,7 +16,7 @@ NOT_SUPPORTED: dict[str, Row] = {
         nnodes=1,
     ),
     **only("code that comes with a checkpoint", "use a model of a family that the engine has", trust_remote_code=False),
-    **only("choosing a revision", "name a folder that has it", revision=(), tokenizer_revision=(), code_revision=()),
+    **only("choosing a revision", "name a folder that has it", code_revision=()),
     **only(
         "a quantised model",
         "use a checkpoint in bfloat16, float16 or float32",

@@ -54,7 +54,6 @@ WITHOUT_EFFECT: dict[str, Row] = without_effect(
             safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
             model_loader_extra_config ignore_patterns pt_load_map_location use_tqdm_on_load
         """,
-        "huggingface_hub decides where files are kept: see HF_HOME": "download_dir",
         "kernels come from attention_backend and the passes": """
             linear_backend ir_op_priority kernel_config enable_flashinfer_autotune use_fp64_gumbel performance_mode
             kv_sharing_fast_prefill jit_monitor_mode jit_monitor_verbose sparse_indexer_topk_backend monokernel

@@ -7,23 +7,37 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.progress import Progress as RichBar
 
 Advance = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """Where long work reports to. `stage` yields a function that adds to the count of finished units."""
+    """Where long work reports to. `stage` yields a function that adds to the count of finished units.
 
-    def stage(self, name: str, total: int | None = None) -> AbstractContextManager[Advance]: ...
+    in_bytes: the units are bytes of a download, which has a speed.
+    """
+
+    def stage(
+        self, name: str, total: int | None = None, *, in_bytes: bool = False
+    ) -> AbstractContextManager[Advance]: ...
 
 
 class SilentProgress:
     """Shows nothing."""
 
     @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
+    def stage(self, name: str, total: int | None = None, *, in_bytes: bool = False) -> Iterator[Advance]:
         yield lambda count: None
 
 
@@ -31,9 +45,11 @@ class RichProgress:
     """A bar a stage on stderr; on a terminal it is live, in a log it is one line when the stage ends."""
 
     @contextmanager
-    def stage(self, name: str, total: int | None = None) -> Iterator[Advance]:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with RichBar(*columns, console=Console(stderr=True)) as bar:
+    def stage(self, name: str, total: int | None = None, *, in_bytes: bool = False) -> Iterator[Advance]:
+        counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
+        if in_bytes:
+            counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True))
+        with RichBar(TextColumn("{task.description}"), BarColumn(), *counts, console=Console(stderr=True)) as bar:
             task = bar.add_task(name, total=total)
             yield lambda count: bar.advance(task, count)
             if total is None:

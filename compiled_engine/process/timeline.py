@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -58,6 +58,17 @@ class Timeline:
 
     def add(self, name: str, start_s: float, seconds: float, parent: str | None = None) -> None:
         self.spans.append(Span(name, start_s, seconds, parent))
+
+    def rename(self, name: str, new: str) -> None:
+        """Give a stage that has ended another name, once it is known what it was."""
+        self.spans = [
+            replace(
+                span,
+                name=new if span.name == name else span.name,
+                parent=new if span.parent == name else span.parent,
+            )
+            for span in self.spans
+        ]
 
     def seconds(self) -> dict[str, float]:
         """The duration of each stage by name; of those that happened several times the sum."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from compiled_engine.config import POLICIES
 from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.folders import check_folders
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
 MODES = ("auto", "eager", "compiled", "graphed")
@@ -42,12 +43,7 @@ def check_types(options: EngineOptions) -> None:
     resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     if not isinstance(options.profile_dir, str | Path) or options.profile_dir == "":
         raise TypeError(f"profile_dir is {options.profile_dir!r}; allowed: the path of a folder")
-    for name in ("model", "tokenizer", "cache_dir"):
-        value = getattr(options, name)
-        if value is not None and not isinstance(value, str | Path):
-            raise TypeError(f"{name} is {value!r}; allowed: the path of a folder, or None")
-        if value == "":
-            raise ValueError(f"{name} is ''; allowed: the path of a folder, or None")
+    check_folders(options)
 
 
 def require_positive(name: str, value: Any, optional: bool = False, most: int | None = None) -> None:

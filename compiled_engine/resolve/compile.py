@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from pathlib import Path
 
 import torch
 
 from compiled_engine.config import CompileConfig, SchedulerConfig
-from compiled_engine.graphs.cache.lookup import default_root
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.resolve.checks import require_one_of, require_positive
+from compiled_engine.resolve.folders import resolve_cache_dir
 
 COMPILE_OPTIONS = (
     "passes",
@@ -48,7 +47,7 @@ def resolve_compile(
         for name in COMPILE_OPTIONS:
             if getattr(options, name) != getattr(defaults, name):
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode is eager: nothing is compiled")
-        return CompileConfig(False, (), (), False, False, 0, _cache_dir(options))
+        return CompileConfig(False, (), (), False, False, 0, resolve_cache_dir(options))
     known = tuple(graph_pass.name for graph_pass in registered_passes())
     for field in ("passes", "disable_passes"):
         for name in getattr(options, field) or ():
@@ -61,7 +60,7 @@ def resolve_compile(
         strict=options.strict_passes,
         verify=options.verify_passes,
         workers=_workers(options, reasons),
-        cache_dir=_cache_dir(options),
+        cache_dir=resolve_cache_dir(options),
     )
 
 
@@ -91,13 +90,3 @@ def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"
     return min(cores // 2, MAX_WORKERS) if cores >= MIN_CORES_FOR_WORKERS else 0
-
-
-def _cache_dir(options: EngineOptions) -> Path | None:
-    if not options.compile_cache:
-        if options.cache_dir is not None:
-            raise ValueError(
-                f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
-            )
-        return None
-    return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()

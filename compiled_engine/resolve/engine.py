@@ -6,7 +6,6 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 
@@ -18,26 +17,34 @@ from compiled_engine.config import (
     ModelConfig,
     SchedulerConfig,
 )
-from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.checks import check_types
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import resolve_graphs
+from compiled_engine.resolve.folders import (
+    resolve_model_folder,
+    resolve_tokenizer_folder,
+)
 
 DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 
 
-def resolve(options: EngineOptions) -> EngineConfig:
-    """Raises ValueError or TypeError naming the field, the value and what is allowed."""
+def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineConfig:
+    """The configuration; of a model from the hub, what is missing but the weights is downloaded.
+
+    Raises ValueError, TypeError or OSError naming the field, the value and what is allowed.
+    """
+    progress = progress or SilentProgress()
     check_types(options)
     reasons: dict[str, str] = {}
     device = resolve_device(options.device, reasons)
-    path = BUNDLED_MODEL_PATH if options.model is None else Path(options.model)
-    if options.model is None:
-        reasons["model.path"] = "no model was named: the bundled one"
+    folder = resolve_model_folder(options, reasons, progress)
     model, model_reasons = read_model_config(
-        path,
+        folder.path,
+        hub_name=folder.hub_name,
+        revision=folder.revision,
         dtype=options.dtype,
         max_model_len=options.max_model_len,
         load_format=options.load_format,
@@ -50,6 +57,7 @@ def resolve(options: EngineOptions) -> EngineConfig:
     backend, block_size = _attention(options, model, device, reasons)
     return EngineConfig(
         model=model,
+        tokenizer=resolve_tokenizer_folder(options, reasons, progress),
         cache=CacheConfig(
             block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),

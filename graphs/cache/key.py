@@ -45,6 +45,8 @@ ANGLE_SCALE_FIELDS = (
 # any others. The device is a factor of its own.
 OTHER_FIELDS = (
     "model.path",
+    "model.hub_name",
+    "model.revision",
     "model.rope.theta",
     "model.rope.original_max_position_embeddings",
     "model.rope.low_freq_factor",
@@ -57,6 +59,7 @@ OTHER_FIELDS = (
     "model.max_model_len",
     "model.load_format",
     "model.seed",
+    "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
     "cache.gpu_memory_utilization",

@@ -32,7 +32,7 @@ class GuardRecord:
 
 # The first rule whose pattern fits a guard's source and kind says what it is about and why it holds.
 _RULES = (
-    ("sizes", r"", r"SHAPE_ENV", "all inputs of a step are made from one batch, within the scheduler's limits"),
+    ("input sizes", r"", r"SHAPE_ENV", "all inputs of a step are made from one batch, within the scheduler's limits"),
     (
         "state of torch",
         r"",
@@ -102,7 +102,7 @@ def proved_asserts(messages: Iterable[str]) -> tuple[GuardRecord, ...]:
     if not found:
         return ()
     discharged = "proved from the declared ranges of the sizes"
-    return (GuardRecord("sizes", "run-time assert", found.total(), tuple(found.items()), discharged),)
+    return (GuardRecord("asserted sizes", "run-time assert", found.total(), tuple(found.items()), discharged),)
 
 
 def _account(source: str, kind: str) -> tuple[str, str]:

@@ -53,7 +53,7 @@ def render_html(report: Report) -> str:
     return environment.get_template("report.html").render(
         report=data,
         texts=texts,
-        config_rows=list(_rows("", data["config"])),
+        config_rows=list(_rows("", _shown_config(data["config"]))),
         factor_rows=list(_rows("", data["cache"].get("factors", {}))),
         waterfalls={name: _waterfall(spans, piece_names) for name, spans in data["phases"].items()},
         piece_names=piece_names,
@@ -70,6 +70,11 @@ def render_html(report: Report) -> str:
         ),
         measured_kernels=(data["metrics"] or {}).get("kernels_per_decode_step"),
     )
+
+
+def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the settings of CUDA graphs where there can be none."""
+    return {name: value for name, value in config.items() if name != "graph" or config["device"] != "cpu"}
 
 
 def _waterfall(spans: list[Mapping[str, Any]], piece_names: Mapping[str, str]) -> list[Bar]:

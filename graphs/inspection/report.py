@@ -221,7 +221,7 @@ def _notes(config: Mapping[str, Any], entry: CompiledEntry | None, metrics: Mapp
         )
     elif entry.status == "off":
         notes["cache"] = "The compile cache is off: what was compiled is kept until the engine ends."
-    if config["graph"]["mode"] == "none":
+    if config["graph"]["mode"] == "none" and config["device"] != "cpu":
         notes["captures"] = f"The mode captures no CUDA graphs on {config['device']}."
     if metrics is None:
         notes["run"] = "No engine was started, so what only a run can tell is missing: inspect --run measures it."

@@ -18,12 +18,11 @@ class Section:
 
 
 def sections(data: Mapping[str, Any]) -> list[Section]:
-    """All sections of a report, in their order."""
+    """All sections of a report, in their order: what the compiler did, then the tables to look things up in."""
     notes = data["notes"]
     eager = notes.get("compile", "")
     return [
         Section("start-up", "Start-up", "Where the time went, from the start of the process on.", ""),
-        Section("configuration", "Configuration", "Every value that the engine runs with, and why it was chosen.", ""),
         Section(
             "model",
             "Model",
@@ -60,12 +59,8 @@ def sections(data: Mapping[str, Any]) -> list[Section]:
             "construction, for the reason given.",
             eager,
         ),
-        Section(
-            "cuda-graphs",
-            "CUDA graphs",
-            "The batch sizes that are captured, and their memory.",
-            notes.get("captures", ""),
-        ),
+        *([] if data["config"]["device"] == "cpu" else [_cuda_graphs(notes)]),
+        Section("configuration", "Configuration", "Every value that the engine runs with, and why it was chosen.", ""),
         Section(
             "cache",
             "Cache",
@@ -74,6 +69,15 @@ def sections(data: Mapping[str, Any]) -> list[Section]:
             eager,
         ),
     ]
+
+
+def _cuda_graphs(notes: Mapping[str, str]) -> Section:
+    return Section(
+        "cuda-graphs",
+        "CUDA graphs",
+        "The batch sizes that are captured, and their memory.",
+        notes.get("captures", ""),
+    )
 
 
 def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:

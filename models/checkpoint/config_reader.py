@@ -31,11 +31,14 @@ def read_model_config(
     load_format: str,
     seed: int,
     device_type: str,
+    hub_name: str | None = None,
+    revision: str | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
     """The model in a checkpoint folder, and the reasons for what was left to choose, by dotted field name.
 
     dtype: auto, or a name in DTYPES. max_model_len: tokens, None for as many as the model supports.
-    load_format: one of LOAD_FORMATS. device_type: cpu or cuda.
+    load_format: one of LOAD_FORMATS. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub,
+    whose weights need not be in the folder yet.
     Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
     path = Path(path)
@@ -45,14 +48,17 @@ def read_model_config(
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"load_format must be one of {', '.join(LOAD_FORMATS)}, got {load_format!r}")
     if not path.is_dir():
-        raise ValueError(f"model must be a folder that holds a checkpoint, got {str(path)!r}, which is no folder")
+        raise ValueError(
+            f"model must be a folder that holds a checkpoint, or org/name of the Hugging Face Hub, got {str(path)!r}, "
+            "which is neither"
+        )
     fields = JsonFields.from_file(path / "config.json")
     architecture = _architecture(fields)
     family = FAMILIES[architecture]
     _refuse_unsupported(fields)
     if load_format == "auto":
         load_format, reasons["model.load_format"] = "safetensors", "the one checkpoint format that is read"
-    if load_format == "safetensors":
+    if load_format == "safetensors" and hub_name is None:
         find_shards(path)
 
     num_layers = fields.integer("num_hidden_layers")
@@ -65,7 +71,7 @@ def read_model_config(
     rope = _rope(fields, max_position_embeddings)
     biases = family.biases(fields)
     if dtype == "auto":
-        dtype, reasons["model.dtype"] = _auto_dtype(fields, path, load_format, device_type)
+        dtype, reasons["model.dtype"] = _auto_dtype(fields, path, load_format, device_type, hub_name)
     supported_length, origin = _supported_length(rope, max_position_embeddings)
     if max_model_len is None:
         max_model_len, reasons["model.max_model_len"] = supported_length, origin
@@ -75,6 +81,8 @@ def read_model_config(
         )
     config = ModelConfig(
         path=path,
+        hub_name=hub_name,
+        revision=revision,
         architecture=architecture,
         vocab_size=fields.integer("vocab_size"),
         hidden_size=hidden_size,
@@ -177,7 +185,9 @@ def _supported_length(rope: RopeConfig, max_position_embeddings: int) -> tuple[i
     return max_position_embeddings, "the model's max_position_embeddings"
 
 
-def _auto_dtype(fields: JsonFields, path: Path, load_format: str, device_type: str) -> tuple[str, str]:
+def _auto_dtype(
+    fields: JsonFields, path: Path, load_format: str, device_type: str, hub_name: str | None
+) -> tuple[str, str]:
     """Name and reason."""
     if device_type == "cpu":
         return "float32", "CPUs compute float32 fastest, and it holds every checkpoint exactly"
@@ -189,6 +199,11 @@ def _auto_dtype(fields: JsonFields, path: Path, load_format: str, device_type: s
         return stated, f"the checkpoint's, from {name} in config.json"
     if load_format == "dummy":
         return "bfloat16", "config.json states no dtype, and there are no weights to take it from"
+    if hub_name is not None:
+        raise ValueError(
+            f"dtype is 'auto', but {fields.source} states none, and the weights of {hub_name} may not be there yet; "
+            f"allowed: {', '.join(DTYPES)}"
+        )
     tensors = map_tensors(path)
     first = next(iter(tensors))
     stored = str(tensors[first].dtype).removeprefix("torch.")

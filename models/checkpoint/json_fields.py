@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
+
 
 @dataclass(frozen=True)
 class JsonFields:
@@ -21,12 +23,17 @@ class JsonFields:
 
     @classmethod
     def from_file(cls, path: Path) -> JsonFields:
-        """Raises ValueError when the file is missing, is not JSON, or does not hold an object."""
+        """Raises ValueError when the file is missing, is a Git LFS pointer, is not JSON, or does not hold an object."""
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
+            if not text.strip():
+                raise ValueError("it is empty")
+            values = json.loads(text)
         except FileNotFoundError:
             raise ValueError(f"{path} is missing") from None
         except ValueError as error:
+            if is_lfs_pointer(path):
+                raise ValueError(describe_lfs_pointer(path)) from error
             raise ValueError(f"{path} is damaged, it is not JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{path} must hold a JSON object, got a {type(values).__name__}")

@@ -18,14 +18,22 @@ RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the mo
 def load_weights(model: nn.Module, config: ModelConfig, progress: Progress) -> None:
     """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
 
-    The model has been through `parameters.materialize`. config.load_format dummy: random weights instead.
+    What is missing of a checkpoint from the hub is downloaded first. The model has been through
+    `parameters.materialize`. config.load_format dummy: random weights instead.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
-    unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different.
+    unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
+    if a download fails.
     """
     if config.load_format == "dummy":
         with progress.stage("random weights"):
             fill_with_random_weights(model, config.seed)
         return
+    if config.hub_name is not None:
+        from compiled_engine.models.checkpoint.hub import (
+            download_weights,  # imports huggingface_hub, which a folder does without
+        )
+
+        download_weights(config.hub_name, config.path, progress)
     pairs = _match(map_tensors(config.path), model, config)
     device = next(model.parameters()).device
     with progress.stage("load weights", len(pairs)) as advance:

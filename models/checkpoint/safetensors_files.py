@@ -8,6 +8,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -17,10 +18,19 @@ PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 def find_shards(folder: Path) -> list[Path]:
     """The files that make up the checkpoint: those of the index, or the single file, or all there are.
 
-    Raises ValueError when there is none (naming pickle files if any), or one of the index is missing.
+    Raises ValueError when there is none (naming pickle files if any), one of the index is missing, or one is a Git LFS
+    pointer.
     """
+    shards = _shards(folder)
+    for shard in shards:
+        if is_lfs_pointer(shard):
+            raise ValueError(describe_lfs_pointer(shard))
+    return shards
+
+
+def _shards(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
-        names = sorted(set(_weight_map(folder).values()))
+        names = indexed_files(folder)
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(f"{folder / INDEX} names files that are missing: {name_some(missing)}")
@@ -62,6 +72,11 @@ def map_tensors(folder: Path) -> dict[str, torch.Tensor]:
     if problems:
         raise ValueError(f"{folder}: " + "; ".join(problems))
     return tensors
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The names of the files that the index in the folder lists. Raises ValueError for a damaged index."""
+    return sorted(set(_weight_map(folder).values()))
 
 
 def name_some(names: list[str], most: int = 10) -> str:

@@ -1,0 +1,107 @@
+"""From what a user named to folders: of the model and the tokenizer (local or from the hub), of the compile cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from compiled_engine.graphs.cache.lookup import default_root
+from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import Progress
+
+if TYPE_CHECKING:
+    from compiled_engine.models.checkpoint.hub import Repository
+
+DEFAULT_REVISION = "main"
+_HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>.+))?")
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """Where a checkpoint is. `hub_name` and `revision`, a commit, are of one from the hub, None for another."""
+
+    path: Path
+    hub_name: str | None = None
+    revision: str | None = None
+
+
+def check_folders(options: EngineOptions) -> None:
+    """Raises TypeError or ValueError for an option about folders that can be none, naming it and what is allowed."""
+    for names, kinds, allowed in (
+        (("model", "tokenizer"), str | Path, "the path of a folder, org/name of the Hugging Face Hub, or None"),
+        (("cache_dir", "download_dir"), str | Path, "the path of a folder, or None"),
+        (("revision", "tokenizer_revision"), str, "a branch, tag or commit, or None"),
+    ):
+        for name in names:
+            value = getattr(options, name)
+            if value is not None and not isinstance(value, kinds):
+                raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+            if value == "":
+                raise ValueError(f"{name} is ''; allowed: {allowed}")
+
+
+def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> ModelFolder:
+    """The model's folder. Raises ValueError for a revision of a folder, and what `find_checkpoint` raises."""
+    if options.model is None:
+        reasons["model.path"] = "no model was named: the bundled one"
+    repository = _repository("model", options.model, "revision", options.revision, options)
+    if repository is None:
+        return ModelFolder(BUNDLED_MODEL_PATH if options.model is None else Path(options.model))
+    from compiled_engine.models.checkpoint.hub import (
+        find_checkpoint,  # imports huggingface_hub, which a folder does without
+    )
+
+    snapshot = find_checkpoint(repository, progress, with_weights=options.load_format != "dummy")
+    reasons["model.path"] = f"{repository.name}, {snapshot.origin}"
+    reasons["model.revision"] = f"the commit of {repository.revision}"
+    return ModelFolder(snapshot.path, repository.name, snapshot.commit)
+
+
+def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> Path | None:
+    """The folder of a tokenizer that is not the model's own. Raises as `resolve_model_folder`."""
+    named = options.tokenizer
+    if named is None and options.tokenizer_revision is not None:  # the model's, of another revision
+        named = options.model.partition("@")[0] if isinstance(options.model, str) else options.model
+    repository = _repository("tokenizer", named, "tokenizer_revision", options.tokenizer_revision, options)
+    if repository is None:
+        return None if named is None else Path(named)
+    from compiled_engine.models.checkpoint.hub import find_tokenizer_files
+
+    snapshot = find_tokenizer_files(repository, progress)
+    reasons["tokenizer"] = f"{repository.name}, the commit of {repository.revision}, {snapshot.origin}"
+    return snapshot.path
+
+
+def resolve_cache_dir(options: EngineOptions) -> Path | None:
+    """Where compiled artifacts are kept; None for nowhere."""
+    if not options.compile_cache:
+        if options.cache_dir is not None:
+            raise ValueError(
+                f"cache_dir is {str(options.cache_dir)!r}, but compile_cache is False: nothing would be kept"
+            )
+        return None
+    return default_root() if options.cache_dir is None else Path(options.cache_dir).expanduser()
+
+
+def _repository(
+    field: str, named: str | Path | None, revision_field: str, revision: str | None, options: EngineOptions
+) -> Repository | None:
+    """The repository that was named as org/name or org/name@revision; None for a folder, which comes first."""
+    match = _HUB_NAME.fullmatch(named) if isinstance(named, str) else None
+    is_there = named is not None and Path(named).exists()
+    if match is None or is_there:
+        if revision is not None:
+            raise ValueError(
+                f"{revision_field} is {revision!r}, but {field} is {None if named is None else str(named)!r}; "
+                f"allowed with {'a name that is no local folder' if match else 'org/name of the Hugging Face Hub'}"
+            )
+        return None
+    if revision is not None and match["revision"] is not None:
+        raise ValueError(f"{revision_field} is {revision!r}, but {field} is {named!r}, which names one already")
+    from compiled_engine.models.checkpoint.hub import Repository
+
+    cache_dir = None if options.download_dir is None else Path(options.download_dir).expanduser()
+    return Repository(field, match["name"], revision or match["revision"] or DEFAULT_REVISION, cache_dir)

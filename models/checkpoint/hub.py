@@ -1,0 +1,280 @@
+"""Checkpoints of the Hugging Face Hub: from `org/name` to a folder in the cache of huggingface_hub.
+
+What the cache holds is used without asking the hub. What it lacks is downloaded: configs, tokenizer and safetensors
+files, nothing else. The small files come first, the weights when they are about to be loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants, get_token, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from tqdm import tqdm
+
+from compiled_engine.models.checkpoint.safetensors_files import INDEX, SINGLE, find_shards, indexed_files, name_some
+from compiled_engine.process.progress import Advance, Progress
+
+# The files with the vocabulary come last, so that where one of them is in the cache the others are, too.
+VOCABULARY_FILES = ("vocab.json", "vocab.txt", "tokenizer.model", "tokenizer.json")
+TOKENIZER_FILES = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "merges.txt",
+    *VOCABULARY_FILES,
+)
+CONFIG = "config.json"
+MODEL_FILES = (CONFIG, "generation_config.json", INDEX, *TOKENIZER_FILES)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository of the hub as a user named it.
+
+    field: the option that names it, for errors. revision: branch, tag or commit. cache_dir: None for the library's.
+    """
+
+    field: str
+    name: str
+    revision: str
+    cache_dir: Path | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The folder of one commit in the cache. `origin` says in words where its files come from."""
+
+    path: Path
+    origin: str
+
+    @property
+    def commit(self) -> str:
+        return self.path.name
+
+
+def find_checkpoint(repository: Repository, progress: Progress, *, with_weights: bool) -> Snapshot:
+    """A snapshot with the configs and the tokenizer; with_weights: and with weights, in it or ready to be downloaded.
+
+    Raises ValueError for an unknown repository or revision, or one without a checkpoint that can be read;
+    PermissionError for a gated one; FileNotFoundError for what is not in the cache while HF_HUB_OFFLINE is set;
+    ConnectionError if the hub cannot be reached.
+    """
+    cached = _cached(repository, CONFIG)
+    lacking = _lacking(repository, cached, with_weights)
+    if cached and not lacking and _has_vocabulary(cached):
+        return Snapshot(cached, "from the cache of huggingface_hub")
+    try:
+        with _errors_in_words(repository, lacking):
+            listed = _list_files(repository)
+            if CONFIG not in listed:
+                raise ValueError(f"{_named(repository)}, which has no {CONFIG}: it is no checkpoint that can be read")
+            if with_weights:
+                _weight_files(repository, listed, cached)
+            folder = _download_first(repository, CONFIG)
+            _download(repository, folder, [name for name in MODEL_FILES if name in listed], listed, progress)
+    except (ConnectionError, FileNotFoundError):
+        if cached and not lacking:  # a repository without a tokenizer
+            return Snapshot(cached, "from the cache of huggingface_hub")
+        raise
+    return Snapshot(folder, f"from {constants.ENDPOINT}")
+
+
+def find_tokenizer_files(repository: Repository, progress: Progress) -> Snapshot:
+    """A snapshot with a tokenizer. Raises as `find_checkpoint`."""
+    for name in VOCABULARY_FILES:
+        if cached := _cached(repository, name):
+            return Snapshot(cached, "from the cache of huggingface_hub")
+    with _errors_in_words(repository, "its tokenizer"):
+        listed = _list_files(repository)
+        names = [name for name in TOKENIZER_FILES if name in listed]
+        if not names:
+            raise ValueError(f"{_named(repository)}, which has none of {', '.join(TOKENIZER_FILES)}")
+        folder = _download_first(repository, names[0])
+        _download(repository, folder, names, listed, progress)
+    return Snapshot(folder, f"from {constants.ENDPOINT}")
+
+
+def download_weights(name: str, folder: Path, progress: Progress) -> None:
+    """Complete the weights in a snapshot that `find_checkpoint` gave. Raises as that."""
+    if not _weights_problem(folder):
+        return
+    repository = Repository("model", name, folder.name, folder.parents[2])
+    with _errors_in_words(repository, _weights_problem(folder)):
+        listed = _list_files(repository)
+        _download(repository, folder, _weight_files(repository, listed, folder), listed, progress)
+
+
+def _cached(repository: Repository, file: str) -> Path | None:
+    """The snapshot of the revision, if the cache has this file of it."""
+    with _errors_in_words(repository, ""):
+        path = try_to_load_from_cache(repository.name, file, repository.cache_dir, repository.revision)
+    return Path(path).parent if isinstance(path, str) else None
+
+
+def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
+    """What the cache lacks, in words; empty when it has all that a model needs."""
+    if cached is None:
+        return f"revision {repository.revision}"
+    return _weights_problem(cached) if with_weights else ""
+
+
+def _weights_problem(folder: Path) -> str:
+    """Which weights a snapshot lacks; empty when it has all."""
+    if (folder / INDEX).is_file():
+        return name_some([name for name in indexed_files(folder) if not (folder / name).is_file()])
+    try:
+        shards = find_shards(folder)
+    except ValueError:
+        return "its weights"
+    # Shards alone do not say how many there should be.
+    return INDEX if any("-of-" in shard.name for shard in shards) else ""
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in VOCABULARY_FILES)
+
+
+def _list_files(repository: Repository) -> dict[str, int]:
+    """The repository's files at the revision, with their sizes in bytes."""
+    info = HfApi().model_info(
+        repository.name,
+        revision=repository.revision,
+        files_metadata=True,
+        timeout=constants.HF_HUB_ETAG_TIMEOUT,
+    )
+    return {file.rfilename: file.size or 0 for file in info.siblings or ()}
+
+
+def _weight_files(repository: Repository, listed: dict[str, int], folder: Path | None) -> list[str]:
+    """The safetensors files that make up the checkpoint: as the index in `folder` says, the single file, or all.
+
+    Other formats and folders inside the repository hold the same weights again.
+    """
+    if INDEX in listed and folder is not None and (folder / INDEX).is_file():
+        names = indexed_files(folder)
+    elif SINGLE in listed and INDEX not in listed:
+        names = [SINGLE]
+    else:
+        names = [name for name in listed if name.endswith(".safetensors") and "/" not in name]
+    absent = [name for name in names if name not in listed]
+    if absent:
+        raise ValueError(f"{_named(repository)}, whose {INDEX} names files that it does not have: {name_some(absent)}")
+    if not names:
+        others = [name for name in listed if name.endswith((".bin", ".pt", ".pth", ".gguf"))]
+        raise ValueError(
+            f"{_named(repository)}, which has no *.safetensors files"
+            f"{f', only {name_some(others)}' if others else ''}; choose a repository or a revision that has them"
+        )
+    return names
+
+
+def _download_first(repository: Repository, name: str) -> Path:
+    """The snapshot's folder, by a download under the name of the revision: so the cache learns what that stands for."""
+    path = hf_hub_download(
+        repository.name,
+        name,
+        revision=repository.revision,
+        cache_dir=repository.cache_dir,
+        tqdm_class=_report_to(lambda count: None),
+    )
+    return Path(path).parent
+
+
+def _download(
+    repository: Repository, folder: Path, names: Sequence[str], listed: dict[str, int], progress: Progress
+) -> None:
+    """Those of the files that the snapshot lacks, one after the other; the library fetches a large one in parallel."""
+    missing = [name for name in names if not (folder / name).is_file()]
+    if not missing:
+        return
+    total = sum(listed[name] for name in missing)
+    with progress.stage(f"download {repository.name}", total, in_bytes=True) as advance:
+        for name in missing:
+            hf_hub_download(
+                repository.name,
+                name,
+                revision=folder.name,
+                cache_dir=repository.cache_dir,
+                tqdm_class=_report_to(advance),
+            )
+
+
+def _report_to(advance: Advance) -> type[tqdm]:
+    """A bar for huggingface_hub that draws nothing and passes the bytes on."""
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings | {"disable": True})
+
+        def update(self, n: float | None = 1) -> None:
+            advance(int(n or 0))
+
+        # With these a transfer in chunks, which counts bytes twice (received and written), needs no second bar.
+        def update_transfer(self, n: float | None = 1) -> None:
+            pass
+
+        def set_transfer_postfix_str(self, *args: Any, **settings: Any) -> None:
+            pass
+
+    return Reporter
+
+
+def _named(repository: Repository) -> str:
+    """The beginning of an error."""
+    return f"{repository.field} is {repository.name!r} on {constants.ENDPOINT}"
+
+
+@contextmanager
+def _errors_in_words(repository: Repository, lacking: str) -> Iterator[None]:
+    """Say of each error of the library, in one line, what is wrong and what to do. lacking: what the cache lacks."""
+    name, hub = repository.name, constants.ENDPOINT
+    start = f"{repository.field} is {name!r}, which is no local folder"
+    lacks = f"the cache {repository.cache_dir or constants.HF_HUB_CACHE} lacks {lacking}"
+    log_in = "set HF_TOKEN or run `hf auth login`"
+    try:
+        yield
+    except HFValidationError as error:
+        raise ValueError(f"{start} and no name of a repository: {error}") from error
+    except GatedRepoError as error:
+        access = "no token was found" if get_token() is None else "the token that was found has no access"
+        raise PermissionError(
+            f"{start}; the repository on {hub} is gated, and {access}: accept its terms at {hub}/{name}, then {log_in}"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ValueError(f"{start} and was not found on {hub}; if it is private there, {log_in}") from error
+    except RevisionNotFoundError as error:
+        raise ValueError(
+            f"revision of {repository.field} is {repository.revision!r}, which {name!r} does not have on {hub}; "
+            "allowed: a branch, a tag or a commit"
+        ) from error
+    except OfflineModeIsEnabled as error:
+        raise FileNotFoundError(
+            f"{start}; {lacks}, and HF_HUB_OFFLINE forbids downloads: unset it, or fill the cache where there is a "
+            "network"
+        ) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        answer = f"{status} {error.server_message or error.response.reason_phrase}"
+        if status in (401, 403):
+            raise PermissionError(f"{start}; {hub} refuses access ({answer}): {log_in}") from error
+        raise ConnectionError(f"{start}; {lacks}, and {hub} answers {answer}: try again later") from error
+    except (HTTPError, OSError) as error:
+        raise ConnectionError(
+            f"{start}; {lacks}, and the download from {hub} failed: {error.__cause__ or error}. Files that are "
+            "complete are kept: start again when the cause is mended"
+        ) from error

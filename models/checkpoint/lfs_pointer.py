@@ -1,0 +1,23 @@
+"""Git LFS pointers: the short text that a checkout without Git LFS has in the place of a large file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Whether the file is a pointer; False for one that is not there."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
+    except OSError:
+        return False
+
+
+def describe_lfs_pointer(path: Path) -> str:
+    """What to say of a file that is a pointer."""
+    return (
+        f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file anew"
+    )

@@ -1,0 +1,74 @@
+"""A file of a checkpoint that is not what its name says is named, before anything is compiled or loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from compiled_engine import LLM
+
+FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 10414000\n"
+IS_POINTER = "{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, bundled_model_path: Path) -> Path:
+    """A copy of the bundled model; its weights, which nothing should read, are a link."""
+    for name in FILES:
+        if name == "model.safetensors":
+            (tmp_path / name).symlink_to(bundled_model_path / name)
+        else:
+            shutil.copy(bundled_model_path / name, tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.llm.EngineCore", lambda *_: pytest.fail("the engine is started"))
+
+
+def assert_refused(checkpoint: Path, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
+        LLM(checkpoint, device="cpu", mode="eager", progress=False)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_git_lfs_pointer_is_called_one(name: str, checkpoint: Path) -> None:
+    (checkpoint / name).unlink()
+    (checkpoint / name).write_text(POINTER)
+    assert_refused(checkpoint, IS_POINTER.format(file=checkpoint / name))
+
+
+def test_one_shard_of_several_is_a_pointer(checkpoint: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    (checkpoint / "model-2.safetensors").write_text(POINTER)
+    assert_refused(checkpoint, IS_POINTER.format(file=checkpoint / "model-2.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", "", "tokenizer.json is damaged, it is not JSON: it is empty"),
+        ("tokenizer.json", '{"version": ', "tokenizer.json is damaged, it is not JSON: "),
+        ("tokenizer.json", "<html></html>", "tokenizer.json is damaged, it is not JSON: "),
+        ("tokenizer.json", "[1]", "tokenizer.json must hold a JSON object, got a list"),
+        ("tokenizer.json", "{}", "tokenizer.json: the field model is missing"),
+        ("tokenizer_config.json", " \n", "tokenizer_config.json is damaged, it is not JSON: it is empty"),
+        ("config.json", "", "config.json is damaged, it is not JSON: it is empty"),
+        ("config.json", "hello", "config.json is damaged, it is not JSON: "),
+        ("config.json", "[]", "config.json must hold a JSON object, got a list"),
+        ("config.json", "{}", "config.json: the field architectures is missing"),
+        ("config.json", '{"architectures": ["Qwen3ForCausalLM"]}', "config.json: the field "),
+        ("generation_config.json", "", "generation_config.json is damaged, it is not JSON: it is empty"),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, text: str, message: str, checkpoint: Path) -> None:
+    (checkpoint / name).write_text(text)
+    assert_refused(checkpoint, f"{checkpoint}/{message}")
