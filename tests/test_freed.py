@@ -123,12 +123,6 @@ def _without_collector() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def num_bytes(references: list[weakref.ref[torch.Tensor]]) -> int:
-    """Of the storages of those that are still there."""
-    storages = [each().untyped_storage() for each in references if each() is not None]  # type: ignore[union-attr]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
-
-
 def tensors() -> dict[int, weakref.ref[torch.Tensor]]:
     """All that there are, the weights and the KV cache of an engine among them."""
     return {id(each): weakref.ref(each) for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
@@ -140,13 +134,12 @@ def test_nothing_is_left(way: str, one_thread: None) -> None:
     before = tensors()
     llm = LLM(**SMALL, async_scheduling=True, logits_processors=[Failing()])
     made = [each for key, each in tensors().items() if key not in before]
-    allocated = num_bytes(made)
-    assert allocated > 10e6
+    assert len(made) > 20
     WAYS[way](llm)
     engine = weakref.ref(llm)
     del llm
     assert engine() is None
-    assert num_bytes(made) < allocated / 100
+    assert [each() for each in made] == [None] * len(made)
 
 
 FIRST = """

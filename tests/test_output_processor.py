@@ -162,7 +162,7 @@ def test_completions_of_one_prompt_end_on_their_own() -> None:
     assert [completion.index for completion in outputs[-1].outputs] == [0, 1, 2]
     assert [completion.token_ids for completion in outputs[-1].outputs] == [[*said[:count], EOS] for count in (2, 3, 4)]
     assert [output.finished for output in outputs] == [False] * 4 + [True]
-    assert [output.metrics.num_output_tokens for output in outputs if output.metrics] == [1, 2, 3, 4, 5]
+    assert [output.metrics.num_generation_tokens for output in outputs if output.metrics] == [1, 2, 3, 4, 5]
 
 
 def test_without_detokenising_there_is_no_text() -> None:
@@ -271,7 +271,7 @@ def test_an_iterator_that_is_closed_aborts_its_request() -> None:
     assert frontend.run(max_tokens=3)[0].finished
 
 
-def test_an_iterator_that_is_closed_while_another_moves_aborts_its_request_before_the_next_step() -> None:
+def test_an_iterator_that_is_closed_while_another_moves_aborts_its_request_with_that_move() -> None:
     def close_the_other(number: int) -> None:
         if number == 2:
             other.close()
@@ -280,8 +280,6 @@ def test_an_iterator_that_is_closed_while_another_moves_aborts_its_request_befor
     other = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
     next(other)
     stream = frontend.loop.run(frontend.prepare(max_tokens=50), partial=True)
-    next(stream)
-    assert (len(frontend.core.live), frontend.core.aborted) == (2, [])
     next(stream)
     assert (len(frontend.core.live), len(frontend.core.aborted), frontend.core.stopped) == (1, 1, [])
 
@@ -382,6 +380,5 @@ def test_who_finds_a_request_ended_by_anothers_step_is_told_why() -> None:
     with pytest.raises(MemoryError, match="lost device"):
         list(loop.run(frontend.prepare(max_tokens=50)))
     next(stream)  # what the step before has given
-    with pytest.raises(RuntimeError, match="a step failed") as found:
+    with pytest.raises(RuntimeError, match="a step failed and ended this request with it: MemoryError: lost device"):
         next(stream)
-    assert found.value.__cause__ is error

@@ -210,7 +210,8 @@ def test_what_only_looks_like_a_norm_is_a_near_miss(
     module = graph_of(rms_norm_with(change, of_a_sum), inputs, {"weight": weight})
     result = rewrite(ResidualRMSNorm() if of_a_sum else RMSNorm(), module)
     assert result.matches == 0
-    assert len(result.near_misses) == 1
+    # Where what is scaled is no sum, the pass for sums has nothing to say.
+    assert len(result.near_misses) == (0 if of_a_sum and change == "another value" else 1)
 
 
 @pytest.mark.parametrize(

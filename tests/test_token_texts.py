@@ -110,8 +110,8 @@ def test_those_of_a_prompt_join_to_its_text(text: str, cut: int) -> None:
     requests = (EngineRequest("0", tuple(prompt), params),)
     state = RunningRequest(PreparedRequest("0", text, tuple(prompt), params, requests), tokenizer, 0.0)
     entries = tuple(TokenLogprobs((token_id,), (-1.0,), rank=1) for token_id in prompt[1:])
-    for part in (entries[:cut], entries):  # a request that was preempted sends some again
-        state.update(EngineOutput("0", (), prompt_logprobs=(1, part)), 0.0)
+    for first, part in ((1, entries[:cut]), (1 + len(entries[:cut]), entries[cut:])):
+        state.update(EngineOutput("0", (), prompt_logprobs=(first, part)), 0.0)
     found = state.snapshot().prompt_logprobs
     assert found is not None
     assert "".join(str(entry[i].decoded_token) for i, entry in zip(prompt[1:], found[1:], strict=True) if entry) == text

@@ -76,7 +76,7 @@ class Request:
 
     @classmethod
     def of(
-        cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int, token_mask: TokenMask | None
+        cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int, token_mask: TokenMask | None = None
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together."""
         num_prompt_tokens = len(request.prompt_token_ids)
