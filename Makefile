@@ -9,6 +9,9 @@ BIN := $(VENV)/bin
 # Without an NVIDIA driver the CPU build is enough; with one, take the newest CUDA build that is supported.
 TORCH := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then echo 'torch>=2.11,<2.16'; else echo 'torch==2.13.0'; fi)
 
+# Two processes, a core each. Tests of a GPU would get in each other's way, so with one they run one after the other.
+PARALLEL := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then :; else echo '-n 2 --dist loadfile'; fi)
+
 .PHONY: demo test lint typecheck unit clean
 
 demo: $(VENV)/.installed
@@ -28,7 +31,7 @@ typecheck: $(VENV)/.installed
 	rm -rf build .build
 
 unit: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
