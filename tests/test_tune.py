@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from compiled_engine.bench.pass_ablation import Gain, gains, variants
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.profile import parse_profile, profile_path
@@ -17,6 +16,7 @@ from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.device_tuning import MeasuredProfile
 from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, candidates, cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear
+from compiled_engine.tune.pass_gains import Gain, gains, variants
 
 
 def model(hidden_size: int = 4096) -> ModelConfig:

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from compiled_engine.bench.pass_ablation import measure
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.linear_candidates import cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
+from compiled_engine.tune.pass_gains import measure
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
