@@ -64,7 +64,7 @@ class GrowingLogprobs:
 
     def sum_of_chosen(self) -> float:
         """Of the chosen tokens' log-probabilities."""
-        values_R = np.frombuffer(bytes(self._data), np.float32).reshape(self._num_rows, -1)[:, 2]
+        values_R = np.frombuffer(self._data, np.float32)[2 :: max(1, self._row_bytes // 4)]
         return float(values_R.sum(dtype=np.float64))
 
     def snapshot(self) -> LogprobList[Any]:

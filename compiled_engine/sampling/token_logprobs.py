@@ -57,7 +57,7 @@ class LogprobRows:
 
     def array(self) -> np.ndarray:
         """int32 [num_rows, 3 + 2 * k], read-only."""
-        return np.frombuffer(self.data, np.int32).reshape(self.num_rows, -1)
+        return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
     def select(self, rows: slice | list[bool]) -> LogprobRows:
         """Some of the rows."""
