@@ -60,7 +60,7 @@ class Runner:
     ):
         """Load, compile, size the KV cache, capture.
 
-        Raises what build_processors, the loader, the compiler and kv_cache.count_blocks raise.
+        Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         on_gpu = config.device.type == "cuda"
@@ -138,10 +138,11 @@ class Runner:
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         with self._timeline.span("predict graph memory"):
-            self._predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
+            graph_bytes = self.graphs.predict() if self.graphs else 0
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
-        self.num_blocks = kv_cache.count_blocks(self._config, activation_bytes + set_aside, self._predicted_graph_bytes)
+        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
+        self.num_blocks = self._cache_size.num_blocks
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
         if self.graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
@@ -285,7 +286,7 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
-        return runner_metrics(self._compiled, self.graphs, self._counters, self._predicted_graph_bytes, self._timeline)
+        return runner_metrics(self._compiled, self.graphs, self._counters, self._cache_size, self._timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""

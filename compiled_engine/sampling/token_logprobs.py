@@ -53,7 +53,7 @@ class LogprobRows:
 
     @property
     def row_bytes(self) -> int:
-        return len(self.data) // max(1, self.num_rows)
+        return len(self.data) // self.num_rows if self.num_rows else 4 * row_width(0)
 
     def array(self) -> np.ndarray:
         """int32 [num_rows, 3 + 2 * k], read-only."""
