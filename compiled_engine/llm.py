@@ -26,6 +26,7 @@ from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.methods import MISSING
 from compiled_engine.other_engines.translate import translate
+from compiled_engine.process.garbage_collection import young_collected_alone
 from compiled_engine.process.profiler import Profiler
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
@@ -230,16 +231,17 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        requests = self._inputs.process(prompts, self._params_or_default(sampling_params), priority)
         finished: dict[str, RequestOutput] = {}
         progress = self._progress if use_tqdm else SilentProgress()
-        with (
-            progress.stage("generate", total=len(requests)) as advance,
-            closing(self._loop.run(requests)) as outputs,
-        ):
-            for output in outputs:
-                finished[output.request_id] = output
-                advance(1)
+        with young_collected_alone():
+            requests = self._inputs.process(prompts, self._params_or_default(sampling_params), priority)
+            with (
+                progress.stage("generate", total=len(requests)) as advance,
+                closing(self._loop.run(requests)) as outputs,
+            ):
+                for output in outputs:
+                    finished[output.request_id] = output
+                    advance(1)
         return [finished[request.request_id] for request in requests]
 
     def _params_or_default(

@@ -219,6 +219,7 @@ def test_the_default_graphs_are_captured_and_take_the_memory_predicted() -> None
     print(f"captured in {metrics['capture_seconds']:.2f} s, predicted {predicted}, used {used}")
     assert metrics["captures"] == 35 + 51
     assert abs(predicted - used) < 0.1 * used
+    assert metrics["kv_cache_bytes"] >= 0.97 * metrics["kv_cache_room_bytes"]
 
 
 # The last batch's tokens and indices, of up to 256 requests; what PyTorch's allocator takes at least from the driver.

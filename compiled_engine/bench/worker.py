@@ -64,11 +64,9 @@ def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
     graphs were predicted to take, and took. None without CUDA."""
     import torch
 
-    from compiled_engine.runner.kv_cache import block_bytes
-
     if config.device.type != "cuda":
         return None
-    kv_cache = metrics["blocks_total"] * block_bytes(config)
+    kv_cache = metrics["kv_cache_bytes"]
     return {
         "kv_cache": kv_cache,
         "without_kv_cache": torch.cuda.max_memory_reserved(config.device) - kv_cache,

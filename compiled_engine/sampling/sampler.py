@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from compiled_engine.sampling.filters import filter_fields, has_filters
 from compiled_engine.sampling.history import History
 from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
 from compiled_engine.sampling.logits_processor import LogitsProcessor
-from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
+from compiled_engine.sampling.logprobs import NO_LOGPROBS
 from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import has_penalties
@@ -29,9 +28,6 @@ from compiled_engine.sampling.processed_rows import ProcessedRows
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.step_masks import StepMasks
-
-# -1 asks for the whole vocabulary.
-NO_LOGPROBS = -2
 
 
 class SamplerClass(enum.Enum):
@@ -42,15 +38,6 @@ class SamplerClass(enum.Enum):
 
     TEMPERATURE_ONLY = enum.auto()
     GENERAL = enum.auto()
-
-
-@dataclass(frozen=True)
-class SampledTokens:
-    """token_ids_S: int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py);
-    logprobs: None if no row wants them."""
-
-    token_ids_S: torch.Tensor
-    logprobs: BatchLogprobs | None
 
 
 class Sampler:
@@ -142,7 +129,7 @@ class Sampler:
         self._edited_N[row] = penalised or additions is not None or processed or limited or masked
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._general_N[row] = has_filters(params) or self._edited_N[row] or params.logprobs is not None
+        self._general_N[row] = has_filters(params) or self._edited_N[row]
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
@@ -156,6 +143,11 @@ class Sampler:
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
         """What these rows need together; -1 is padding and needs nothing."""
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
+
+    def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
+        """How many each row wants, as batch_logprobs takes it, if any does; -1 is padding and wants none."""
+        wanted = self._num_logprobs_N[rows]
+        return None if (wanted == NO_LOGPROBS).all() else wanted
 
     def publish(self) -> None:
         """Bring the parameters on the device up to date, without waiting.
@@ -189,8 +181,10 @@ class Sampler:
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
         masks: StepMasks | None = None,
-    ) -> SampledTokens:
+    ) -> torch.Tensor:
         """Choose the next token of each of these rows, and take it into their history. The host does not wait.
+
+        Returns int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py).
 
         logits_SV: [S, V], of any floating dtype, left as they are. rows_S: int [S], on the host: logits_SV[i] belongs
         to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the device. positions_S:
@@ -225,7 +219,7 @@ class Sampler:
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
         if self._remembered_N[rows_S].any():
             self._operations.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
-        return SampledTokens(token_ids_S, self._logprobs(logits_SV, token_ids_S, rows_S))
+        return token_ids_S
 
     def _choose_edited(
         self,
@@ -267,10 +261,3 @@ class Sampler:
         self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
         )
-
-    def _logprobs(self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, rows_S: np.ndarray) -> BatchLogprobs | None:
-        wanted = np.flatnonzero(self._num_logprobs_N[rows_S] != NO_LOGPROBS)
-        if len(wanted) == 0:
-            return None
-        token_ids_S = token_ids_S.clamp(min=0)  # where there is no token nobody looks at its log-probability
-        return token_logprobs(logits_SV, token_ids_S, wanted, self._num_logprobs_N[rows_S[wanted]], self._triton)
