@@ -84,7 +84,7 @@ def _checked(
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
-    from compiled_engine.frontend.tokenizer import find_tokenizer
+    from compiled_engine.frontend.tokenizer import find_tokenizer_folder, load_tokenizer
     from compiled_engine.messages import RequestLimits
     from compiled_engine.resolve.engine import resolve
 
@@ -92,6 +92,8 @@ def _checked(
     model = config.model
     params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)
     limits = RequestLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
-    inputs = InputProcessor(find_tokenizer(config.tokenizer, model.path), limits, frozenset())
+    folder = find_tokenizer_folder(config.tokenizer, model.path)
+    tokenizer = load_tokenizer(folder) if folder else None
+    inputs = InputProcessor(tokenizer, limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params
