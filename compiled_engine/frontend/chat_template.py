@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jinja2
+import numpy as np
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock
 from jinja2.parser import Parser
@@ -117,9 +118,14 @@ def _plain(value: Any) -> Any:
     """The value in JSON's types; of any other object only the name of its type."""
     if value is None or isinstance(value, bool):
         return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind.__str__(value) if kind is str else getattr(kind, f"__{kind.__name__}__")(value)
+    if isinstance(value, str):  # what derives from it may have methods that the sandbox knows nothing about
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int.__int__(value)
+    if isinstance(value, float):
+        return float.__float__(value)
+    if isinstance(value, np.generic):
+        return _plain(value.item())
     if isinstance(value, Mapping):
         return {_plain(name): _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -51,6 +51,8 @@ def read_tokenizer(path: Path) -> TokenizerParts:
     config = _read_json(path / CONFIG_FILE)
     found = _class(path, config)
     backend = Tokenizer.from_file(str(path / TOKENIZER_FILE))
+    if backend.padding is not None and "pad_token" not in found.default_tokens:
+        config = {"pad_token": backend.padding["pad_token"]} | config
     backend.no_truncation()
     backend.no_padding()
     in_file = backend.get_added_tokens_decoder()
