@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,9 @@ QWEN_3 = """
         {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
     {%- endif %}
     {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if thought and loop.index0 > ns.last %}{{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}{%- endif %}
+    {%- if thought and loop.index0 > ns.last %}
+        {{- '<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' }}
+    {%- endif %}
     {{- content }}
     {%- for call in message.tool_calls or [] %}
         {{- '\\n{"name": "' + call.function.name + '", "arguments": ' }}
@@ -69,7 +71,8 @@ Today: {{ date_string }}
 {% endfor %}
 {% for message in messages %}
     {% if not (message.role == 'tool' or 'tool_calls' in message) %}
-        {% generation %}<|start|>{{ message['role'] }}<|end|>{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}
+        {% generation %}
+<|start|>{{ message['role'] }}<|end|>{{ message['content'] | trim }}{{ eos_token }}{% endgeneration %}
     {% elif 'tool_calls' in message %}
         {% if message.tool_calls | length != 1 %}{{ raise_exception("one call at a time") }}{% endif %}
         {{ dict(name=message.tool_calls[0].function.name, keys=dict.fromkeys(['a'], 1)) | tojson(sort_keys=true) }}
@@ -153,7 +156,7 @@ def test_most_of_these_prompts_are_rendered(tokenizer: Tokenizer) -> None:
     assert failed == [("llama 3", "two calls"), ("mistral", "system"), ("mistral", "call")]
 
 
-class Mood(str, Enum):
+class Mood(StrEnum):
     CROSS = "cross"
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,10 +38,17 @@ def graph_memory_factors(config: EngineConfig, entry_key: str) -> dict[str, Any]
         "entry": entry_key,
         "config": fields,
         "source": digests_of(CAPTURED_ROOMS),
-        "device": str(torch.cuda.get_device_properties(config.device)),
-        "driver": DRIVER.read_text() if DRIVER.is_file() else str(torch._C._cuda_getDriverVersion()),
+        "device": _describe(config.device),
         "variables": {name: variables[name] for name in sorted(variables.keys() - {"TRITON_CACHE_DIR"})},
     }
+
+
+def _describe(device: torch.device) -> dict[str, str]:
+    """What the device is, and its driver."""
+    if device.type != "cuda":
+        return {"type": device.type}
+    version = DRIVER.read_text() if DRIVER.is_file() else str(torch._C._cuda_getDriverVersion())
+    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": version}
 
 
 class Predicting(Protocol):
@@ -84,13 +92,10 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 def _write(path: Path, content: dict[str, Any]) -> None:
     """As a whole or not at all; a folder that cannot be written to is no error."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f"{path.stem}_")
-        with open(handle, "w") as file:
-            json.dump(content, file)
-        os.replace(name, path)
-    except OSError:
-        return
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
+        json.dump(content, file)
+        file.flush()
+        os.replace(file.name, path)
 
 
 def _digest(factors: dict[str, Any], predicted: int) -> str:
