@@ -15,6 +15,7 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
+from compiled_engine.process.cuda_context import cuda_context, index_of
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions
@@ -44,6 +45,8 @@ def generate(
 
       compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
     """
+    if (index := index_of(engine.get("device"))) is not None:  # while torch is imported
+        cuda_context(index)
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
