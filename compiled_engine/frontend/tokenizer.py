@@ -56,7 +56,13 @@ class Tokenizer:
     @classmethod
     def of_transformers(cls, hf: PreTrainedTokenizerBase) -> Tokenizer:
         """What transformers has loaded."""
-        words = FastWords(hf.backend_tokenizer) if hf.is_fast else SlowWords(hf)
+        words: Words
+        if hf.is_fast:
+            hf.backend_tokenizer.no_truncation()  # as hf itself does whenever it is called
+            hf.backend_tokenizer.no_padding()
+            words = FastWords(hf.backend_tokenizer)
+        else:
+            words = SlowWords(hf)
         return cls(words, dict(hf.special_tokens_map), hf.chat_template, lambda: hf)
 
     @property
