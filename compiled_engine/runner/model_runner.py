@@ -14,6 +14,7 @@ from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -138,7 +139,8 @@ class Runner:
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         with self._timeline.span("predict graph memory"):
-            graph_bytes = self.graphs.predict() if self.graphs else 0
+            lookup = self._compiled.lookup if self._compiled else None
+            graph_bytes = predicted_bytes(self._config, lookup, self.graphs) if self.graphs else 0
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)

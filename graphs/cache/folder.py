@@ -5,6 +5,7 @@
   <key>.lock                    held while the entry is looked up, built or removed; touched when it is used
   work_<key>_<random>/          where an engine that runs or compiles now has its files
   damaged_<key>_<random>/       an entry that was set aside
+  <key>_graphs_<key>.json       what its CUDA graphs take of the device's memory
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class CacheFolder:
             self.move_aside(key)  # killed half-way, it leaves no half an entry
         self.remove_set_aside(key)
         self.remove_abandoned(key)
+        for path in self.path.glob(f"{key}_*"):
+            path.unlink(missing_ok=True)
         self._lock(key).unlink(missing_ok=True)
 
     def _lock(self, key: str) -> Path:
