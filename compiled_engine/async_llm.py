@@ -50,7 +50,7 @@ class AsyncLLM:
 
     @classmethod
     async def join(cls, address: str) -> AsyncLLM:
-        """One for another process of this user, at the core that has this `address`. The core ends with its last one.
+        """One for another process of this user, at the core that has this `address`. It does not keep the core alive.
 
         Raises OSError if nobody listens there, EngineDeadError if the core ends meanwhile.
         """
@@ -218,9 +218,9 @@ class AsyncLLM:
 
         def prepare() -> PreparedRequest:
             params = self._parts.default_sampling_params if sampling_params is None else sampling_params
-            if isinstance(params, SamplingParams) and params.token_mask is not None and self._parts.token_masks is None:
+            (prepared,) = self._parts.inputs.process([make_prompt()], params, priority)
+            if prepared.sampling_params.token_mask is not None and self._parts.token_masks is None:
                 raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
-            (prepared,) = self._parts.inputs.process([make_prompt()], [params], [priority])
             return prepared
 
         prepared = await asyncio.to_thread(prepare) if is_long else prepare()

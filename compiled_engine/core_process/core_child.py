@@ -1,4 +1,4 @@
-"""The engine core in a process of its own, which this process starts and which ends with its last caller.
+"""The engine core in a process of its own, which this process starts and which ends with it.
 
 It is a fresh process, not a fork: it inherits no threads and no CUDA context, and the caller's script needs no guard.
 """
@@ -33,6 +33,7 @@ class CoreChild:
         self._folder = _private_folder()
         self.address = str(self._folder / "core.socket")
         self.socket = socket.socket(socket.AF_UNIX)
+        self._started = False
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(self.address)
@@ -50,6 +51,7 @@ class CoreChild:
         return self._process.pid
 
     def start(self, start: Start) -> None:
+        self._started = True
         self.socket.sendall(frame(encode(start)))
 
     def how_it_ended(self, timeout_s: float) -> str:
@@ -64,6 +66,8 @@ class CoreChild:
 
     def close(self, timeout_s: float) -> None:
         self.socket.close()
+        if not self._started:  # it may still be importing
+            self._process.kill()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
