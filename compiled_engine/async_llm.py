@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core_process.core_child import CoreChild
 from compiled_engine.core_process.core_client import EngineDeadError
 from compiled_engine.engine_parts import CoreKind, EngineParts, join_engine, start_engine
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
@@ -31,7 +32,8 @@ class AsyncLLM:
     """An engine with a model loaded, compiled and ready, for thousands of requests at once.
 
     model, options, progress: as for `LLM`. core: "process", a process of its own, or "in_process", a thread of this
-    one. Token masks need "in_process", and so do logits processors that are not given as "package.module:Name".
+    one. Token masks need "in_process", and so do logits processors that are not given as "package.module:Name". Or a
+    CoreChild, which can be made before this class is imported, so that both processes import at the same time.
 
     Raises what `LLM` raises; EngineDeadError if the core's process ends before it is ready. The constructor waits for
     the core; `await AsyncLLM.start(...)` does not hold up the event loop meanwhile. All calls are to be made on one
@@ -39,7 +41,12 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, core: CoreKind = "process", progress: bool = True, **options: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        core: CoreKind | CoreChild = "process",
+        progress: bool = True,
+        **options: Any,
     ) -> None:
         self._take(start_engine({"model": model, **options}, core, progress=progress))
 

@@ -120,7 +120,7 @@ def test_a_start_that_fails_says_why() -> None:
         AsyncLLM("/no_such_model", progress=False)
     with pytest.raises(ValueError, match=r"logits_processors\[0\] is .* cannot be given to another process"):
         AsyncLLM(**SMALL, logits_processors=[lambda **_: None])
-    with pytest.raises(ValueError, match="core is 'thread'; allowed: process, in_process"):
+    with pytest.raises(ValueError, match="core is 'thread'; allowed: process, in_process, or a CoreChild"):
         AsyncLLM(**SMALL, core="thread")  # type: ignore[arg-type]
     assert not psutil.Process().children()
 

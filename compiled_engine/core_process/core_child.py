@@ -14,9 +14,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.wire import Start, encode
-
 _MAIN = "compiled_engine.core_process.core_main"
 _LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
 _BACKLOG = 128
@@ -50,9 +47,10 @@ class CoreChild:
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self, start: Start) -> None:
+    def start(self, frame: bytes) -> None:
+        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch."""
         self._started = True
-        self.socket.sendall(frame(encode(start)))
+        self.socket.sendall(frame)
 
     def how_it_ended(self, timeout_s: float) -> str:
         try:

@@ -139,10 +139,10 @@ class CoreClient:
     def _on_readable(self) -> None:
         try:
             messages = self._connection.receive()
-        except EOFError:
+        except (EOFError, OSError):
             self._die(self._core.how_it_ended(_EXIT_S))
             return
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except (ValueError, msgspec.DecodeError) as error:
             self._die(f"its messages cannot be read: {type(error).__name__}: {error}")
             return
         for message in messages:

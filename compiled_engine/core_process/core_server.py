@@ -95,9 +95,9 @@ class CoreServer:
                 if events & selectors.EVENT_READ:
                     for message in api_process.connection.receive():
                         self._take(api_process, message)
-            except EOFError:
+            except (EOFError, OSError):
                 self._forget(api_process)
-            except (OSError, ValueError, msgspec.DecodeError) as error:
+            except (ValueError, msgspec.DecodeError) as error:
                 log.warning("API process %d is dropped: %s: %s", api_process.number, type(error).__name__, error)
                 self._forget(api_process)
 
