@@ -18,6 +18,7 @@ from faulty_processor import FAILS_TO_START, NAME, SLOW_TO_START
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
+from compiled_engine.core_process.core_child import CoreChild
 
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "logits_processors": [NAME]}
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -87,7 +88,7 @@ def test_a_core_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def main() -> None:
-        engine = await AsyncLLM.start(**ENGINE)
+        engine = await AsyncLLM.start(**ENGINE, core=CoreChild())
         (folder,) = tmp_path.iterdir()
         (socket,) = folder.iterdir()
         assert (str(socket), folder.stat().st_mode & 0o777) == (engine.address, 0o700)
