@@ -244,11 +244,12 @@ class AsyncLLM:
             self._client.abort(self._streams.remove(stream))
 
     def _send(self, prepared: PreparedRequest) -> None:
-        if prepared.sampling_params.token_mask is not None and self._parts.token_masks is not None:
-            for request in prepared.engine_requests:
-                self._parts.token_masks[request.request_id] = prepared.sampling_params.token_mask
         self._require_open()
-        self._client.add(prepared.engine_requests)
+        mask = prepared.sampling_params.token_mask
+        for request in prepared.engine_requests:
+            if mask is not None and self._parts.token_masks is not None:
+                self._parts.token_masks[request.request_id] = mask
+            self._client.add(request)
 
     def _new_id(self) -> str:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)

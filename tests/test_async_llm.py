@@ -339,6 +339,15 @@ def test_token_masks_work_in_process(in_process: AsyncLLM) -> None:
     assert output.outputs[0].token_ids == [7, 7, 7]
 
 
+def test_metrics_are_those_of_llm(engine: AsyncLLM, llm: LLM) -> None:
+    metrics = run(engine.metrics())
+    of_llm = llm.metrics()
+    assert metrics.keys() == of_llm.keys() | {"api_processes"}
+    assert [type(metrics[key]) for key in of_llm] == [type(value) for value in of_llm.values()]
+    stages = [stage["name"] for stage in metrics["start_up"]]
+    assert stages[:3] == ["before the engine", "configuration", "wait for the core's process"]
+
+
 def test_reset_prefix_cache(engine: AsyncLLM) -> None:
     prompt = list(range(100, 140))
 
@@ -375,7 +384,7 @@ def receive_for_ever(connection: Connection[ToApi]) -> None:
     [
         b"\xff" * 100,
         frame(b"no message"),
-        frame(encode(Add((EngineRequest("id", (5,), LONG),))).replace(b"prompt_token_ids", b"prompt_token_idz")),
+        frame(encode(Add(EngineRequest("id", (5,), LONG))).replace(b"prompt_token_ids", b"prompt_token_idz")),
         frame(encode(Answered(1, {}))),
     ],
     ids=["too long", "no message", "field missing", "for the other end"],
@@ -406,7 +415,7 @@ def test_who_does_not_read_holds_up_nobody(engine: AsyncLLM, llm: LLM) -> None:
         before = await idle(engine)
         for number in range(4):
             request = EngineRequest(f"{started.client}:{number}", tuple([7 + number] * 50), params)
-            connection.send(frame(encode(Add((request,)))))
+            connection.send(frame(encode(Add(request))))
         while (await engine.metrics())["finished"] < before["finished"] + 4:
             await asyncio.sleep(0.01)
         (output,) = await collect(engine.generate(PROMPTS[0], LONG, output="final"))
@@ -421,6 +430,25 @@ def test_who_does_not_read_holds_up_nobody(engine: AsyncLLM, llm: LLM) -> None:
                 entries += len(output.prompt_logprobs[1]) if output.prompt_logprobs else 0
                 ended += output.finish_reason == "length"
     assert entries == 4 * 49
+    connection.close()
+
+
+def test_a_request_that_the_core_refuses_ends(engine: AsyncLLM) -> None:
+    """What the frontend would have refused, sent by another process."""
+    connection, started = other_end(engine)
+    for request_id, length in (("a", 64), ("b", 3), ("b", 3)):
+        request = EngineRequest(f"{started.client}:{request_id}", (5,) * length, LONG)
+        connection.send(frame(encode(Add(request))))
+    ends: dict[str, list[EngineOutput]] = {"a": [], "b": []}
+    while sum(map(len, ends.values())) < 3:
+        for message in receive(connection):
+            assert isinstance(message, Stepped)
+            for output in message.outputs:
+                if output.finish_reason is not None:
+                    ends[output.request_id.partition(":")[2]].append(output)
+    assert "must have at most 63 tokens" in str(ends["a"][0].stop_reason)
+    assert "is already in use" in str(ends["b"][0].stop_reason)
+    assert [end.finish_reason for end in (*ends["a"], *ends["b"])] == ["error", "error", "length"]
     connection.close()
 
 
@@ -449,4 +477,4 @@ def test_a_step_that_is_too_large_for_a_message(monkeypatch: pytest.MonkeyPatch)
     assert (outputs[-1].request_id, outputs[-1].new_token_ids, outputs[-1].finish_reason) == ("0:40", (), "error")
     assert "a message must have at most 1000 bytes" in str(outputs[-1].stop_reason)
     with pytest.raises(MessageTooLargeError):
-        frame(encode(Add((EngineRequest("0:0", tuple(range(1000)), LONG),))))
+        frame(encode(Add(EngineRequest("0:0", tuple(range(1000)), LONG))))

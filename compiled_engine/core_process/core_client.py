@@ -76,9 +76,9 @@ class CoreClient:
             loop.add_reader(self._connection.fileno(), self._on_readable)
             self._flush()
 
-    def add(self, requests: tuple[EngineRequest, ...]) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Raises MessageTooLargeError, a ValueError."""
-        self._send(Add(requests))
+        self._send(Add(request))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
         if request_ids:

@@ -122,9 +122,8 @@ class CoreServer:
 
     def _take(self, api_process: ApiProcess, message: ToCore) -> None:
         match message:
-            case Add(requests):
-                for request in requests:
-                    self._add(api_process, request)
+            case Add(request):
+                self._add(api_process, request)
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     if self._owners.get(request_id) is api_process:
