@@ -106,6 +106,15 @@ class StepOutputs:
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
+    def part(self, columns: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
+        """Some of it: the requests at these places in the columns, and these others."""
+        return StepOutputs(
+            [self.request_ids[index] for index in columns],
+            [self.token_ids[index] for index in columns],
+            others,
+            self.logprobs.select(columns) if self.logprobs is not None and columns else None,
+        )
+
     def __iter__(self) -> Iterator[EngineOutput]:
         for index, (request_id, token_id) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
             logprobs = None if self.logprobs is None else self.logprobs.select(slice(index, index + 1))

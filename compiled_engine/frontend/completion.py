@@ -36,6 +36,8 @@ class Completion:
         self._text = ""
         self._num_decoded = 0
         self._num_textless = 0  # last tokens that are not part of the text
+        self._num_given_tokens = self._num_given_chars = 0  # by `delta`
+        self._end_is_given = False
         self._stops = StopStrings(params.stop or (), include_in_output=params.include_stop_str_in_output)
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
@@ -76,6 +78,24 @@ class Completion:
             token_ids=self.token_ids.copy(),
             cumulative_logprob=None if self.logprobs is None else self.logprobs.sum_of_chosen(),
             logprobs=None if self.logprobs is None else self.logprobs.snapshot(),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def delta(self) -> CompletionOutput | None:
+        """What is new since the last call: text, tokens, their log-probabilities; None if nothing is."""
+        self._decode()
+        tokens, chars, ended = self._num_given_tokens, self._num_given_chars, self.finish_reason is not None
+        if tokens == len(self.token_ids) and chars == len(self._text) and ended == self._end_is_given:
+            return None
+        self._num_given_tokens, self._num_given_chars = len(self.token_ids), len(self._text)
+        self._end_is_given = ended
+        return CompletionOutput(
+            index=self.index,
+            text=self._text[chars:],
+            token_ids=self.token_ids[tokens:],
+            cumulative_logprob=None if self.logprobs is None else self.logprobs.sum_of_chosen(),
+            logprobs=None if self.logprobs is None else self.logprobs.snapshot()[tokens:],
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )

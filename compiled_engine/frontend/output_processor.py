@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.logprob_list import GrowingLogprobs
-from compiled_engine.frontend.outputs import RequestMetrics, RequestOutput
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, StepOutputs
 
@@ -28,6 +28,8 @@ class RunningRequest:
         if params.prompt_logprobs is not None:
             first_id = request.prompt_token_ids[:1]
             self._prompt_logprobs = GrowingLogprobs(params.prompt_logprobs, tokenizer, first_id, params, first=[None])
+        self._num_given_prompt_logprobs = 0  # by `delta`
+        self._prompt_token_ids = list(request.prompt_token_ids)  # one list for all outputs
         self._num_cached_tokens: int | None = None
         self._arrival_time = now
         self._first_scheduled_time: float | None = None
@@ -72,23 +74,48 @@ class RunningRequest:
 
     def snapshot(self) -> RequestOutput:
         """The request as it is now."""
-        completions = self.completions.values()
+        prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.snapshot()
+        completions = [completion.snapshot() for completion in self.completions.values()]
+        return self._output(completions, prompt_logprobs, self._metrics())
+
+    def delta(self) -> RequestOutput:
+        """What is new since the last call: of each completion that has grown, and of the prompt's log-probabilities.
+
+        Times come with the end alone: there are many deltas, and they should cost little.
+        """
+        new = None
+        if self._prompt_logprobs is not None:
+            new = self._prompt_logprobs.snapshot()[self._num_given_prompt_logprobs :]
+            self._num_given_prompt_logprobs += len(new)
+        grown = [delta for completion in self.completions.values() if (delta := completion.delta()) is not None]
+        return self._output(grown, new, self._metrics() if self.finished else None)
+
+    def _output(
+        self,
+        completions: list[CompletionOutput],
+        prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
+        metrics: RequestMetrics | None,
+    ) -> RequestOutput:
+        request = self.request
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            prompt_logprobs=None if self._prompt_logprobs is None else self._prompt_logprobs.snapshot(),
-            outputs=[completion.snapshot() for completion in completions],
-            finished=self.finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=self._arrival_time,
-                first_scheduled_time=self._first_scheduled_time,
-                first_token_time=self._first_token_time,
-                last_token_time=self._last_token_time,
-                finished_time=self._finished_time,
-                num_generation_tokens=max(len(completion.token_ids) for completion in completions),
-            ),
+            request.request_id,
+            request.prompt,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            completions,
+            self.finished,
+            self._num_cached_tokens,
+            metrics,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            arrival_time=self._arrival_time,
+            first_scheduled_time=self._first_scheduled_time,
+            first_token_time=self._first_token_time,
+            last_token_time=self._last_token_time,
+            finished_time=self._finished_time,
+            num_generation_tokens=max(len(completion.token_ids) for completion in self.completions.values()),
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class LogprobRows:
         """int32 [num_rows, 3 + 2 * k], read-only."""
         return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
 
-    def select(self, rows: slice | list[bool]) -> LogprobRows:
+    def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
         """Some of the rows."""
         return LogprobRows.of_array(self.array()[rows])
 
