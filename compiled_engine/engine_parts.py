@@ -22,7 +22,7 @@ from compiled_engine.frontend.generation_config import read_default_sampling_par
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.request_streams import RequestStreams
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.llm import make_options, warn_if_eager
 from compiled_engine.messages import RequestLimits
 from compiled_engine.process.progress import RichProgress, SilentProgress
@@ -130,7 +130,8 @@ def _launch(core: CoreKind | CoreChild) -> CoreChild | CoreThread:
 
 
 def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:
-    return None if options.skip_tokenizer_init else find_tokenizer(config.tokenizer, config.model.path)
+    folder = None if options.skip_tokenizer_init else find_tokenizer_folder(config.tokenizer, config.model.path)
+    return load_tokenizer(folder) if folder else None
 
 
 def _require_names(logits_processors: tuple[Any, ...]) -> None:
