@@ -13,9 +13,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _finish(
+def finish(
     y: tl.tensor,
-    up: tl.tensor,
+    up: tl.tensor | None,
     out_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     offsets: tl.tensor,
@@ -111,4 +111,4 @@ def one_token_kernel(
         y_N += tl.load(bias_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
         if SILU_MUL:
             up_N += tl.load(bias_ptr + num_outputs + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    _finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)
+    finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)

@@ -22,7 +22,6 @@ from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -86,13 +85,11 @@ class Runner:
             return build_model(config.model)
 
         self._compiled: CompiledModel | None = None
-        layout = ParameterLayout()
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
-            layout = self._compiled.layout
         with timeline.span("load weights"):
             model = build_model(config.model)
-            parameters = materialize(model, layout, config.device)
+            parameters = materialize(model, self._compiled.packed if self._compiled else {}, config.device)
             load_weights(model, config.model, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # One compile range may take a parameter alone that another takes packed: the model's own are views.
