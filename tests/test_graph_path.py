@@ -259,18 +259,22 @@ def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
 
 
 def test_closing_resets_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE))
-    graphs = runner_of(core).graphs
-    assert graphs is not None
-    capture: Any = graphs._capture
-    core.close()
-    assert capture.num_reset == 6
+    captures: list[RecordedCapture] = []
+
+    def make_capture(device: torch.device) -> RecordedCapture:
+        captures.append(RecordedCapture(device))
+        return captures[-1]
+
+    monkeypatch.setattr(model_runner, "CudaCapture", make_capture)
+    make_core(make_config(GraphMode.FULL_AND_PIECEWISE)).close()
+    assert [capture.num_reset for capture in captures] == [6]
 
 
 def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(make_config())
     runner = runner_of(core)
-    expected = run(core, make_requests(3, 1))
+    requests = make_requests(6, 1)  # which need every row
+    expected = run(core, requests)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("injected")
@@ -297,6 +301,5 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
                 pass
         for request_id in ("0", "1", "2"):
             core.abort(request_id)
-        assert run(core, make_requests(3, 1)) == expected, name
+        assert run(core, requests) == expected, name
         assert core.metrics()["blocks_free"] == core.metrics()["blocks_total"]
-        assert len(runner.states._row_of) <= 3

@@ -167,11 +167,12 @@ class Runner:
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self._run(batch, hidden_wanted)
+        pending = self.run(batch, hidden_wanted)
         self._clock.device_ends()
         return pending
 
-    def _run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+    def run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """All of a step that the device does, launched in its order; `submit` has prepared it."""
         self.states.writes.apply()
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
