@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 @triton.jit
 def finish(
     y: tl.tensor,
-    up: tl.tensor | None,
+    up: tl.tensor,
     out_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     offsets: tl.tensor,
@@ -23,7 +23,10 @@ def finish(
     SILU_MUL: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store."""
+    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store.
+
+    y, up: float32, of the shape of offsets and mask; up is read with SILU_MUL alone.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:
         y = y.to(dtype).to(tl.float32)

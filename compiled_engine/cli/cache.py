@@ -55,8 +55,7 @@ def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None
         root = _root(cache_dir)
         folder = existing_cache(root)
         found = sorted(_reports(folder), key=lambda entry: -entry.last_used)
-        keys = folder.all_keys() if folder else []
-        leftovers = [path for key in keys for path in (*folder.set_aside(key), *folder.abandoned(key))]
+        leftovers = folder.leftovers() if folder else []
     if as_json:
         records = [entry_record(entry) for entry in found]
         _print_json({"cache_dir": str(root), "entries": records, "leftovers": [str(path) for path in leftovers]})

@@ -134,8 +134,10 @@ class Runner:
         workers.close()
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
-        with self._timeline.span("predict graph memory"):
-            self._predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
+        self._predicted_graph_bytes = 0
+        if self.graphs:
+            with self._timeline.span("predict graph memory"):
+                self._predicted_graph_bytes = self.graphs.predict()
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         self.num_blocks = kv_cache.count_blocks(self._config, activation_bytes + set_aside, self._predicted_graph_bytes)

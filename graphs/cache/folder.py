@@ -61,6 +61,10 @@ class CacheFolder:
         """What engines with this entry left when they were killed; to be told from a new one, it needs the lock."""
         return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
+    def leftovers(self) -> list[Path]:
+        """What was set aside, and what killed engines have left, of all keys."""
+        return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
+
     def last_used(self, key: str) -> float:
         """When an engine found or built the entry, in seconds since the epoch."""
         try:
