@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -27,7 +28,7 @@ CAPTURED_ROOMS = ("graphs.cuda_graphs", "runner", "sampling", "kernels")
 OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
 VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
-DRIVER = Path("/proc/driver/nvidia/version")
+MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str) -> dict[str, Any]:
@@ -43,12 +44,12 @@ def graph_memory_factors(config: EngineConfig, entry_key: str) -> dict[str, Any]
     }
 
 
-def _describe(device: torch.device) -> dict[str, str]:
-    """What the device is, and its driver."""
+def _describe(device: torch.device) -> dict[str, Any]:
+    """What the device is, and its driver: the file of its library, whose name ends in the version."""
     if device.type != "cuda":
         return {"type": device.type}
-    version = DRIVER.read_text() if DRIVER.is_file() else str(torch._C._cuda_getDriverVersion())
-    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": version}
+    driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
+    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": driver}
 
 
 class Predicting(Protocol):
