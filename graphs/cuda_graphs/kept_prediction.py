@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,12 +32,14 @@ VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
 MAPPED_FILES = Path("/proc/self/maps")
 
 
-def graph_memory_factors(config: EngineConfig, entry_key: str) -> dict[str, Any]:
-    """All that the memory of the graphs may depend on, as JSON. entry_key: of the compiled model."""
+def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str]) -> dict[str, Any]:
+    """All that the memory of the graphs may depend on, as JSON. entry_key: of the compiled model. keys: names of what is
+    captured, in its order."""
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
         "entry": entry_key,
+        "keys": list(keys),
         "config": fields,
         "source": digests_of(CAPTURED_ROOMS),
         "device": _describe(config.device),
@@ -55,6 +58,9 @@ def _describe(device: torch.device) -> dict[str, Any]:
 class Predicting(Protocol):
     """See CudaGraphManager."""
 
+    @property
+    def names_to_capture(self) -> list[str]: ...
+
     def predict(self) -> int: ...
 
     def expect(self, predicted: int) -> int: ...
@@ -68,7 +74,7 @@ def predicted_bytes(config: EngineConfig, lookup: Lookup | None, graphs: Predict
     """
     if lookup is None or lookup.status == "off":
         return graphs.predict()
-    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key)))
+    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture)))
     path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
     kept = _read(path, factors)
     if kept is not None:
