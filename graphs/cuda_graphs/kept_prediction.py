@@ -24,7 +24,7 @@ from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
 
 # The rooms, besides those that the key of the entry covers, whose code is captured or captures.
-CAPTURED_ROOMS = ("graphs.cuda_graphs", "runner", "sampling", "kernels")
+CAPTURED_ROOMS = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
 OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
@@ -33,8 +33,10 @@ MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str]) -> dict[str, Any]:
-    """All that the memory of the graphs may depend on, as JSON. entry_key: of the compiled model. keys: names of what is
-    captured, in its order."""
+    """All that the memory of the graphs may depend on, as JSON.
+
+    entry_key: of the compiled model. keys: names of what is captured, in its order.
+    """
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
