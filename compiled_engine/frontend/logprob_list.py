@@ -71,6 +71,10 @@ class GrowingLogprobs:
         """What there is now."""
         return LogprobList(self, len(self))
 
+    def since(self, first: int) -> list[Any]:
+        """Entries from `first` on, as they are now."""
+        return self.entries(len(self))[first:] if first < len(self) else []
+
     def entries(self, count: int) -> list[Any]:
         """The first `count`, or more."""
         made = len(self._entries) - self._num_first
