@@ -57,7 +57,7 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
     """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    running = _launch(core)
+    running = _launch(core, str(options.get("device", "auto")))
     try:
         given = make_options(options)
         if isinstance(running, CoreChild):
@@ -121,12 +121,12 @@ def _assemble(
     )
 
 
-def _launch(core: CoreKind | CoreChild) -> CoreChild | CoreThread:
+def _launch(core: CoreKind | CoreChild, device: str) -> CoreChild | CoreThread:
     if isinstance(core, CoreChild):
         return core
     if core not in CORE_KINDS:
         raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
-    return CoreChild() if core == "process" else CoreThread()
+    return CoreChild(device) if core == "process" else CoreThread()
 
 
 def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:
