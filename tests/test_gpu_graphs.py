@@ -7,16 +7,15 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from other_padding import replay_with_other_padding
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
 from compiled_engine.runner.model_runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -173,26 +172,7 @@ def test_padding_changes_no_bit(
     mode: str, graph_mode: str, held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with engine(mode, graph_mode, "bfloat16") as llm:
-        runner = runner_of(llm)
-        graphs = runner.graphs
-        assert graphs is not None
-        replay, checked = graphs.replay, Counter[str]()
-
-        def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
-            if key.is_decode:  # padding is made in the graph
-                return replay(key, inputs)
-            buffers = runner.buffers
-            real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
-            result = replay(key, inputs)
-            expected = result[:real].clone()
-            buffers.input_ids_T[real : key.num_tokens] = 77
-            buffers.positions_T[real : key.num_tokens] = 5
-            assert torch.equal(replay(key, inputs)[:real], expected), key.name
-            result[real:] = torch.nan
-            checked[key.name] += key.num_tokens > real
-            return result
-
-        monkeypatch.setattr(graphs, "replay", replay_with_other_padding)
+        checked = replay_with_other_padding(runner_of(llm), monkeypatch)
         greedy(llm, prompts_of(held_out_ids, 37, 100), [1 + (5 * i) % 17 for i in range(37)])
         greedy(llm, prompts_of(held_out_ids, 7, 40), [5] * 7)
         assert checked.total() > 0

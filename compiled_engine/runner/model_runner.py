@@ -23,7 +23,6 @@ from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -87,13 +86,11 @@ class Runner:
             return build_model(config.model)
 
         self._compiled: CompiledModel | None = None
-        layout = ParameterLayout()
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
-            layout = self._compiled.layout
         with timeline.span("load weights"):
             model = build_model(config.model)
-            parameters = materialize(model, layout, config.device)
+            parameters = materialize(model, self._compiled.packed if self._compiled else {}, config.device)
             load_weights(model, config.model, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # One compile range may take a parameter alone that another takes packed: the model's own are views.
@@ -138,9 +135,11 @@ class Runner:
         workers.close()
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
-        with self._timeline.span("predict graph memory"):
-            lookup = self._compiled.lookup if self._compiled else None
-            graph_bytes = predicted_bytes(self._config, lookup, self.graphs) if self.graphs else 0
+        graph_bytes = 0
+        if self.graphs:
+            with self._timeline.span("predict graph memory"):
+                lookup = self._compiled.lookup if self._compiled else None
+                graph_bytes = predicted_bytes(self._config, lookup, self.graphs)
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
@@ -173,11 +172,12 @@ class Runner:
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self._run(batch, hidden_wanted)
+        pending = self.run(batch, hidden_wanted)
         self._clock.device_ends()
         return pending
 
-    def _run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+    def run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """All of a step that the device does, launched in its order; `submit` has prepared it."""
         self.states.writes.apply()
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}

@@ -45,7 +45,7 @@ class Sampler:
 
     A row's tokens depend on its own logits, parameters, seed and positions alone. `device` is where the logits
     are. triton: whether to launch kernels, by default on CUDA; the same is done in numpy otherwise. processors: the
-    user's, in the order of their calls.
+    user's, in the order of their calls. `table` and `additions`: the rows' parameters.
     """
 
     def __init__(
@@ -75,9 +75,9 @@ class Sampler:
         self._general_N = flags()  # anything beyond temperature and seed
         self._remembered_N = flags()
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
-        self._table = RowTable(max_num_rows, self._device)
-        self._additions = LogitAdditions(self._table, self._device)
-        self._allowed = AllowedTokens(max_num_rows, vocab_size, self._table, self._device)
+        self.table = RowTable(max_num_rows, self._device)
+        self.additions = LogitAdditions(self.table, self._device)
+        self._allowed = AllowedTokens(max_num_rows, vocab_size, self.table, self._device)
         self._history = History(max_num_rows, vocab_size, self._device)
         self._processors = ProcessedRows(max_num_rows, processors)
 
@@ -109,10 +109,10 @@ class Sampler:
             self._history.start_counts(row, token_ids[:num_prompt_tokens], output_ids)
         if longest_prefix > 0:
             self._history.start_tail(row, output_ids, longest_prefix)
-        self._additions.set_row(row, additions)
+        self.additions.set_row(row, additions)
         self._allowed.set_row(row, params.allowed_token_ids)
         signed_seed = (int(seed) + 2**63) % 2**64 - 2**63
-        self._table.set_row(
+        self.table.set_row(
             row,
             seed=signed_seed,
             repetition_penalty=params.repetition_penalty,
@@ -137,7 +137,7 @@ class Sampler:
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
-        self._additions.set_row(row, None)
+        self.additions.set_row(row, None)
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
@@ -154,8 +154,8 @@ class Sampler:
 
         To be called before a graph with sample_by_temperature is replayed; `sample` does so itself.
         """
-        self._additions.publish()
-        self._table.publish()
+        self.additions.publish()
+        self.table.publish()
 
     def sample_by_temperature(
         self,
@@ -169,7 +169,7 @@ class Sampler:
         Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
         captured; on a CPU the logits have to be float32.
         """
-        fields = self._table.device
+        fields = self.table.device
         self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], None, token_ids_S
         )
@@ -232,7 +232,7 @@ class Sampler:
         """Token ids, int64 [R], after all edits: in place, so logits_RV is a copy (float32, a chunk)."""
         if self._added_to_N[rows_R].any():
             tail_NL = self._history.tail_NL
-            self._operations.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
+            self._operations.add_(logits_RV, row_index_R, positions_R, self.additions, tail_NL, self.table)
         if self._processed_N[rows_R].any():
             self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
         if self._limited_N[rows_R].any():
@@ -241,7 +241,7 @@ class Sampler:
             self._operations.forbid_(logits_RV, masks)
         if self._penalised_N[rows_R].any():
             assert self._history.counts_NV is not None
-            self._operations.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
+            self._operations.penalise_(logits_RV, row_index_R, self._history.counts_NV, self.table)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
         self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
         return token_ids_R
@@ -256,8 +256,8 @@ class Sampler:
     ) -> None:
         threshold_S = None
         if self._filtered_N[rows_S].any():
-            threshold_S = self._operations.thresholds(logits_SV, row_index_S, self._table)
-        fields = self._table.device
+            threshold_S = self._operations.thresholds(logits_SV, row_index_S, self.table)
+        fields = self.table.device
         self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
         )
