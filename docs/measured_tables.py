@@ -197,8 +197,9 @@ def beside_transformers(result: Result) -> str:
 
 
 def peers(result: Result) -> str:
-    """Each engine's figures, and the bound."""
-    return _compared(result, result["rows"], {**result["engines"], "bound": "bound"})
+    """Each engine's figures, and the bound, of the rows that other engines have too."""
+    rows = [row for row in result["rows"] if len(row.keys() & result["engines"].keys()) > 1]
+    return _compared(result, rows, {**result["engines"], "bound": "bound"})
 
 
 def highlights(result: Result) -> str:
