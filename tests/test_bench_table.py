@@ -53,7 +53,7 @@ def test_every_kind_of_row_is_measured_beside_its_bound_and_peers(
     plots = tmp_path / "plots"
     result = run("table", *arguments, "--repeats", "1", "--plots", str(plots), "--output", str(kept))
     assert result.exit_code == 0, result.stderr
-    for text in (*ids, "engine", "share", "GFLOP" if "GFLOP" in result.stdout else "TFLOP", "a copy of 256 MiB"):
+    for text in (*ids, "engine", "share", "TFLOP/s", "a copy of 256 MiB"):
         assert text in result.stdout
     table = json.loads(kept.read_text())
     assert table.keys() == KEYS
@@ -63,7 +63,8 @@ def test_every_kind_of_row_is_measured_beside_its_bound_and_peers(
         low, high = measured["spread"]
         assert 0 < low <= measured["median"] <= high
         assert measured["n"] == 1
-        assert row["bound"] > 0
+        ratio = row["measured"]["median"] / row["bound"]
+        assert row["share_of_bound"] == pytest.approx(ratio if row["better"] == "higher" else 1 / ratio)
     found = {row["id"]: row for row in table["rows"]}
     tpot = found["bundled-tpot-1"]
     assert tpot["peers"]["engine X"] == {"figure": [1e6, 1e6], "ratio": 1e6 / tpot["measured"]["median"]}

@@ -13,7 +13,7 @@ from compiled_engine.bench.machine import model_record, plain_options, provenanc
 from compiled_engine.bench.start_up import measure as measure_starts
 from compiled_engine.bench.table_plan import EngineRows, Plan
 from compiled_engine.bench.table_rows import Row
-from compiled_engine.bench.table_workloads import Start
+from compiled_engine.bench.table_workloads import LOWER, Start
 from compiled_engine.bench.workloads import summary
 from compiled_engine.llm import LLM
 from compiled_engine.process.progress import Progress
@@ -36,7 +36,11 @@ class _Rows:
     begun: float
 
     def add(self, engine: EngineRows, row: Row, found: Mapping[str, Any]) -> None:
-        self.records.append(_record(engine, row) | dict(found))
+        record = _record(engine, row) | dict(found)
+        if "measured" in record:
+            bound, median = record["bound"], record["measured"]["median"]
+            record["share_of_bound"] = bound / median if record["better"] == LOWER else median / bound
+        self.records.append(record)
         self.say(self.result())
 
     def where(self, row: Row) -> str:
@@ -61,8 +65,8 @@ def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> di
     """The result, as JSON. say: gets the result so far whenever a row is done.
 
     rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound, and measured (median,
-    spread [least, most], n, values), or error. curve and place, where the row is a point of a plot. Besides: date,
-    machine, versions, models, options (the user's), rates, notes, and seconds, which it took.
+    spread [least, most], n, values) with share_of_bound, or error. curve and place, where the row is a point of a plot.
+    Besides: date, machine, versions, models, options (the user's), rates, notes, and seconds, which it took.
 
     repeats: of each row, instead of as many as give it a spread. What fails has an error, and the rest goes on.
     """

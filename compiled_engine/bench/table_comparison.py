@@ -32,16 +32,17 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[st
     notes += [f"options: {a['options']} and {b['options']}"] * (a["options"] != b["options"])
     for name, rows, others in (("A", ours, theirs), ("B", theirs, ours)):
         notes += [f"only in {name}: {row}" for row in rows if row not in others]
-    rows = []
+    compared = []
     for name in (name for name in ours if name in theirs):
         one, other = ours[name], theirs[name]
         if any(one[key] != other[key] for key in DEFINITION):
             notes.append(f"measured differently: {name}")
         elif "measured" in one or "measured" in other:
-            rows.append(_compared(one, other, noise))
+            compared.append(_compared(one, other, noise))
         else:
             notes.append(f"failed in both: {name}")
-    return {"rows": rows, "notes": notes, "noise": noise, "counts": dict(Counter(row["verdict"] for row in rows))}
+    counts = Counter(row["verdict"] for row in compared)
+    return {"rows": compared, "notes": notes, "noise": noise, "counts": dict(counts)}
 
 
 def is_slower(comparison: Mapping[str, Any]) -> bool:

@@ -16,15 +16,13 @@ from compiled_engine.bench.bounds import (
     tpot_seconds,
     workload_seconds,
 )
-from compiled_engine.bench.engine_steps import mixed_chunks, mixed_step_ms, outputs_needed
+from compiled_engine.bench.engine_steps import PROMPTS_IN_FLIGHT, mixed_chunks, mixed_step_ms, outputs_needed
 from compiled_engine.bench.start_up import weights_bound_seconds
 from compiled_engine.bench.workloads import generate_seconds, random_prompts, request_lengths, tpot_ms
 from compiled_engine.llm import LLM
 
 WARM_UP_TOKENS = 4
 WARM_UP_REQUESTS = 8
-# Prompts of mixed steps that may be there at once: one is computed, others wait for their results to be taken in.
-PROMPTS_IN_FLIGHT = 4
 LOWER, HIGHER = "lower", "higher"
 
 
@@ -42,8 +40,9 @@ class Needs(NamedTuple):
 
 
 class Workload(Protocol):
-    """better: which figures are, LOWER or HIGHER ones. what: in words."""
+    """A dataclass. better: which figures are, LOWER or HIGHER ones. what: in words."""
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
     unit: ClassVar[str]
     better: ClassVar[str]
 
@@ -135,7 +134,7 @@ class Requests:
     def what(self) -> str:
         lengths = f"{_range(self.prompt)} + {_range(self.output)} tokens"
         common = f"{self.common:,} common + " if self.common else ""
-        return self.named or f"{self.requests:,} requests of {common}{lengths}"
+        return self.named or f"{self.requests:,} request{'s' * (self.requests > 1)} of {common}{lengths}"
 
     def needs(self) -> Needs:
         return Needs(self.common + self.prompt[1] + self.output[1])

@@ -50,7 +50,7 @@ def table(
     A row that fails is marked in the result, the others are kept, and the exit code is 1.
 
     JSON: benchmark, rows (id, model, what, unit, better, options, workload, bound, and measured: median, spread, n,
-    values; or error; peers), date, machine, models, options, versions, rates, notes, seconds, command.
+    values; share_of_bound; or error; peers), date, machine, models, options, versions, rates, notes, seconds, command.
 
     Examples:
 
@@ -131,9 +131,9 @@ def compare(
         from compiled_engine.bench.table_comparison import compare as judged
         from compiled_engine.bench.table_comparison import is_slower
 
-        tables = [read_result(name, path, "table") for name, path in (("A.json", a), ("B.json", b))]
+        before, after = (read_result(name, path, "table") for name, path in (("A.json", a), ("B.json", b)))
         try:
-            comparison = judged(*tables, noise)
+            comparison = judged(before, after, noise)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{a} or {b} lacks {error}: another version made it") from error
     if as_json:

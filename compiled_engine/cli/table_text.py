@@ -45,9 +45,8 @@ def _line(row: Mapping[str, Any], peers: list[str]) -> list[str]:
     if "error" in row:
         return [*start, "failed"]
     measured = row["measured"]
-    share = min(bound / measured["median"], measured["median"] / bound)
     cells = [figure(value, unit) for value in (measured["median"], *measured["spread"])]
-    cells += [str(measured["n"]), figure(bound, unit), f"{share:.0%}"]
+    cells += [str(measured["n"]), figure(bound, unit), f"{row['share_of_bound']:.0%}"]
     for name in peers:
         peer = row.get("peers", {}).get(name)
         shown = " to ".join(dict.fromkeys(figure(value, unit) for value in peer["figure"])) if peer else ""
