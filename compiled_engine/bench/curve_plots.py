@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 
+from compiled_engine.bench.ablation_lines import apart
 from compiled_engine.bench.plot_style import (
     LIGHT,
     Theme,
@@ -61,8 +63,8 @@ def _draw(curve: str, rows: Sequence[Row], subtitle: str, theme: Theme) -> bytes
     figure = new_figure(HEIGHT_INCHES)
     title, label = TITLES[curve]
     time = "seconds until all are done" if curve == BY_QUEUE else "ms per output token"
-    for left, convert, heading in ((0.075, _time, time), (0.57, _rate, "output tokens per second")):
-        axes = figure.add_axes((left, 0.13, 0.40, 0.64))
+    for left, convert, heading in ((0.065, _time, time), (0.555, _rate, "output tokens per second")):
+        axes = figure.add_axes((left, 0.13, 0.31, 0.64))
         _draw_panel(axes, [_converted(row, convert) for row in rows], theme)
         axes.set_title(heading, loc="left", color=theme.muted, fontsize=9.5)
         axes.set_xlabel(label, color=theme.muted, fontsize=9)
@@ -113,13 +115,9 @@ def _draw_panel(axes: Axes, points: Sequence[tuple[int, float, list[float], floa
     ticks = log_ticks(low, high)
     axes.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
     axes.grid(axis="y", color=theme.line, linewidth=0.8)
-    for value, name, colour in ((medians[-1], "engine", theme.strong), (bounds[-1], "bound", theme.bound)):
-        axes.annotate(
-            f"{name} {short(value)}",
-            (places[-1], value),
-            xytext=(-4, 6),
-            textcoords="offset points",
-            ha="right",
-            color=colour,
-            fontsize=9,
-        )
+    ends = sorted([(bounds[-1], "bound", theme.bound), (medians[-1], "engine", theme.strong)])
+    shares = [math.log(value / low) / math.log(high / low) for value, *_ in ends]
+    for (value, name, colour), share in zip(ends, apart(shares), strict=True):
+        text = f"{name} {short(value)}"
+        place: dict[str, Any] = {"transform": axes.transAxes, "va": "center", "fontsize": 9}
+        axes.text(1.02, share, text, color=colour, **place)

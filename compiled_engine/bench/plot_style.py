@@ -86,7 +86,7 @@ def write_pngs(drawn: Mapping[str, bytes], folder: Path) -> list[Path]:
 def short(value: float) -> str:
     """Three digits, as far as they are there."""
     if value >= 100:
-        return f"{value:.0f}"
+        return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
