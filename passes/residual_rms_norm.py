@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import (
@@ -34,6 +35,7 @@ from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.rms_norm import match_rms_norm
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps"])
 def _kernel(
     x_ptr: tl.tensor,

@@ -17,12 +17,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, factors, is_call, rewrite_calls, through_cast
 from compiled_engine.passes.op_library import define_op
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["x_stride", "eps"])
 def rms_norm_kernel(
     x_ptr: tl.tensor,

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16
@@ -81,6 +82,7 @@ def _normed_and_rotated(
     return (first_cos_HP - second_sin_HP).to(dtype), (second_cos_HP + first_sin_HP).to(dtype)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride"],
     do_not_specialize_on_alignment=["slot_mapping_ptr"],

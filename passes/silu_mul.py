@@ -17,6 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor, rewrite_calls
 from compiled_engine.passes.op_library import define_op
@@ -25,6 +26,7 @@ from compiled_engine.passes.op_library import define_op
 FEW_TOKENS = 128
 
 
+@quick_launches
 @triton.jit
 def _kernel(
     gate_up_ptr: tl.tensor,

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.launcher import quick_launches
+
 
 @triton.jit
 def _weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
@@ -184,6 +186,7 @@ def _sum_of_partials(
     return y_TN
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps", "num_outputs", "num_tokens"])
 def few_tokens_kernel(
     x_ptr: tl.tensor,

@@ -8,10 +8,12 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids_ptr"])
 def advance_kernel(
     rows_ptr: tl.tensor,

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.history import MAX_COUNT
 from compiled_engine.sampling.logit_additions import NUM_COLUMNS, LogitAdditions
 from compiled_engine.sampling.row_table import RowTable
@@ -23,6 +24,7 @@ BLOCK_V = 2048
 BLOCK_A = 128
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr"])
 def add_kernel(
     logits_ptr: tl.tensor,
@@ -65,6 +67,7 @@ def add_kernel(
             tl.atomic_add(logits_ptr + sample * logits_stride + token_ids, values, mask=holds)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["mask_index_ptr"])
 def forbid_kernel(
     logits_ptr: tl.tensor,
@@ -86,6 +89,7 @@ def forbid_kernel(
         tl.store(logits_ptr + sample * logits_stride + token_ids, -float("inf"), mask=forbidden)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
 def penalise_kernel(
     logits_ptr: tl.tensor,
@@ -121,6 +125,7 @@ def penalise_kernel(
         tl.store(logits_ptrs, logits, mask=occurred)
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
 def record_kernel(
     row_index_ptr: tl.tensor,

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import (
     GOLDEN_GAMMA,
@@ -52,6 +53,7 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
     return -tl.log((u - (1.0 - rest)) - tl.log(rest))
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr"])
 def block_best_kernel(
     logits_ptr: tl.tensor,
@@ -96,6 +98,7 @@ def block_best_kernel(
         tl.store(best_token_ptr + slot, block * BLOCK_V + best)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
 def row_best_kernel(
     best_score_ptr: tl.tensor,

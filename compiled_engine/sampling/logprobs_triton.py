@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.launcher import quick_launches
+
 BLOCK_V = 4096
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
 def normaliser_kernel(
     logits_ptr: tl.tensor,

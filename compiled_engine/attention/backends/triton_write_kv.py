@@ -7,7 +7,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from compiled_engine.kernels.launcher import quick_launches
 
+
+@quick_launches
 @triton.jit(
     do_not_specialize=["k_token_stride", "v_token_stride"],
     do_not_specialize_on_alignment=["slot_mapping_ptr"],
