@@ -17,6 +17,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes import rms_norm
@@ -80,7 +81,7 @@ def launch(
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     _kernel[(x_TD.shape[0],)](
         x_TD,
         residual_TD,

@@ -16,6 +16,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
@@ -76,7 +77,7 @@ def launch(
         sin_T1d,
         scale,
         NUM_PAIRS=num_pairs,
-        BLOCK=triton.next_power_of_2(num_pairs),
+        BLOCK=next_power_of_2(num_pairs),
         num_warps=1,
         **dependent_launch(positions_T.device),
     )

@@ -7,12 +7,14 @@ and after their sum. So it returns what the separate ops return, up to the order
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -176,10 +178,10 @@ def launch(
     require_dense(kv_cache_N2PKd, **rows)
     num_tokens, num_heads, head_dim = q_THd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
-    out_THd = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THd.dtype, device=q_THd.device)
-    strides = [tensor.stride(0) for tensor in rows.values()]
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+    strides = [tensor.stride()[0] for tensor in rows.values()]
     tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
-    rope_kv_write_kernel[(num_tokens * (triton.cdiv(num_heads, tile_h) + triton.cdiv(num_kv_heads, tile_h)),)](
+    rope_kv_write_kernel[(num_tokens * (cdiv(num_heads, tile_h) + cdiv(num_kv_heads, tile_h)),)](
         q_THd,
         k_TKd,
         v_TKd,
@@ -193,9 +195,9 @@ def launch(
         eps,
         *strides,
         STRIDE_MULTIPLE=math.gcd(8, *strides),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=k_TKd.stride(1),
-        V_HEAD_STRIDE=v_TKd.stride(1),
+        Q_HEAD_STRIDE=q_THd.stride()[1],
+        K_HEAD_STRIDE=k_TKd.stride()[1],
+        V_HEAD_STRIDE=v_TKd.stride()[1],
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -209,8 +211,9 @@ def launch(
     return out_THd
 
 
+@cache
 def tiles(num_heads: int, head_dim: int) -> tuple[int, int, int]:
     """Heads of a program, pairs of a head (a power of two), and warps."""
-    pairs = triton.next_power_of_2(head_dim // 2)
-    heads = min(triton.next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
+    pairs = next_power_of_2(head_dim // 2)
+    heads = min(next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
     return heads, pairs, max(1, heads * 2 * pairs // ELEMENTS_PER_WARP)

@@ -16,6 +16,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import cdiv
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -59,7 +60,7 @@ def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
     block = 512 if num_tokens <= FEW_TOKENS else 1024
-    _kernel[(num_tokens, triton.cdiv(width, block))](
+    _kernel[(num_tokens, cdiv(width, block))](
         gate_up_TI2,
         out_TI,
         WIDTH=width,

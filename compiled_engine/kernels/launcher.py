@@ -63,7 +63,8 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
         "_enter_hooks": knobs.launch_enter_hook,
         "_exit_hooks": knobs.launch_exit_hook,
         "_run_hooks": jit_function.pre_run_hooks,
-        "_specialize": partial(native_specialize_impl, BaseBackend),
+        "_specialize": native_specialize_impl,
+        "_backend": BaseBackend,
         "_by_triton": partial(_by_triton, jit_function),
     }
     exec(compile(launch_source(jit_function), f"<launch of {jit_function.__name__}>", "exec"), namespace)
@@ -87,7 +88,9 @@ def launch_source(jit_function: Any) -> str:
             key.append(f"None if {name} is None else {name}.dtype")
             aligned += [f"_{name}"] if to_align else []
         else:
-            key.append(f"_specialize({name}, {parameter.is_const}, {not parameter.do_not_specialize}, {to_align})")
+            key.append(
+                f"_specialize(_backend, {name}, {parameter.is_const}, {not parameter.do_not_specialize}, {to_align})"
+            )
         values.append(f"_{name}" if name.endswith(POINTER_SUFFIX) else name)
     if aligned:
         each = ", ".join(f"{address} & 15 == 0" for address in aligned)

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.history import MAX_COUNT
 from compiled_engine.sampling.logit_additions import NUM_COLUMNS, LogitAdditions
@@ -182,7 +183,7 @@ def add_(
 
 def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
     num_rows, vocab_size = logits_RV.shape
-    forbid_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+    forbid_kernel[(num_rows, cdiv(vocab_size, BLOCK_V))](
         logits_RV,
         logits_RV.stride(0),
         masks.masks_MW,
@@ -194,7 +195,7 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, counts_NV: torch.Tensor, table: RowTable) -> None:
     num_rows, vocab_size = logits_RV.shape
-    penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+    penalise_kernel[(num_rows, cdiv(vocab_size, BLOCK_V))](
         logits_RV,
         logits_RV.stride(0),
         row_index_R,
@@ -221,5 +222,5 @@ def record_(
         tail_NL,
         tail_length,
         VOCAB_SIZE=0 if counts_NV is None else counts_NV.shape[1],
-        TILE_L=triton.next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
+        TILE_L=next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
     )
