@@ -75,7 +75,7 @@ def launch_source(jit_function: Any) -> str:
     """Python source of launch(grid, <the kernel's parameters>, <options>).
 
     It is generated because a loop over parameters takes longer than all that it does. Equal keys are equal
-    specializations to Triton; _kernels has what CompiledKernel.run needs.
+    specializations to Triton.
     """
     addresses, key, aligned, values = [], [], [], []
     for parameter in jit_function.params:
@@ -110,7 +110,7 @@ def launch_source(jit_function: Any) -> str:
         "_kernel = _kernels.get(_key)",
         f"if _kernel is not None and not _others and {unhooked}:",
         "    _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1, 1)[:3]",
-        "    _run, _function, _metadata = _kernel",
+        "    _run, _function, _metadata, _ = _kernel",
         "    _stream = _active.get_current_stream(_device)",
         f"    _run(_x, _y, _z, _stream, _function, _metadata, None, None, None, {', '.join(values)})",
         "else:",
@@ -127,8 +127,9 @@ def _by_triton(
     arguments: tuple[Any, ...],
     options: tuple[Any, ...],
     others: dict[str, Any],
-) -> tuple[Any, Any, Any] | None:
-    """Launch as Triton does; None if a hook kept it from compiling the kernel."""
+) -> tuple[Any, ...] | None:
+    """Launch as Triton does. What CompiledKernel.run needs, and the kernel, which is unloaded with its last reference;
+    None if a hook kept it from being compiled."""
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     kernel = jit_function.run(*arguments, grid=grid, warmup=False, **given, **others)
-    return None if kernel is None else (kernel.run, kernel.function, kernel.packed_metadata)
+    return None if kernel is None else (kernel.run, kernel.function, kernel.packed_metadata, kernel)
