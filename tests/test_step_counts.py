@@ -1,0 +1,139 @@
+"""What a step costs, in counts that are the same on every machine: launches, kernels, the host's calls, bytes read."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from small_engines import SMALL
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import compiled_engine
+from compiled_engine import LLM
+from compiled_engine.bench.bounds import model_sizes
+from compiled_engine.bench.engine_steps import decodes
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.kv_cache import block_bytes
+
+PACKAGE = str(Path(compiled_engine.__file__).parent)
+NUM_STEPS = 200
+BLOCK_SIZE = 16
+# Linear of q, k and v with its norm; rotation and cache; attention; three linears with what is around them.
+KERNELS_OF_A_LAYER = 6
+# Preparation, embedding, angles, the head with its norm, two of the sampler, and the advance of the states.
+KERNELS_BESIDE_LAYERS = 7
+
+
+def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:
+    with decodes(llm, random.Random(0), num_requests, 8, 2 * NUM_STEPS) as core:
+        for _ in range(20):
+            core.step()
+        return measure(core.step)
+
+
+@pytest.fixture(scope="module")
+def small_engine(one_thread: None) -> Any:
+    with LLM(**SMALL | {"max_model_len": 512, "num_blocks": 256}) as llm:
+        yield llm
+
+
+def blocks_kept(step: Callable[[], Any]) -> int:
+    """Blocks of memory that Python holds more after NUM_STEPS steps."""
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(NUM_STEPS):
+        step()
+    gc.collect()
+    return sys.getallocatedblocks() - before
+
+
+def calls(step: Callable[[], Any]) -> int:
+    """Python functions of the engine that NUM_STEPS steps call."""
+    count = 0
+
+    def profiled(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and PACKAGE in frame.f_code.co_filename
+
+    before = sys.getprofile()
+    sys.setprofile(profiled)
+    try:
+        for _ in range(NUM_STEPS):
+            step()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])
+def test_a_steady_step_keeps_no_memory_but_its_tokens(small_engine: LLM, num_requests: int) -> None:
+    """A token is an object, and the lists that hold tokens grow now and then."""
+    assert steady(small_engine, num_requests, blocks_kept) <= NUM_STEPS * (num_requests + 1)
+
+
+def test_a_request_more_costs_the_host_no_call(small_engine: LLM) -> None:
+    """Of the engine's Python; what there is to do for each request is done for all of them at once."""
+    alone, six = (steady(small_engine, num_requests, calls) for num_requests in (1, 6))
+    assert abs(six - alone) <= NUM_STEPS * 10
+    assert alone <= NUM_STEPS * 160
+
+
+def test_a_compiled_step_reads_what_its_bound_counts() -> None:
+    """Each weight and each layer's cache is read by one piece or op. The dynamic range leaves the head to others."""
+    config = resolve(EngineOptions(device="cpu", mode="compiled", compile_ranges=(8,)))
+    model = without_storage(build_model(config.model), config.device)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    sizes, num_layers = model_sizes(config.model), config.model.num_layers
+    graph = trace(model, example_inputs(config))
+    for compile_range in compile_ranges(config):
+        module, _ = apply_passes(config, graph, compile_range)
+        plan, _ = make_plan(module.graph, split(module.graph))
+        reads = Counter(argument["value"] for step in plan.steps for argument in step.arguments if "value" in argument)
+        read = [source for index, source in enumerate(plan.inputs) for _ in range(reads[index])]
+        names = [name for source in read if source.kind == "parameter" for name in source.members or (source.name,)]
+        read_bytes = sum(weights[name].nbytes for name in names if name in weights and "embed_tokens" not in name)
+        assert read_bytes == sizes.weight_bytes - (0 if compile_range.small else model.lm_head.weight.nbytes)
+        caches = [source.name for source in read if source.kind == "argument" and "kv_caches" in source.name]
+        assert sorted(caches) == sorted(f"kv_caches.{layer}" for layer in range(num_layers))
+    assert block_bytes(config) == config.cache.block_size * num_layers * sizes.kv_bytes_per_token
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_requests", [1, 7])
+def test_a_steady_decode_step_is_one_replay(num_requests: int) -> None:
+    """Of BLOCK_SIZE steps one has new blocks for its rows, which a kernel before the replay takes to the device."""
+    num_steps = 2 * BLOCK_SIZE
+    with (
+        LLM(device="cuda", progress=False, max_num_seqs=8, max_model_len=512, num_blocks=256) as llm,
+        decodes(llm, random.Random(0), num_requests, 8, 200) as core,
+    ):
+        kernels_of_step = KERNELS_OF_A_LAYER * llm.config.model.num_layers + KERNELS_BESIDE_LAYERS
+        for _ in range(20):
+            core.step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(num_steps):
+                core.step()
+            torch.cuda.synchronize()
+    on_host = Counter(event.name for event in profiler.events() if event.device_type == DeviceType.CPU)
+    on_device = Counter(event.name for event in profiler.events() if event.device_type == DeviceType.CUDA)
+    launches = sum(count for name, count in on_host.items() if "LaunchKernel" in name)
+    copies = sum(count for name, count in on_host.items() if name.startswith(("cudaMemcpy", "cudaMemset")))
+    assert on_host["cudaGraphLaunch"] == num_steps, on_host
+    assert (launches, copies) == (num_steps // BLOCK_SIZE, 0), on_host
+    assert on_device.total() == num_steps * kernels_of_step + launches, on_device
