@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -177,11 +178,10 @@ def launch(
     rows = {"q_THd": q_THd, "k_TKd": k_TKd, "v_TKd": v_TKd, "cos_T1d": cos_T1d, "sin_T1d": sin_T1d}
     require_dense(kv_cache_N2PKd, **rows)
     num_tokens, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-    strides = [tensor.stride()[0] for tensor in rows.values()]
-    tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
-    rope_kv_write_kernel[(num_tokens * (cdiv(num_heads, tile_h) + cdiv(num_kv_heads, tile_h)),)](
+    strides = q_THd.stride(), k_TKd.stride(), v_TKd.stride(), cos_T1d.stride(), sin_T1d.stride()
+    programs, token_strides, constants = _constants(num_heads, head_dim, kv_cache_N2PKd.shape[2:4], strides)
+    rope_kv_write_kernel[(num_tokens * programs,)](
         q_THd,
         k_TKd,
         v_TKd,
@@ -193,25 +193,38 @@ def launch(
         slot_mapping_T,
         out_THd,
         eps,
-        *strides,
-        STRIDE_MULTIPLE=math.gcd(8, *strides),
-        Q_HEAD_STRIDE=q_THd.stride()[1],
-        K_HEAD_STRIDE=k_TKd.stride()[1],
-        V_HEAD_STRIDE=v_TKd.stride()[1],
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        TILE_H=tile_h,
-        TILE_P=tile_p,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
+        *token_strides,
+        **constants,
         **dependent_launch(q_THd.device),
     )
     return out_THd
 
 
 @cache
+def _constants(
+    num_heads: int, head_dim: int, block: tuple[int, int], strides: tuple[tuple[int, ...], ...]
+) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """Programs of a token, strides of tokens, and what the kernel is compiled with. block: its slots and K/V heads."""
+    block_size, num_kv_heads = block
+    tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
+    token_strides = tuple(stride[0] for stride in strides)
+    constants = {
+        "STRIDE_MULTIPLE": math.gcd(8, *token_strides),
+        "Q_HEAD_STRIDE": strides[0][1],
+        "K_HEAD_STRIDE": strides[1][1],
+        "V_HEAD_STRIDE": strides[2][1],
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE_H": tile_h,
+        "TILE_P": tile_p,
+        "num_warps": num_warps,
+        "enable_fp_fusion": False,
+    }
+    return cdiv(num_heads, tile_h) + cdiv(num_kv_heads, tile_h), token_strides, constants
+
+
 def tiles(num_heads: int, head_dim: int) -> tuple[int, int, int]:
     """Heads of a program, pairs of a head (a power of two), and warps."""
     pairs = next_power_of_2(head_dim // 2)

@@ -48,21 +48,20 @@ def pointers(draw: st.DrawFn) -> torch.Tensor | None:
 def launches(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any], dict[str, Any]]:
     """Grid, arguments and keywords for `add_kernel`."""
     options = {
+        "FLAG": st.booleans(),
         "num_warps": st.sampled_from([2, 4]),
         "launch_pdl": st.booleans(),
         "enable_fp_fusion": st.booleans(),
         "num_stages": st.sampled_from([2, 3]),
     }
-    keywords = draw(
-        st.fixed_dictionaries({"BLOCK": st.sampled_from([16, 32]), "FLAG": st.booleans()}, optional=options)
-    )
+    keywords = draw(st.fixed_dictionaries({"BLOCK": st.sampled_from([16, 32])}, optional=options))
     return draw(GRIDS), [*(draw(pointers()) for _ in range(3)), *(draw(NUMBERS) for _ in range(3))], keywords
 
 
 def make_kernel() -> Any:
     @quick_launches
     @triton.jit(do_not_specialize=["loose"], do_not_specialize_on_alignment=["c_ptr", "wide"])
-    def add_kernel(a_ptr, b_ptr, c_ptr, count, loose, wide, BLOCK: tl.constexpr, FLAG: tl.constexpr):  # type: ignore[no-untyped-def]
+    def add_kernel(a_ptr, b_ptr, c_ptr, count, loose, wide, BLOCK: tl.constexpr, FLAG: tl.constexpr = False):  # type: ignore[no-untyped-def]
         index = tl.arange(0, BLOCK)
         value = tl.load(a_ptr + index, mask=index < count)
         if b_ptr is not None:
@@ -148,7 +147,7 @@ def test_a_launch_takes_what_was_compiled_for_its_specialization(
                 assert called[-1][:4] == (*grid, *(1, 1)[: 3 - len(grid)], 7)
                 assert called[-1][4] == specialization(arguments, keywords)
                 pointed = [0 if pointer is None else pointer.data_ptr() for pointer in arguments[:3]]
-                values = [*pointed, *arguments[3:], keywords["BLOCK"], keywords["FLAG"]]
+                values = [*pointed, *arguments[3:], keywords["BLOCK"], keywords.get("FLAG", False)]
                 assert list(called[-1][5:]) == [None] * 4 + values
     # The second time all are known.
     assert "triton" not in called[len(many) :]
@@ -174,18 +173,18 @@ def test_hooks_see_every_launch(recording: Recording) -> None:
     kernel, names = make_kernel(), []
     arguments = (MEMORY[:32], None, MEMORY[64:], 5, 5, 5)
     for _ in range(2):
-        kernel[(1,)](*arguments, BLOCK=32, FLAG=False)
+        kernel[(1,)](*arguments, BLOCK=32)
     hook = lambda metadata: names.append(metadata.get()["name"])  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(hook)
     try:
-        kernel[(1,)](*arguments, BLOCK=32, FLAG=False)
+        kernel[(1,)](*arguments, BLOCK=32)
         # The driver calls them, here the recording one, which does not: it is handed them.
         (enter,) = {launch[7] for launch in recording.launches[-1:]}
         enter(recording.launches[-1][6])
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(hook)
     assert names == ["add_kernel"]
-    kernel[(1,)](*arguments, BLOCK=32, FLAG=False)
+    kernel[(1,)](*arguments, BLOCK=32)
     assert recording.launches[-1][7] is None
 
 
@@ -195,18 +194,18 @@ def test_a_kernel_that_a_hook_keeps_from_compiling_is_asked_for_again(
     kernel, asked = make_kernel(), []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **about: asked.append(about["repr"]) or True)
     for _ in range(2):
-        kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, FLAG=False)
+        kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32)
     assert len(asked) == 2
     assert recording.launches == []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
-    kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, FLAG=False)
+    kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32)
     assert len(recording.launches) == 1
 
 
 def test_options_that_it_does_not_know_are_tritons(recording: Recording) -> None:
     kernel = make_kernel()
     for _ in range(2):
-        kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, FLAG=False, maxnreg=64)
+        kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, maxnreg=64)
     assert len(recording.launches) == 2
     assert all(launch[7] is not None for launch in recording.launches)
 

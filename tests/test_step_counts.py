@@ -12,10 +12,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
 from small_engines import SMALL
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
 import compiled_engine
 from compiled_engine import LLM
@@ -32,11 +29,6 @@ from compiled_engine.runner.kv_cache import block_bytes
 
 PACKAGE = str(Path(compiled_engine.__file__).parent)
 NUM_STEPS = 200
-BLOCK_SIZE = 16
-# Linear of q, k and v with its norm; rotation and cache; attention; three linears with what is around them.
-KERNELS_OF_A_LAYER = 6
-# Preparation, embedding, angles, the head with its norm, two of the sampler, and the advance of the states.
-KERNELS_BESIDE_LAYERS = 7
 
 
 def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -111,29 +103,3 @@ def test_a_compiled_step_reads_what_its_bound_counts() -> None:
         caches = [source.name for source in read if source.kind == "argument" and "kv_caches" in source.name]
         assert sorted(caches) == sorted(f"kv_caches.{layer}" for layer in range(num_layers))
     assert block_bytes(config) == config.cache.block_size * num_layers * sizes.kv_bytes_per_token
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_requests", [1, 7])
-def test_a_steady_decode_step_is_one_replay(num_requests: int) -> None:
-    """Of BLOCK_SIZE steps one has new blocks for its rows, which a kernel before the replay takes to the device."""
-    num_steps = 2 * BLOCK_SIZE
-    with (
-        LLM(device="cuda", progress=False, max_num_seqs=8, max_model_len=512, num_blocks=256) as llm,
-        decodes(llm, random.Random(0), num_requests, 8, 200) as core,
-    ):
-        kernels_of_step = KERNELS_OF_A_LAYER * llm.config.model.num_layers + KERNELS_BESIDE_LAYERS
-        for _ in range(20):
-            core.step()
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for _ in range(num_steps):
-                core.step()
-            torch.cuda.synchronize()
-    on_host = Counter(event.name for event in profiler.events() if event.device_type == DeviceType.CPU)
-    on_device = Counter(event.name for event in profiler.events() if event.device_type == DeviceType.CUDA)
-    launches = sum(count for name, count in on_host.items() if "LaunchKernel" in name)
-    copies = sum(count for name, count in on_host.items() if name.startswith(("cudaMemcpy", "cudaMemset")))
-    assert on_host["cudaGraphLaunch"] == num_steps, on_host
-    assert (launches, copies) == (num_steps // BLOCK_SIZE, 0), on_host
-    assert on_device.total() == num_steps * kernels_of_step + launches, on_device

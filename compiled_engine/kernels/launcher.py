@@ -56,7 +56,8 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
     from triton.runtime.jit import native_specialize_impl  # no other version is known to have it
 
     knobs = triton.knobs.runtime
-    namespace = {
+    defaults = {f"_default_{p.name}": p.default for p in jit_function.params if p.has_default}
+    namespace = defaults | {
         "_driver": driver,
         "_kernels": {},
         "_knobs": knobs,
@@ -77,33 +78,23 @@ def launch_source(jit_function: Any) -> str:
     It is generated because a loop over parameters takes longer than all that it does. Equal keys are equal
     specializations to Triton.
     """
-    addresses, key, aligned, values = [], [], [], []
-    for parameter in jit_function.params:
-        name = parameter.name
-        to_align = not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
-        if parameter.is_constexpr:
-            key.append(name)
-        elif name.endswith(POINTER_SUFFIX):
-            addresses.append(f"_{name} = 0 if {name} is None else {name}.data_ptr()")
-            key.append(f"None if {name} is None else {name}.dtype")
-            aligned += [f"_{name}"] if to_align else []
-        else:
-            key.append(
-                f"_specialize(_backend, {name}, {parameter.is_const}, {not parameter.do_not_specialize}, {to_align})"
-            )
-        values.append(f"_{name}" if name.endswith(POINTER_SUFFIX) else name)
+    names = [parameter.name for parameter in jit_function.params]
+    parameters = [f"{p.name}=_default_{p.name}" if p.has_default else p.name for p in jit_function.params]
+    pointers = [parameter.name for parameter in jit_function.params if _is_pointer(parameter)]
+    arguments, options = ", ".join(names), ", ".join(OPTIONS)
+    values = ", ".join(f"_{name}" if name in pointers else name for name in names)
+    key = [_key_item(parameter) for parameter in jit_function.params]
+    aligned = [f"_{p.name}" for p in jit_function.params if p.name in pointers and _specialized_on_alignment(p)]
     if aligned:
         each = ", ".join(f"{address} & 15 == 0" for address in aligned)
         key.append(f"({' | '.join(aligned)}) & 15 and ({each},)")
-    parameters = ", ".join(parameter.name for parameter in jit_function.params)
-    options = ", ".join(OPTIONS)
     unhooked = (
         "_knobs.launch_enter_hook is _enter_hooks and _knobs.launch_exit_hook is _exit_hooks "
         "and not (_enter_hooks.calls or _exit_hooks.calls or _run_hooks)"
     )
     lines = [
-        f"def launch(_grid, {parameters}, *, {', '.join(f'{option}=None' for option in OPTIONS)}, **_others):",
-        *addresses,
+        f"def launch(_grid, {', '.join(parameters)}, *, {'=None, '.join(OPTIONS)}=None, **_others):",
+        *(f"_{name} = 0 if {name} is None else {name}.data_ptr()" for name in pointers),
         "_active = _driver.active",
         "_device = _active.get_current_device()",
         f"_key = (_device, {', '.join(key)}, {options})",
@@ -112,13 +103,33 @@ def launch_source(jit_function: Any) -> str:
         "    _x, _y, _z = _grid if len(_grid) == 3 else (*_grid, 1, 1)[:3]",
         "    _run, _function, _metadata, _ = _kernel",
         "    _stream = _active.get_current_stream(_device)",
-        f"    _run(_x, _y, _z, _stream, _function, _metadata, None, None, None, {', '.join(values)})",
+        f"    _run(_x, _y, _z, _stream, _function, _metadata, None, None, None, {values})",
         "else:",
-        f"    _kernel = _by_triton(_grid, ({parameters},), ({options},), _others)",
+        f"    _kernel = _by_triton(_grid, ({arguments},), ({options},), _others)",
         "    if _kernel is not None and not _others:",
         "        _kernels[_key] = _kernel",
     ]
     return "\n    ".join(lines) + "\n"
+
+
+def _key_item(parameter: Any) -> str:
+    """What of an argument its kernel depends on, alignment of tensors aside."""
+    name = parameter.name
+    if parameter.is_constexpr:
+        return name
+    if _is_pointer(parameter):
+        return f"None if {name} is None else {name}.dtype"
+    specialized, align = not parameter.do_not_specialize, _specialized_on_alignment(parameter)
+    asked = f"_specialize(_backend, {name}, {parameter.is_const}, {specialized}, {align})"
+    return asked if specialized else f"{name}.__class__ is int and -0x80000000 <= {name} <= 0x7fffffff or {asked}"
+
+
+def _is_pointer(parameter: Any) -> bool:
+    return parameter.name.endswith(POINTER_SUFFIX) and not parameter.is_constexpr
+
+
+def _specialized_on_alignment(parameter: Any) -> bool:
+    return not (parameter.do_not_specialize or parameter.do_not_specialize_on_alignment)
 
 
 def _by_triton(
