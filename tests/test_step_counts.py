@@ -27,8 +27,16 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.kv_cache import block_bytes
 
-PACKAGE = str(Path(compiled_engine.__file__).parent)
+# The rooms that work for each step, whatever the model is.
+ROOMS = tuple(
+    str(Path(compiled_engine.__file__).parent / room) for room in ("core", "runner", "sampling", "scheduling")
+)
 NUM_STEPS = 200
+# In which each request fills three blocks.
+COUNTED_STEPS = 48
+# Of these rooms' functions, in a steady step of one request; and for each request more, whose blocks fill up.
+MOST_CALLS = 80
+MOST_CALLS_MORE = 2
 
 
 def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:
@@ -54,22 +62,22 @@ def blocks_kept(step: Callable[[], Any]) -> int:
     return sys.getallocatedblocks() - before
 
 
-def calls(step: Callable[[], Any]) -> int:
-    """Python functions of the engine that NUM_STEPS steps call."""
+def calls(step: Callable[[], Any]) -> float:
+    """Python functions of ROOMS that a step calls, the mean of COUNTED_STEPS."""
     count = 0
 
     def profiled(frame: FrameType, event: str, argument: Any) -> None:
         nonlocal count
-        count += event == "call" and PACKAGE in frame.f_code.co_filename
+        count += event == "call" and frame.f_code.co_filename.startswith(ROOMS)
 
     before = sys.getprofile()
     sys.setprofile(profiled)
     try:
-        for _ in range(NUM_STEPS):
+        for _ in range(COUNTED_STEPS):
             step()
     finally:
         sys.setprofile(before)
-    return count
+    return count / COUNTED_STEPS
 
 
 @pytest.mark.parametrize("num_requests", [1, 6])
@@ -78,11 +86,11 @@ def test_a_steady_step_keeps_no_memory_but_its_tokens(small_engine: LLM, num_req
     assert steady(small_engine, num_requests, blocks_kept) <= NUM_STEPS * (num_requests + 1)
 
 
-def test_a_request_more_costs_the_host_no_call(small_engine: LLM) -> None:
-    """Of the engine's Python; what there is to do for each request is done for all of them at once."""
+def test_a_request_more_costs_the_host_hardly_a_call(small_engine: LLM) -> None:
+    """What there is to do for each request is done for all of them at once."""
     alone, six = (steady(small_engine, num_requests, calls) for num_requests in (1, 6))
-    assert abs(six - alone) <= NUM_STEPS * 10
-    assert alone <= NUM_STEPS * 160
+    assert six - alone <= 5 * MOST_CALLS_MORE
+    assert alone <= MOST_CALLS
 
 
 def test_a_compiled_step_reads_what_its_bound_counts() -> None:
