@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import triton
 from triton.runtime.jit import JITFunction
 
@@ -19,11 +20,12 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 def quick_launches(kernel: Any) -> Any:
     """A decorator above @triton.jit: the same kernel, see Launcher.
 
-    Under Triton's interpreter, and with a Triton that is not one of TRITON_VERSIONS, it is what was decorated.
+    It is what was decorated under Triton's interpreter, with a Triton that is not one of TRITON_VERSIONS, and for AMD's
+    GPUs, where a specialization has more to it.
     """
     version = ".".join(triton.__version__.split(".")[:2])
-    quick = isinstance(kernel, JITFunction) and version in TRITON_VERSIONS
-    return Launcher(kernel) if quick else kernel
+    known = version in TRITON_VERSIONS and torch.version.hip is None
+    return Launcher(kernel) if known and isinstance(kernel, JITFunction) else kernel
 
 
 class Launcher:
@@ -69,7 +71,7 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
         "_by_triton": partial(_by_triton, jit_function),
     }
     exec(compile(launch_source(jit_function), f"<launch of {jit_function.__name__}>", "exec"), namespace)
-    return namespace["launch"]
+    return namespace.pop("launch")
 
 
 def launch_source(jit_function: Any) -> str:
