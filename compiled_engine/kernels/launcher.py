@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -43,7 +43,10 @@ class Launcher:
 
     def __init__(self, jit_function: Any):
         self.jit_function = jit_function
-        self._launch = _launch_function(jit_function)
+
+    @cached_property
+    def _launch(self) -> Callable[..., None]:
+        return _launch_function(self.jit_function)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
@@ -53,6 +56,9 @@ class Launcher:
 
 
 def _launch_function(jit_function: Any) -> Callable[..., None]:
+    # The first specialization imports modules of this package. A thread that imports a module before its package, while
+    # another thread imports the package, waits for it, as that one does for the module: Python calls it a deadlock.
+    import triton.experimental.gluon
     from triton.backends.compiler import BaseBackend
     from triton.runtime import driver
     from triton.runtime.jit import native_specialize_impl  # no other version is known to have it
