@@ -57,18 +57,17 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
     """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    running = _launch(core)
+    running = _launch(core, str(options.get("device", "auto")))
     try:
         given = make_options(options)
-        if isinstance(running, CoreChild):
-            _require_names(given.logits_processors)
+        names = _names(given.logits_processors) if isinstance(running, CoreChild) else ()
         with timeline.span("configuration"):
             config = resolve(given, RichProgress() if progress else SilentProgress())
         warn_if_eager(given, config)
         start = Start(
             config=config,
             frontend=FrontendOptions(given.skip_tokenizer_init, given.generation_config),
-            logits_processors=given.logits_processors if isinstance(running, CoreChild) else (),
+            logits_processors=names,
             num_threads=torch.get_num_threads(),
             progress=progress,
             origin_s=timeline.origin_s,
@@ -121,12 +120,12 @@ def _assemble(
     )
 
 
-def _launch(core: CoreKind | CoreChild) -> CoreChild | CoreThread:
+def _launch(core: CoreKind | CoreChild, device: str) -> CoreChild | CoreThread:
     if isinstance(core, CoreChild):
         return core
     if core not in CORE_KINDS:
         raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
-    return CoreChild() if core == "process" else CoreThread()
+    return CoreChild(device) if core == "process" else CoreThread()
 
 
 def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:
@@ -134,10 +133,12 @@ def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer
     return load_tokenizer(folder) if folder else None
 
 
-def _require_names(logits_processors: tuple[Any, ...]) -> None:
+def _names(logits_processors: tuple[Any, ...]) -> tuple[str, ...]:
+    """Raises ValueError unless all are given by their names."""
     for index, given in enumerate(logits_processors):
         if not isinstance(given, str):
             raise ValueError(
                 f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed:"
                 " 'package.module:Name', or any with core='in_process'"
             )
+    return logits_processors

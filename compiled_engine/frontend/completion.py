@@ -95,7 +95,7 @@ class Completion:
             text=self._text[chars:],
             token_ids=self.token_ids[tokens:],
             cumulative_logprob=None if self.logprobs is None else self.logprobs.sum_of_chosen(),
-            logprobs=None if self.logprobs is None else self.logprobs.snapshot()[tokens:],
+            logprobs=None if self.logprobs is None else self.logprobs.since(tokens),
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )

@@ -71,6 +71,10 @@ class GrowingLogprobs:
         """What there is now."""
         return LogprobList(self, len(self))
 
+    def since(self, first: int) -> list[Any]:
+        """Entries from `first` on, as they are now."""
+        return list(self.entries(first, len(self)))
+
     def entries(self, start: int, stop: int) -> Iterator[Any]:
         """Those from `start` to before `stop`, made anew each time: nearly always they are looked at once."""
         yield from self._first[start:stop]

@@ -85,7 +85,7 @@ class RunningRequest:
         """
         new = None
         if self._prompt_logprobs is not None:
-            new = self._prompt_logprobs.snapshot()[self._num_given_prompt_logprobs :]
+            new = self._prompt_logprobs.since(self._num_given_prompt_logprobs)
             self._num_given_prompt_logprobs += len(new)
         grown = [delta for completion in self.completions.values() if (delta := completion.delta()) is not None]
         return self._output(grown, new, self._metrics() if self.finished else None)
