@@ -1,8 +1,7 @@
-"""What the first kernels on a GPU wait for, made by threads beside what a start does before them.
+"""What Triton's first kernel waits for, found out by a thread beside what a start does before it.
 
 Triton names a kernel's binary after digests of its own files, some hundred megabytes, and after the version of its
-assembler, which it asks by running it. cuBLAS loads its kernels. Each happens once in a process, and leaves Python's
-lock to others.
+assembler, which it asks by running it. Both happen once in a process, and leave Python's lock to others.
 """
 
 from __future__ import annotations
@@ -20,12 +19,6 @@ def triton_digests(device: torch.device) -> InBackground[None]:
     return InBackground(lambda: _digest(device))
 
 
-@cache
-def first_matrix_product(device: torch.device, dtype: torch.dtype) -> InBackground[None]:
-    """The same for cuBLAS: a handle, which the next thread takes over, and the library's code."""
-    return InBackground(lambda: _multiply(device, dtype))
-
-
 def _digest(device: torch.device) -> None:
     try:
         from triton.backends.compiler import GPUTarget
@@ -36,13 +29,4 @@ def _digest(device: torch.device) -> None:
         major, minor = torch.cuda.get_device_capability(device)
         make_backend(GPUTarget("cuda", 10 * major + minor, 32)).hash()
     except Exception:  # another version, or a damaged one: the first kernel will do it, and say what is wrong
-        return
-
-
-@torch.inference_mode()
-def _multiply(device: torch.device, dtype: torch.dtype) -> None:
-    try:
-        some = torch.zeros(16, 16, device=device, dtype=dtype)
-        torch.mm(some, some)
-    except RuntimeError:  # too little memory: what the engine itself allocates will say so
         return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.kernels.gpu_ahead import first_matrix_product, triton_digests
+from compiled_engine.kernels.gpu_ahead import triton_digests
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.runner.advance import advance
@@ -62,7 +62,6 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     shapes = start_up_batches(config)
     if on_gpu:
         triton_digests(config.device).result()
-        first_matrix_product(config.device, config.model.dtype).result()
         torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
     with progress.stage("warm up", total=len(shapes)) as progressed:
