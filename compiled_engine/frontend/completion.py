@@ -58,6 +58,8 @@ class Completion:
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._token_texts = None if params.logprobs is None else token_texts(tokenizer, prompt_token_ids, params)
         self._cumulative_logprob = 0.0
+        self._num_given_tokens = self._num_given_chars = 0  # by `delta`
+        self._end_is_given = False
         self._stops = StopStrings(params.stop or (), include_in_output=params.include_stop_str_in_output)
         self._detokenizer: Detokenizer | None = None
         if tokenizer is not None and params.detokenize:
@@ -105,6 +107,23 @@ class Completion:
             token_ids=list(self._token_ids),
             cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
             logprobs=None if self._logprobs is None else list(self._logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self._stop_reason,
+        )
+
+    def delta(self) -> CompletionOutput | None:
+        """What is new since the last call: text, tokens, their log-probabilities; None if nothing is."""
+        self._decode()
+        tokens, chars, ended = self._num_given_tokens, self._num_given_chars, self.finish_reason is not None
+        if tokens == self.num_tokens and chars == len(self._text) and ended == self._end_is_given:
+            return None
+        self._num_given_tokens, self._num_given_chars, self._end_is_given = self.num_tokens, len(self._text), ended
+        return CompletionOutput(
+            index=self.index,
+            text=self._text[chars:],
+            token_ids=self._token_ids[tokens:],
+            cumulative_logprob=None if self._logprobs is None else self._cumulative_logprob,
+            logprobs=None if self._logprobs is None else self._logprobs[tokens:],
             finish_reason=self.finish_reason,
             stop_reason=self._stop_reason,
         )

@@ -24,12 +24,18 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run."""
+    """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run.
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int]) -> None:
+    id_prefix: how the ids of requests begin.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int], id_prefix: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._id_prefix = id_prefix
         self._numbers = itertools.count()
 
     def process(
@@ -127,7 +133,7 @@ class InputProcessor:
     def _prepare(
         self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams, priority: int
     ) -> PreparedRequest:
-        request_id = str(next(self._numbers))
+        request_id = f"{self._id_prefix}{next(self._numbers)}"
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)

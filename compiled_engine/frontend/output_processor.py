@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from compiled_engine.frontend.completion import Completion, logprob_dict, token_texts
 from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.outputs import Logprob, RequestMetrics, RequestOutput
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, StepOutputs
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
@@ -27,6 +27,8 @@ class RunningRequest:
         if params.prompt_logprobs is not None:
             self._prompt_logprobs = [None]
             self._prompt_texts = token_texts(tokenizer, request.prompt_token_ids[:1], params)
+        self._num_given_prompt_logprobs = 0  # by `delta`
+        self._prompt_token_ids = list(request.prompt_token_ids)  # one list for all outputs
         self._num_cached_tokens: int | None = None
         self._arrival_time = now
         self._first_scheduled_time: float | None = None
@@ -71,13 +73,26 @@ class RunningRequest:
 
     def snapshot(self) -> RequestOutput:
         """The request as it is now."""
-        completions = self._completions.values()
+        prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
+        return self._output([completion.snapshot() for completion in self._completions.values()], prompt_logprobs)
+
+    def delta(self) -> RequestOutput:
+        """What is new since the last call: of each completion that has grown, and of the prompt's log-probabilities."""
+        first = self._num_given_prompt_logprobs
+        new = None if self._prompt_logprobs is None else self._prompt_logprobs[first:]
+        self._num_given_prompt_logprobs += len(new or ())
+        grown = [delta for completion in self._completions.values() if (delta := completion.delta()) is not None]
+        return self._output(grown, new)
+
+    def _output(
+        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+    ) -> RequestOutput:
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self.request.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
-            outputs=[completion.snapshot() for completion in completions],
+            prompt_token_ids=self._prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=completions,
             finished=self.finished,
             num_cached_tokens=self._num_cached_tokens,
             metrics=RequestMetrics(
@@ -86,7 +101,7 @@ class RunningRequest:
                 first_token_time=self._first_token_time,
                 last_token_time=self._last_token_time,
                 finished_time=self._finished_time,
-                num_generation_tokens=max(completion.num_tokens for completion in completions),
+                num_generation_tokens=max(completion.num_tokens for completion in self._completions.values()),
             ),
         )
 

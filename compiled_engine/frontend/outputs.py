@@ -108,9 +108,9 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its completions, whole or as far as they are.
 
-    `prompt` is None for a prompt of token ids. `prompt_logprobs` starts with None: nothing precedes the first
-    token. `num_cached_tokens` counts prompt tokens that came from the prefix cache; None before the first
-    step.
+    `prompt` is None for a prompt of token ids. `prompt_token_ids` is the same list in all outputs of a request.
+    `prompt_logprobs` starts with None: nothing precedes the first token. `num_cached_tokens` counts prompt tokens that
+    came from the prefix cache; None before the first step.
     """
 
     request_id: str

@@ -13,6 +13,8 @@ PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids")
 
+_LONG_TEXT = 8192  # characters
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -73,3 +75,12 @@ def _is_sequence(value: Any) -> bool:
 
 def _is_integer(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def is_long(value: Any) -> bool:
+    """Whether a prompt or conversation has so much text that tokenising it would hold up an event loop."""
+    if isinstance(value, Mapping):
+        return any(map(is_long, value.values()))
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int):
+        return any(map(is_long, value))
+    return isinstance(value, str) and len(value) > _LONG_TEXT

@@ -1,0 +1,32 @@
+"""Between the requests of an API process and its engine core: outputs one way, ends the other."""
+
+from __future__ import annotations
+
+from compiled_engine.core_process.core_client import CoreClient, EngineDeadError, RunningCore
+from compiled_engine.frontend.request_streams import RequestStreams
+
+_EXIT_S = 30.0
+
+
+def connect(core: RunningCore, streams: RequestStreams) -> CoreClient:
+    """A client whose steps go to `streams`, and whose death ends them."""
+    client: CoreClient
+
+    def on_death(reason: str) -> None:
+        streams.fail_all(lambda: EngineDeadError(reason))
+
+    client = CoreClient(core, lambda outputs: client.abort(streams.process(outputs), stopped=True), on_death)
+    return client
+
+
+def leave(client: CoreClient, streams: RequestStreams) -> None:
+    """Close the connection; the readers of requests under way get EngineDeadError. May be called again."""
+    client.close("the engine was shut down")
+    reason = client.dead or ""
+    streams.fail_all(lambda: EngineDeadError(reason))
+
+
+def end(client: CoreClient, core: RunningCore, streams: RequestStreams) -> None:
+    """Leave, and wait until the core has ended. May be called again."""
+    leave(client, streams)
+    core.close(_EXIT_S)
