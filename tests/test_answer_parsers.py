@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -39,7 +40,7 @@ def tools(name: str) -> TextParser:
 
 def chunked(text: str, places: list[int]) -> list[str]:
     borders = sorted({0, len(text), *(place for place in places if place < len(text))})
-    return [text[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(borders)]
 
 
 def calls(pieces: list[Piece]) -> list[tuple[str, object]]:
@@ -66,9 +67,7 @@ def test_answers_do_not_depend_on_the_chunks(
     name: str, text: str, places: list[int], one_call: bool, inside: bool
 ) -> None:
     def make() -> AnswerParser:
-        return AnswerParser(
-            reasoning_parser("qwen3", "<think>" if inside else "user:"), tools(name), one_call=one_call
-        )
+        return AnswerParser(reasoning_parser("qwen3", "<think>" if inside else "user:"), tools(name), one_call=one_call)
 
     assert parse(make(), *chunked(text, places)) == parse(make(), text)
 
@@ -121,9 +120,7 @@ def test_calls_have_the_arguments_that_were_written(
 
 
 @given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), places=cuts, with_id=st.booleans())
-def test_calls_of_newer_mistral_models(
-    arguments: list[dict[str, object]], places: list[int], with_id: bool
-) -> None:
+def test_calls_of_newer_mistral_models(arguments: list[dict[str, object]], places: list[int], with_id: bool) -> None:
     between = "[CALL_ID]ab12[ARGS]" if with_id else ""
     text = "".join(f"[TOOL_CALLS]add{between}{json.dumps(each)}" for each in arguments)
     assert calls(parse(tools("mistral"), *chunked(text, places))) == [("add", each) for each in arguments]

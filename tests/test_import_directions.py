@@ -46,6 +46,8 @@ FLOORS = (
     "frontend",
     "llm",
     "async_llm",
+    "server.parsers",
+    "server",
     "bench",
     "tune",
     "cli",

@@ -21,6 +21,7 @@ TYPES = {
     500: "server_error",
     503: "service_unavailable_error",
 }
+UNEXPECTED = "the server failed; its log has the reason"
 # What could be a path of the server, or an address in its memory.
 _INTERNAL = re.compile(r"(?:(?<![\w/])/[\w.+-]+(?:/[\w.+-]*)+)|(?:0x[0-9a-fA-F]{4,})")
 
@@ -74,11 +75,17 @@ def bad_request(param: str | None, message: str, code: str | None = None) -> Api
     return ApiError(400, message, param=param, code=code)
 
 
-def blamed_on_request(error: Exception) -> ApiError:
-    """The 400 for a TypeError or ValueError of the engine's own checks, whose text begins with the field's name."""
-    text = str(error).removeprefix("sampling_params: ")
+def blamed_on_request(error: Exception, prompt_field: str = "prompt") -> ApiError:
+    """The 400 for a TypeError or ValueError of the engine's own checks, whose text begins with the field's name.
+
+    prompt_field: what the request calls what is `prompts` there.
+    """
+    text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
+    text = re.sub(r"^prompts(\['\w+'\]|\[0\])*", prompt_field, text)
+    text = text.replace("SamplingParams(truncate_prompt_tokens=...)", "truncate_prompt_tokens")
     found = re.match(r"\w+", text)
-    return ApiError(400, text, param=found[0] if found else None)
+    code = "context_length_exceeded" if "max_model_len" in text and "must have at most" in text else None
+    return ApiError(400, text, param=found[0] if found else None, code=code)
 
 
 def engine_failure(reason: str) -> ApiError:

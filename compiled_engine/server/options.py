@@ -51,7 +51,7 @@ class ServerOptions:
     name of one, "auto" for what the template asks for, "none". chat_template_kwargs: the names of
     `chat_template_kwargs` that requests may give.
     strict: a field that nobody knows is an error, not a warning. shutdown_timeout: seconds for which requests under
-    way may go on after SIGTERM. debug_inspect: serve the inspection report.
+    way may go on after SIGTERM.
     ssl_keyfile, ssl_certfile: serve HTTPS with these. root_path: what a proxy has cut off paths.
     """
 
@@ -65,7 +65,6 @@ class ServerOptions:
     chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")
     strict: bool = False
     shutdown_timeout: float = 30.0
-    debug_inspect: bool = False
     uvicorn_log_level: str = "info"
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None

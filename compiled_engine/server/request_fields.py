@@ -18,8 +18,10 @@ Request = TypeVar("Request", bound=msgspec.Struct)
 
 # What clients send by habit. It changes nothing in the answer of a server for one model that keeps nothing.
 HABITS = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key prompt_cache_retention prediction request_id "
-    "include_stop_str_in_reasoning kv_transfer_params".split()
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    }
 )
 
 
@@ -76,7 +78,9 @@ def read_request(
         if value is None or name in habits:
             continue
         if name in known:
-            values[name] = value
+            # JSON makes no difference between 1.0 and 1.
+            whole = isinstance(value, float) and value.is_integer()
+            values[name] = int(value) if whole else value
         elif name in refused:
             refuse(name, value, refused[name])
         elif name in OTHER_PARAMS:
@@ -103,7 +107,9 @@ def convert(values: Any, kind: type[Request], within: str = "") -> Request:
             raise bad_request(within + path, f"{within}{path} must be given") from error
         text = text[:1].lower() + text[1:].replace("`", "")
         where = within + path
-        raise bad_request(where or None, f"{where}: {text}, got {shown(_at(values, path))}") from error
+        value = _at(values, path)
+        got = "" if value is ... else f", got {shown(value)}"
+        raise bad_request(where or None, f"{where}: {text.split(', got')[0]}{got}") from error
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:

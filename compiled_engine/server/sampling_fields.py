@@ -68,12 +68,8 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 # Fields that stand for themselves; the others are `logprobs`, which completions and chats have in forms of their own,
 # and token_mask, an object.
-SAME = tuple(
-    "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p seed stop stop_token_ids "
-    "ignore_eos max_tokens min_tokens prompt_logprobs detokenize skip_special_tokens spaces_between_special_tokens "
-    "include_stop_str_in_output allowed_token_ids bad_words bad_words_token_ids truncate_prompt_tokens "
-    "extra_args".split()
-)
+OTHERS = {"model", "stream", "stream_options", "logit_bias", "priority", "return_token_ids"}
+SAME = tuple(name for name in SamplingFields.__struct_fields__ if name not in OTHERS)
 
 
 def sampling_params(

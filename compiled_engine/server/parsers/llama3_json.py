@@ -45,7 +45,7 @@ class Llama3JsonParser:
         separator = ";" if self._count else TAG
         for place, character in enumerate(text):
             seen = self._held.strip()
-            if character == "{" and (seen == separator or not seen or self._count == 0 and seen == TAG):
+            if character == "{" and (seen == separator or not seen or (self._count == 0 and seen == TAG)):
                 self._call = CallObject(self._names)
                 return text[place:]
             if not (character in WHITESPACE and seen in ("", separator)) and not separator.startswith(seen + character):
