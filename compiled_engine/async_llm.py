@@ -9,32 +9,20 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core_process.core_client import EngineDeadError
-from compiled_engine.core_process.core_thread import CoreThread
-from compiled_engine.core_process.wire import FrontendOptions
+from compiled_engine.engine_parts import CoreKind, EngineParts, join_engine, start_engine
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
-from compiled_engine.frontend.core_link import connect, end, leave
-from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
-from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.core_link import end, leave
+from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, is_long, parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind
-from compiled_engine.frontend.request_streams import RequestStreams
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
-from compiled_engine.llm import make_options
+from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import RequestLimits
-from compiled_engine.process.progress import RichProgress, SilentProgress
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_mask import TokenMask
-
-CoreKind = Literal["in_process"]
 
 _POLL_S = 0.01
 
@@ -51,41 +39,31 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, core: CoreKind = "in_process", progress: bool = True, **options: Any
+        self, model: str | Path | None = None, *, core: CoreKind = "process", progress: bool = True, **options: Any
     ) -> None:
-        if core != "in_process":
-            raise ValueError(f"core is {core!r}; allowed: in_process")
-        timeline = Timeline()
-        timeline.add("before the engine", 0.0, timeline.now())
-        given = make_options({"model": model, **options})
-        shown = RichProgress() if progress else SilentProgress()
-        with timeline.span("configuration"):
-            self._config = resolve(given, shown)
-        frontend = FrontendOptions(given.skip_tokenizer_init, given.generation_config)
-        self._token_masks: dict[str, TokenMask] | None = {}
-        self._tokenizer = self._find_tokenizer(frontend)
-        processors = resolve_logits_processors(given.logits_processors)
-        running = CoreThread(self._config, frontend, processors, shown, timeline, self._token_masks)
-        self._streams = RequestStreams(OutputProcessor(self._tokenizer))
-        self._client = connect(running, self._streams)
-        self._close = weakref.finalize(self, end, self._client, running, self._streams)
-        try:
-            started = self._client.wait_started()
-        except BaseException:
-            self._close()
-            raise
-        self._limits = started.limits
-        path = self._config.model.path
-        self._default_sampling_params = read_default_sampling_params(path, frontend.generation_config)
-        eos_token_ids = read_eos_token_ids(path, self._tokenizer)
-        self._inputs = InputProcessor(self._tokenizer, self._limits, eos_token_ids, f"{started.client}:")
-        self._numbers = count()
-        self._draining = False
+        self._take(start_engine({"model": model, **options}, core, progress=progress))
 
     @classmethod
     async def start(cls, model: str | Path | None = None, **options: Any) -> AsyncLLM:
         """As the constructor, without holding up the event loop."""
         return await asyncio.to_thread(cls, model, **options)
+
+    @classmethod
+    async def join(cls, address: str) -> AsyncLLM:
+        """One for another process of this user, at the core that has this `address`. The core ends with its last one.
+
+        Raises OSError if nobody listens there, EngineDeadError if the core ends meanwhile.
+        """
+        engine = cls.__new__(cls)
+        engine._take(await asyncio.to_thread(join_engine, address))
+        return engine
+
+    def _take(self, parts: EngineParts) -> None:
+        self._parts = parts
+        self._client, self._streams = parts.client, parts.streams
+        self._end = weakref.finalize(self, end, parts.client, parts.core, parts.streams)
+        self._numbers = count()
+        self._draining = False
 
     def generate(
         self,
@@ -188,7 +166,7 @@ class AsyncLLM:
         if self.errored is None:
             self._attach()
         leave(self._client, self._streams)
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self._end)
 
     @property
     def errored(self) -> str | None:
@@ -198,17 +176,22 @@ class AsyncLLM:
     @property
     def config(self) -> EngineConfig:
         """The resolved configuration."""
-        return self._config
+        return self._parts.config
 
     @property
     def limits(self) -> RequestLimits:
         """What a request may have at most."""
-        return self._limits
+        return self._parts.limits
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None with skip_tokenizer_init, or if the checkpoint has none. `tokenizer.hf` is that of transformers."""
-        return self._tokenizer
+        return self._parts.tokenizer
+
+    @property
+    def address(self) -> str | None:
+        """For `join`; None with core="in_process"."""
+        return self._parts.core.address
 
     @property
     def num_unfinished(self) -> int:
@@ -217,7 +200,7 @@ class AsyncLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when no sampling_params are given: a copy, to be changed and given."""
-        return self._default_sampling_params.clone()
+        return self._parts.default_sampling_params.clone()
 
     async def _run(
         self,
@@ -234,10 +217,10 @@ class AsyncLLM:
             raise ValueError(f"output is {output!r}; allowed: {', '.join(OUTPUT_KINDS)}")
 
         def prepare() -> PreparedRequest:
-            params = self._default_sampling_params if sampling_params is None else sampling_params
-            if isinstance(params, SamplingParams) and params.token_mask is not None and self._token_masks is None:
+            params = self._parts.default_sampling_params if sampling_params is None else sampling_params
+            if isinstance(params, SamplingParams) and params.token_mask is not None and self._parts.token_masks is None:
                 raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
-            (prepared,) = self._inputs.process([make_prompt()], [params], [priority])
+            (prepared,) = self._parts.inputs.process([make_prompt()], [params], [priority])
             return prepared
 
         prepared = await asyncio.to_thread(prepare) if is_long else prepare()
@@ -254,9 +237,9 @@ class AsyncLLM:
             self._client.abort(self._streams.remove(stream))
 
     def _send(self, prepared: PreparedRequest) -> None:
-        if prepared.sampling_params.token_mask is not None and self._token_masks is not None:
+        if prepared.sampling_params.token_mask is not None and self._parts.token_masks is not None:
             for request in prepared.engine_requests:
-                self._token_masks[request.request_id] = prepared.sampling_params.token_mask
+                self._parts.token_masks[request.request_id] = prepared.sampling_params.token_mask
         self._require_open()
         self._client.add(prepared.engine_requests)
 
@@ -281,12 +264,7 @@ class AsyncLLM:
         if self._draining:
             raise RuntimeError("this AsyncLLM is draining: it takes no more requests")
 
-    def _find_tokenizer(self, frontend: FrontendOptions) -> Tokenizer | None:
-        if frontend.skip_tokenizer_init:
-            return None
-        return find_tokenizer(self._config.tokenizer, self._config.model.path)
-
     def _require_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise ValueError(f"tokenizer must be given: {str(self._config.model.path)!r} has none")
-        return self._tokenizer
+        if self._parts.tokenizer is None:
+            raise ValueError(f"tokenizer must be given: {str(self._parts.config.model.path)!r} has none")
+        return self._parts.tokenizer

@@ -26,9 +26,9 @@ def expected() -> list[RequestOutput]:
         return llm.generate(PROMPTS, PARAMS, use_tqdm=False)
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncLLM]:
-    engine = AsyncLLM(**SMALL, dtype="float32", core="in_process")
+@pytest.fixture(scope="module", params=["in_process", "process"])
+def engine(request: pytest.FixtureRequest) -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(**SMALL, dtype="float32", core=request.param)
     yield engine
     asyncio.run(engine.shutdown())
 

@@ -45,6 +45,7 @@ FLOORS = (
     "core_process",
     "frontend",
     "llm",
+    "engine_parts",
     "async_llm",
     "server.parsers",
     "server",

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import socket
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
+from compiled_engine.core_process.running_core import RunningCore
 from compiled_engine.core_process.wire import (
     Abort,
     Add,
@@ -36,18 +36,6 @@ class EngineDeadError(RuntimeError):
     """The engine core has ended; the text says why. What was under way is lost, and a new engine is needed."""
 
 
-class RunningCore(Protocol):
-    """Where the core runs: a thread or a process."""
-
-    socket: socket.socket
-
-    def how_it_ended(self, timeout_s: float) -> str:
-        """Wait for its end; say how it came, as far as it can be told from outside."""
-        ...
-
-    def close(self, timeout_s: float) -> None: ...
-
-
 class CoreClient:
     """Sends requests, hands on what steps gave them, and finds out when the core ends.
 
@@ -58,30 +46,21 @@ class CoreClient:
     """
 
     def __init__(
-        self, core: RunningCore, on_outputs: Callable[[StepOutputs], None], on_death: Callable[[str], None]
+        self,
+        core: RunningCore,
+        connection: Connection[ToApi],
+        on_outputs: Callable[[StepOutputs], None],
+        on_death: Callable[[str], None],
     ) -> None:
         self.dead: str | None = None
         self._core = core
-        self._connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
+        self._connection = connection
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._loop: asyncio.AbstractEventLoop | None = None
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._death_watchers: list[asyncio.Future[str]] = []
         self._numbers = count()
-
-    def wait_started(self) -> Started:
-        """Wait for the core's first message. Raises what the start raised; EngineDeadError if the core just ended."""
-        try:
-            while True:
-                self._connection.wait_readable()
-                for message in self._connection.receive():
-                    if isinstance(message, Failed):
-                        raise _as_exception(message)
-                    assert isinstance(message, Started)
-                    return message
-        except (EOFError, OSError) as error:
-            raise EngineDeadError(f"the engine core did not start: {self._core.how_it_ended(_EXIT_S)}") from error
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop | None:
@@ -204,6 +183,21 @@ class CoreClient:
             self._loop.remove_reader(self._connection.fileno())
             self._loop.remove_writer(self._connection.fileno())
         self._loop = None
+
+
+def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
+    """Wait for the core's first message. Raises what the start raised; EngineDeadError if the core just ended."""
+    connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
+    try:
+        while not (messages := connection.receive()):
+            connection.wait_readable()
+    except (EOFError, OSError) as error:
+        raise EngineDeadError(f"the engine core did not start: {core.how_it_ended(_EXIT_S)}") from error
+    (message,) = messages
+    if isinstance(message, Failed):
+        raise _as_exception(message)
+    assert isinstance(message, Started)
+    return connection, message
 
 
 def _as_exception(failure: Failed) -> Exception:

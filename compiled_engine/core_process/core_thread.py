@@ -2,73 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
-from collections.abc import MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import MutableMapping
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import start_core
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_server import CoreServer
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.wire import Failed, FrontendOptions, ToCore, decode_to_core, encode
-from compiled_engine.process.progress import Progress
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+from compiled_engine.core_process.running_core import FindProcessors, run_core
+from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
 from compiled_engine.sampling.token_mask import TokenMask
+
+log = logging.getLogger("compiled_engine")
 
 
 class CoreThread:
-    """Starts the thread. `socket`: the caller's end; closing it ends the thread."""
+    """See RunningCore."""
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        frontend: FrontendOptions,
-        logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory],
-        progress: Progress,
-        timeline: Timeline,
-        token_masks: MutableMapping[str, TokenMask],
-    ) -> None:
-        self.socket, other = socket.socketpair()
-        arguments = (other, config, frontend, logits_processors, progress, timeline, token_masks)
+    def __init__(self) -> None:
+        self.address = None
+        self.socket, self._other = socket.socketpair()
+        self._thread: threading.Thread | None = None
+
+    def start(self, start: Start, find_processors: FindProcessors, token_masks: MutableMapping[str, TokenMask]) -> None:
+        """token_masks: those of requests, by engine request id, each before its request."""
+        arguments = (start, self._other, find_processors, token_masks)
         self._thread = threading.Thread(target=_run, args=arguments, name="engine core", daemon=True)
         self._thread.start()
 
-    @property
-    def pid(self) -> int | None:
-        """None: it has no process of its own."""
-        return None
-
     def how_it_ended(self, timeout_s: float) -> str:
-        self._thread.join(timeout_s)
-        return "its thread has ended" if not self._thread.is_alive() else "its thread has closed the connection"
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return "its thread has closed the connection"
 
     def close(self, timeout_s: float) -> None:
-        """Wait for its end. The socket must be closed."""
-        self._thread.join(timeout_s)
+        self.socket.close()
+        if self._thread is None:
+            self._other.close()
+        else:
+            self._thread.join(timeout_s)
 
 
 def _run(
-    sock: socket.socket,
-    config: EngineConfig,
-    frontend: FrontendOptions,
-    logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory],
-    progress: Progress,
-    timeline: Timeline,
-    token_masks: MutableMapping[str, TokenMask],
+    start: Start, sock: socket.socket, find_processors: FindProcessors, token_masks: MutableMapping[str, TokenMask]
 ) -> None:
     connection: Connection[ToCore] = Connection(sock, decode_to_core)
     try:
-        core = start_core(config, progress, logits_processors, timeline)
-    except BaseException as error:
-        with suppress(OSError):
-            connection.send(frame(encode(Failed.of(error))))
-        connection.close()
-        return
-    try:
-        with suppress(BaseException):  # the caller has been told
-            CoreServer(core, frontend, connection, token_masks=token_masks).run()
-    finally:
-        core.close()
+        run_core(start, connection, find_processors, token_masks=token_masks)
+    except Exception:
+        log.exception("the engine core has ended")

@@ -27,15 +27,16 @@ class FrontendOptions(msgspec.Struct, frozen=True):
 class Start(msgspec.Struct, tag=True, frozen=True):
     """The first message that a core gets: what to start.
 
-    logits_processors: as "package.module:Name". progress: show what takes long on stderr. origin, spans: the timeline
-    of the start so far; origin is its zero in seconds of time.perf_counter, which all processes of a machine share.
+    logits_processors: as "package.module:Name". num_threads: for PyTorch's work on the CPU. progress: show what takes
+    long on stderr. origin_s, spans: the timeline of the start so far.
     """
 
     config: EngineConfig
     frontend: FrontendOptions
     logits_processors: tuple[str, ...]
+    num_threads: int
     progress: bool
-    origin: float
+    origin_s: float
     spans: tuple[Span, ...]
 
 

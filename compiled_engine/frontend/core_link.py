@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from compiled_engine.core_process.core_client import CoreClient, EngineDeadError, RunningCore
+from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.core_client import CoreClient, EngineDeadError
+from compiled_engine.core_process.running_core import RunningCore
+from compiled_engine.core_process.wire import ToApi
 from compiled_engine.frontend.request_streams import RequestStreams
+from compiled_engine.messages import StepOutputs
 
 _EXIT_S = 30.0
 
 
-def connect(core: RunningCore, streams: RequestStreams) -> CoreClient:
+def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
     """A client whose steps go to `streams`, and whose death ends them."""
     client: CoreClient
+
+    def on_outputs(outputs: StepOutputs) -> None:
+        client.abort(streams.process(outputs), stopped=True)
 
     def on_death(reason: str) -> None:
         streams.fail_all(lambda: EngineDeadError(reason))
 
-    client = CoreClient(core, lambda outputs: client.abort(streams.process(outputs), stopped=True), on_death)
+    client = CoreClient(core, connection, on_outputs, on_death)
     return client
 
 

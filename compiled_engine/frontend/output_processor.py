@@ -38,15 +38,15 @@ class RunningRequest:
 
     @property
     def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self._completions.values())
+        return self._finished_time is not None
 
     def add_token(self, engine_request_id: str, token_id: int, now: float) -> str | None:
         """Take in one completion's next token; give the finish reason that the completion has now."""
         completion = self._completions[engine_request_id]
         completion.add_token(token_id)
         self._last_token_time = now
-        if completion.finish_reason is not None and self.finished:
-            self._finished_time = now
+        if completion.finish_reason is not None:
+            self._note_end(now)
         return completion.finish_reason
 
     def update(self, output: EngineOutput, now: float) -> str | None:
@@ -63,9 +63,14 @@ class RunningRequest:
                 self._first_token_time = now
         completion = self._completions[output.request_id]
         completion.update(output)
-        if self.finished:
-            self._finished_time = now
+        if completion.finish_reason is not None:
+            self._note_end(now)
         return completion.finish_reason
+
+    def _note_end(self, now: float) -> None:
+        """One completion has ended."""
+        if all(completion.finish_reason is not None for completion in self._completions.values()):
+            self._finished_time = now
 
     def unfinished_ids(self) -> list[str]:
         """Ids of the engine requests that still run."""
@@ -74,35 +79,47 @@ class RunningRequest:
     def snapshot(self) -> RequestOutput:
         """The request as it is now."""
         prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
-        return self._output([completion.snapshot() for completion in self._completions.values()], prompt_logprobs)
+        completions = [completion.snapshot() for completion in self._completions.values()]
+        return self._output(completions, prompt_logprobs, self._metrics())
 
     def delta(self) -> RequestOutput:
-        """What is new since the last call: of each completion that has grown, and of the prompt's log-probabilities."""
-        first = self._num_given_prompt_logprobs
-        new = None if self._prompt_logprobs is None else self._prompt_logprobs[first:]
-        self._num_given_prompt_logprobs += len(new or ())
+        """What is new since the last call: of each completion that has grown, and of the prompt's log-probabilities.
+
+        Times come with the end alone: there are many deltas, and they should cost little.
+        """
+        new = None
+        if self._prompt_logprobs is not None:
+            new = self._prompt_logprobs[self._num_given_prompt_logprobs :]
+            self._num_given_prompt_logprobs += len(new)
         grown = [delta for completion in self._completions.values() if (delta := completion.delta()) is not None]
-        return self._output(grown, new)
+        return self._output(grown, new, self._metrics() if self.finished else None)
 
     def _output(
-        self, completions: list[CompletionOutput], prompt_logprobs: list[dict[int, Logprob] | None] | None
+        self,
+        completions: list[CompletionOutput],
+        prompt_logprobs: list[dict[int, Logprob] | None] | None,
+        metrics: RequestMetrics | None,
     ) -> RequestOutput:
+        request = self.request
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=self._prompt_token_ids,
-            prompt_logprobs=prompt_logprobs,
-            outputs=completions,
-            finished=self.finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=self._arrival_time,
-                first_scheduled_time=self._first_scheduled_time,
-                first_token_time=self._first_token_time,
-                last_token_time=self._last_token_time,
-                finished_time=self._finished_time,
-                num_generation_tokens=max(completion.num_tokens for completion in self._completions.values()),
-            ),
+            request.request_id,
+            request.prompt,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            completions,
+            self.finished,
+            self._num_cached_tokens,
+            metrics,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            arrival_time=self._arrival_time,
+            first_scheduled_time=self._first_scheduled_time,
+            first_token_time=self._first_token_time,
+            last_token_time=self._last_token_time,
+            finished_time=self._finished_time,
+            num_generation_tokens=max(completion.num_tokens for completion in self._completions.values()),
         )
 
     def _add_prompt_logprobs(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
