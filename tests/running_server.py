@@ -35,7 +35,9 @@ class RunningServer:
 
     def __init__(self, engine: Any, options: ServerOptions) -> None:
         self.engine = engine
-        self.server = Server(build_app(engine, options, MODEL), options)
+        app = build_app(engine, options, MODEL)
+        self.serving = app.serving
+        self.server = Server(app, options)
         self.ended_with: str | None = None
         self._bound = bind(options)
         self.url = address(options, self._bound)
@@ -89,6 +91,8 @@ class ScriptedEngine:
         self.finish_reason = finish_reason
         self.asked: list[tuple[Any, SamplingParams]] = []
         self.errored: str | None = None
+        self.error: Exception | None = None  # what `generate` raises
+        self.pause_s = 0.0  # between chunks
         self._dead = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -98,6 +102,9 @@ class ScriptedEngine:
         self, prompt: Any, params: SamplingParams, *, output: str, priority: int = 0
     ) -> AsyncGenerator[RequestOutput, None]:
         self.asked.append((prompt, params))
+        await asyncio.sleep(self.pause_s)
+        if self.error is not None:
+            raise self.error
         chunks = ["".join(self.chunks)] if output == "final" else self.chunks
         for place, text in enumerate(chunks):
             last = place == len(chunks) - 1
@@ -106,7 +113,7 @@ class ScriptedEngine:
                 for index in range(params.n)
             ]
             yield RequestOutput("0", None, [1, 2], None, outputs, last, 0, RequestMetrics(time.perf_counter()))
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pause_s)
 
     async def wait_dead(self) -> str:
         await self._dead.wait()

@@ -8,9 +8,9 @@ from typing import Any
 
 import openai
 import pytest
-from running_server import MODEL, RunningServer
+from running_server import ENGINE, MODEL, RunningServer
 
-from compiled_engine import RequestOutput, SamplingParams
+from compiled_engine import LLM, RequestOutput, SamplingParams
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
@@ -23,22 +23,11 @@ def client(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def expected(server: RunningServer) -> RequestOutput:
+def expected() -> RequestOutput:
     """What the same engine says offline: greedy, with log-probabilities of prompt and completion."""
     params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=3)
-
-    async def run() -> RequestOutput:
-        from running_server import ENGINE
-
-        from compiled_engine import AsyncLLM
-
-        engine = AsyncLLM(**ENGINE)
-        async for output in engine.generate(PROMPT, params, output="final"):
-            last = output
-        await engine.shutdown()
-        return last
-
-    return asyncio.run(run())
+    with LLM(**ENGINE) as llm:
+        return llm.generate(PROMPT, params, use_tqdm=False)[0]
 
 
 def test_models(client: openai.OpenAI) -> None:

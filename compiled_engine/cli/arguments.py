@@ -15,6 +15,8 @@ from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.options import EngineOptions
 
 ENVIRONMENT = "COMPILED_ENGINE_"
+# Options whose variable the engine reads itself, as a default that need not be honoured.
+READ_BY_THE_ENGINE = ("cache_dir",)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Argument:
     def parameter(self, panel: str, default: object = None, *, from_environment: bool = False) -> inspect.Parameter:
         shows_nothing = default in (None, ()) or isinstance(default, bool)
         text = self.help if shows_nothing else f"{self.help} Default: {default}."
-        variable = self.variable if from_environment else None
+        variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
         option = typer.Option(
             None,
             self.written,

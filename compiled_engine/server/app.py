@@ -24,8 +24,10 @@ from compiled_engine.server.exposition import metrics
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import RequestScope
 from compiled_engine.server.model_list import health, model, models, ready, version
+from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import Reply, error_response
+from compiled_engine.server.responses import responses
 from compiled_engine.server.serving import Serving
 from compiled_engine.server.tokenization import detokenize, tokenize
 
@@ -40,10 +42,12 @@ GET: dict[str, Handler] = {
     "/health": health,
     "/ready": ready,
     "/metrics": metrics,
+    "/openapi.json": openapi,
 }
 POST: dict[str, Handler] = {
     "/v1/completions": completions,
     "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
     "/tokenize": tokenize,
     "/detokenize": detokenize,
 }
@@ -62,7 +66,7 @@ def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> Requ
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False
-    app.state.serving = Serving(
+    app.state.serving = serving = Serving(
         engine=engine,
         options=options,
         names=options.served_model_name or (model_name,),
@@ -72,9 +76,7 @@ def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> Requ
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),
     )
-    outermost = RequestScope(app, app.state.serving.metrics, [*GET, *POST], options.api_key)
-    app.state.stopping = outermost.stopping
-    return outermost
+    return RequestScope(app, serving, [*GET, *POST])
 
 
 def _max_new_tokens(engine: AsyncLLM) -> int | None:

@@ -8,9 +8,10 @@ from contextlib import aclosing, suppress
 from typing import TypeAlias, TypeVar
 
 from compiled_engine.core_process.core_client import EngineDeadError
-from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind
+from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
 from compiled_engine.server.serving import Serving
@@ -62,10 +63,7 @@ async def _of_prompt(
                     observed.accepted()
                 observed.output(result)
                 for completion in result.outputs:
-                    if completion.finish_reason == "error":
-                        raise engine_failure(str(completion.stop_reason))
-                    if completion.finish_reason == "abort":
-                        raise ApiError(503, "the server is shutting down", code="shutting_down")
+                    _raise_if_failed(completion)
                 yield result
     except EngineDeadError as error:
         raise engine_failure(str(error)) from error
@@ -75,6 +73,16 @@ async def _of_prompt(
         raise blamed_on_request(error, field) from error
     finally:
         observed.end()
+
+
+def _raise_if_failed(completion: CompletionOutput) -> None:
+    """Raise ApiError for a completion that came to nothing: 400 where the request's parameters forbid every token."""
+    if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
+        raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
+    if completion.finish_reason == "error":
+        raise engine_failure(str(completion.stop_reason))
+    if completion.finish_reason == "abort":
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
 
 
 async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:

@@ -13,6 +13,7 @@ from compiled_engine.server.options import Limits
 
 # Probes of a connection on which nothing happens: a client that is gone without a word is found out within minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+LINGER_S = 2.0
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
@@ -29,6 +30,8 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             self._reads_headers = True
             self._receiving: asyncio.TimerHandle | None = None
             self._writing: asyncio.TimerHandle | None = None
+            self._linger: asyncio.TimerHandle | None = None
+            self._refused = False
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -40,6 +43,8 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
             if self._reads_headers:
                 self._header_bytes += len(data)
             super().data_received(data)
@@ -93,20 +98,28 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             self._refuse(ApiError(408, f"the request must arrive within {limits.receive_timeout:g} s"))
 
         def _refuse(self, error: ApiError) -> None:
-            """Answer, unless an answer has begun, and close."""
-            if self.transport.is_closing():
+            """Answer, unless an answer has begun, and close once the client has read it, or does not."""
+            if self.transport.is_closing() or self._refused:
                 return
-            if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
-                body = error.body()
-                reason = REASONS.get(error.status, b"Bad Request")
-                head = (
-                    b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n"
-                )
-                self.transport.write(head % (error.status, reason, len(body)) + b"\r\n" + body)
-            self.transport.close()
+            self._refused = True
+            cycle = self.cycle
+            idle = cycle is None or (cycle.response_complete and self._reads_headers)
+            if not (idle or (cycle is not None and not cycle.response_started)):
+                self.transport.close()
+                return
+            body = error.body()
+            reason = REASONS.get(error.status, b"Bad Request")
+            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            head %= error.status, reason, len(body)
+            self.transport.write(head + b"connection: close\r\n\r\n" + body)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()  # a close would throw the answer away where more has been sent than read
+                self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+            else:
+                self.transport.close()
 
         def _cancel_timers(self) -> None:
-            for timer in (self._receiving, self._writing):
+            for timer in (self._receiving, self._writing, self._linger):
                 if timer is not None:
                     timer.cancel()
 

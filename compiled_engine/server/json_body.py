@@ -34,7 +34,7 @@ async def read_json(request: Request, *, max_bytes: int, max_depth: int) -> dict
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = ApiError(413, f"the body must have at most {max_bytes} bytes", headers={"connection": "close"})
+    too_large = ApiError(413, f"the body must have at most {max_bytes} bytes")
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > max_bytes:
         raise too_large

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-import threading
 import uuid
 from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from compiled_engine.server.errors import ApiError
-from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.replies import error_response
+from compiled_engine.server.serving import Serving
 
 REQUEST_ID = b"x-request-id"
 OPEN_PATHS = frozenset({"/health", "/ready"})
@@ -23,12 +22,11 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 class RequestScope:
     """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, routes: Sequence[str], api_keys: Sequence[str]) -> None:
-        self.stopping = threading.Event()  # set when the server is about to end
+    def __init__(self, app: ASGIApp, serving: Serving, routes: Sequence[str]) -> None:
+        self.serving = serving
         self._app = app
-        self._metrics = metrics
         self._routes = frozenset(routes)
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in api_keys]
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,7 +38,7 @@ class RequestScope:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.response(route, message["status"])
+                self.serving.metrics.response(route, message["status"])
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
 

@@ -77,6 +77,6 @@ async def health(request: Request) -> Response:
 
 async def ready(request: Request) -> Response:
     """GET /ready: 200 while the server takes requests."""
-    if request.app.state.stopping.is_set():
+    if serving_of(request).stopping.is_set():
         raise ApiError(503, "the server is shutting down", code="shutting_down")
     return await health(request)

@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
     def stop(self) -> None:
         """Take no more requests, and end once those under way have ended."""
         self.should_exit = True
-        self._app.stopping.set()
+        self._app.serving.stopping.set()
 
 
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:

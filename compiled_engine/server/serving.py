@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -22,7 +23,7 @@ class Serving:
     """names: of the model, the first of which is in answers. chat: None without a tokenizer or a template.
 
     max_new_tokens: of an answer in a chat, where the checkpoint says it. created: when the server began, in seconds
-    since 1970.
+    since 1970. stopping: set once no more requests are taken.
     """
 
     engine: AsyncLLM
@@ -33,6 +34,7 @@ class Serving:
     admission: Admission
     max_new_tokens: int | None
     created: int
+    stopping: threading.Event = field(default_factory=threading.Event)
 
     def default_chat_params(self) -> SamplingParams:
         """The checkpoint's sampling, and an answer as long as the model's length allows unless it says otherwise."""
