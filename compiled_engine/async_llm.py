@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core_process.core_child import CoreChild
 from compiled_engine.core_process.core_client import EngineDeadError
 from compiled_engine.engine_parts import CoreKind, EngineParts, join_engine, start_engine
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
@@ -31,7 +32,8 @@ class AsyncLLM:
     """An engine with a model loaded, compiled and ready, for thousands of requests at once.
 
     model, options, progress: as for `LLM`. core: "process", a process of its own, or "in_process", a thread of this
-    one. Token masks need "in_process", and so do logits processors that are not given as "package.module:Name".
+    one. Token masks need "in_process", and so do logits processors that are not given as "package.module:Name". Or a
+    CoreChild, which can be made before this class is imported, so that both processes import at the same time.
 
     Raises what `LLM` raises; EngineDeadError if the core's process ends before it is ready. The constructor waits for
     the core; `await AsyncLLM.start(...)` does not hold up the event loop meanwhile. All calls are to be made on one
@@ -39,7 +41,12 @@ class AsyncLLM:
     """
 
     def __init__(
-        self, model: str | Path | None = None, *, core: CoreKind = "process", progress: bool = True, **options: Any
+        self,
+        model: str | Path | None = None,
+        *,
+        core: CoreKind | CoreChild = "process",
+        progress: bool = True,
+        **options: Any,
     ) -> None:
         self._take(start_engine({"model": model, **options}, core, progress=progress))
 
@@ -50,7 +57,7 @@ class AsyncLLM:
 
     @classmethod
     async def join(cls, address: str) -> AsyncLLM:
-        """One for another process of this user, at the core that has this `address`. The core ends with its last one.
+        """One for another process of this user, at the core that has this `address`. It does not keep the core alive.
 
         Raises OSError if nobody listens there, EngineDeadError if the core ends meanwhile.
         """
@@ -218,9 +225,9 @@ class AsyncLLM:
 
         def prepare() -> PreparedRequest:
             params = self._parts.default_sampling_params if sampling_params is None else sampling_params
-            if isinstance(params, SamplingParams) and params.token_mask is not None and self._parts.token_masks is None:
+            (prepared,) = self._parts.inputs.process([make_prompt()], params, priority)
+            if prepared.sampling_params.token_mask is not None and self._parts.token_masks is None:
                 raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
-            (prepared,) = self._parts.inputs.process([make_prompt()], [params], [priority])
             return prepared
 
         prepared = await asyncio.to_thread(prepare) if is_long else prepare()
@@ -237,11 +244,12 @@ class AsyncLLM:
             self._client.abort(self._streams.remove(stream))
 
     def _send(self, prepared: PreparedRequest) -> None:
-        if prepared.sampling_params.token_mask is not None and self._parts.token_masks is not None:
-            for request in prepared.engine_requests:
-                self._parts.token_masks[request.request_id] = prepared.sampling_params.token_mask
         self._require_open()
-        self._client.add(prepared.engine_requests)
+        mask = prepared.sampling_params.token_mask
+        for request in prepared.engine_requests:
+            if mask is not None and self._parts.token_masks is not None:
+                self._parts.token_masks[request.request_id] = mask
+            self._client.add(request)
 
     def _new_id(self) -> str:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)

@@ -14,15 +14,16 @@ from compiled_engine.core_process.core_child import CoreChild
 from compiled_engine.core_process.core_client import CoreClient, wait_started
 from compiled_engine.core_process.core_thread import CoreThread
 from compiled_engine.core_process.foreign_core import ForeignCore
+from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.running_core import RunningCore
-from compiled_engine.core_process.wire import FrontendOptions, Start, Started, ToApi
+from compiled_engine.core_process.wire import FrontendOptions, Start, Started, ToApi, encode
 from compiled_engine.frontend.core_link import connect
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
-from compiled_engine.llm import make_options
+from compiled_engine.llm import make_options, warn_if_eager
 from compiled_engine.messages import RequestLimits
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
@@ -52,19 +53,18 @@ class EngineParts:
     token_masks: dict[str, TokenMask] | None = None
 
 
-def start_engine(options: dict[str, Any], core: CoreKind, *, progress: bool) -> EngineParts:
+def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progress: bool) -> EngineParts:
     """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    given = make_options(options)
-    if core not in CORE_KINDS:
-        raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}")
-    if core == "process":
-        _require_names(given.logits_processors)
-    running = CoreChild() if core == "process" else CoreThread()
+    running = _launch(core)
     try:
+        given = make_options(options)
+        if isinstance(running, CoreChild):
+            _require_names(given.logits_processors)
         with timeline.span("configuration"):
             config = resolve(given, RichProgress() if progress else SilentProgress())
+        warn_if_eager(given, config)
         start = Start(
             config=config,
             frontend=FrontendOptions(given.skip_tokenizer_init, given.generation_config),
@@ -79,7 +79,7 @@ def start_engine(options: dict[str, Any], core: CoreKind, *, progress: bool) -> 
             token_masks, processors = {}, resolve_logits_processors(given.logits_processors)
             running.start(start, lambda: processors, token_masks)
         else:
-            running.start(start)
+            running.start(frame(encode(start)))
         tokenizer = _find_tokenizer(config, start.frontend)  # while the core starts
         return _assemble(running, *wait_started(running), tokenizer, token_masks)
     except BaseException:
@@ -119,6 +119,14 @@ def _assemble(
         default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
         token_masks=token_masks,
     )
+
+
+def _launch(core: CoreKind | CoreChild) -> CoreChild | CoreThread:
+    if isinstance(core, CoreChild):
+        return core
+    if core not in CORE_KINDS:
+        raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
+    return CoreChild() if core == "process" else CoreThread()
 
 
 def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:

@@ -57,8 +57,7 @@ class LLM:
         self._progress = RichProgress() if progress else SilentProgress()
         with timeline.span("configuration"):
             self._config = resolve(engine_options, self._progress)
-        if engine_options.mode == "auto" and (obstacle := compiler_obstacle(self._config.device)) is not None:
-            log.warning("mode is eager, which is slower: %s", obstacle)
+        warn_if_eager(engine_options, self._config)
         model_path = self._config.model.path
         self._tokenizer = None
         if not engine_options.skip_tokenizer_init:
@@ -267,3 +266,9 @@ def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
         for name, value in translate(keywords, on_gpu=on_gpu).items()
     }
     return EngineOptions(**values)
+
+
+def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
+    """Log it if nothing can be compiled here, unless that was asked for."""
+    if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
+        log.warning("mode is eager, which is slower: %s", obstacle)

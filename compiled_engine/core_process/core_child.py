@@ -1,4 +1,4 @@
-"""The engine core in a process of its own, which this process starts and which ends with its last caller.
+"""The engine core in a process of its own, which this process starts and which ends with it.
 
 It is a fresh process, not a fork: it inherits no threads and no CUDA context, and the caller's script needs no guard.
 """
@@ -13,9 +13,6 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.wire import Start, encode
 
 _MAIN = "compiled_engine.core_process.core_main"
 _LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
@@ -33,6 +30,7 @@ class CoreChild:
         self._folder = _private_folder()
         self.address = str(self._folder / "core.socket")
         self.socket = socket.socket(socket.AF_UNIX)
+        self._started = False
         try:
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(self.address)
@@ -49,8 +47,10 @@ class CoreChild:
     def pid(self) -> int:
         return self._process.pid
 
-    def start(self, start: Start) -> None:
-        self.socket.sendall(frame(encode(start)))
+    def start(self, frame: bytes) -> None:
+        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch."""
+        self._started = True
+        self.socket.sendall(frame)
 
     def how_it_ended(self, timeout_s: float) -> str:
         try:
@@ -64,6 +64,8 @@ class CoreChild:
 
     def close(self, timeout_s: float) -> None:
         self.socket.close()
+        if not self._started:  # it may still be importing
+            self._process.kill()
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

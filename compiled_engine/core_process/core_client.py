@@ -76,9 +76,9 @@ class CoreClient:
             loop.add_reader(self._connection.fileno(), self._on_readable)
             self._flush()
 
-    def add(self, requests: tuple[EngineRequest, ...]) -> None:
+    def add(self, request: EngineRequest) -> None:
         """Raises MessageTooLargeError, a ValueError."""
-        self._send(Add(requests))
+        self._send(Add(request))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
         if request_ids:
@@ -139,10 +139,10 @@ class CoreClient:
     def _on_readable(self) -> None:
         try:
             messages = self._connection.receive()
-        except EOFError:
+        except (EOFError, OSError):
             self._die(self._core.how_it_ended(_EXIT_S))
             return
-        except (OSError, ValueError, msgspec.DecodeError) as error:
+        except (ValueError, msgspec.DecodeError) as error:
             self._die(f"its messages cannot be read: {type(error).__name__}: {error}")
             return
         for message in messages:

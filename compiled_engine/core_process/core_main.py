@@ -25,7 +25,7 @@ def main() -> None:
     """Arguments: the file descriptor of the listening socket, and the folder that it is in.
 
     SIGINT and SIGTERM are for the process that started this one, which may have requests to finish: this one ends when
-    nobody is connected any more.
+    that one has closed its connection.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -38,17 +38,17 @@ _LAST_WORDS_S = 5.0
 
 
 class CoreServer:
-    """Serves API processes until the last one is gone, in the caller's thread.
+    """Serves API processes until the one that started the core is gone, in the caller's thread.
 
-    listener: where further API processes connect. token_masks: where the masks of requests are, by request id, if an
-    API process is this one; a request takes its own out.
+    starter: the connection to it. listener: where further API processes connect. token_masks: where the masks of
+    requests are, by request id, if an API process is this one; a request takes its own out.
     """
 
     def __init__(
         self,
         core: EngineCore,
         frontend: FrontendOptions,
-        first: Connection[ToCore],
+        starter: Connection[ToCore],
         listener: socket.socket | None = None,
         token_masks: MutableMapping[str, TokenMask] | None = None,
     ) -> None:
@@ -63,13 +63,13 @@ class CoreServer:
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        self._welcome(first)
+        self._starter = self._welcome(starter)
 
     def run(self) -> None:
-        """Returns when no API process is left. Raises what a step raises, after it has told all of them."""
+        """Returns when the starter is gone. Raises what a step raises, after it has told all of them."""
         core = self._core
         try:
-            while self._api_processes:
+            while self._starter in self._api_processes:
                 self._serve_sockets(None if not core.has_unfinished() else 0)
                 if core.has_unfinished():
                     self._hand_out(core.step())
@@ -95,9 +95,9 @@ class CoreServer:
                 if events & selectors.EVENT_READ:
                     for message in api_process.connection.receive():
                         self._take(api_process, message)
-            except EOFError:
+            except (EOFError, OSError):
                 self._forget(api_process)
-            except (OSError, ValueError, msgspec.DecodeError) as error:
+            except (ValueError, msgspec.DecodeError) as error:
                 log.warning("API process %d is dropped: %s: %s", api_process.number, type(error).__name__, error)
                 self._forget(api_process)
 
@@ -106,7 +106,7 @@ class CoreServer:
         with suppress(OSError):  # it has gone again
             self._welcome(Connection(self._listener.accept()[0], decode_to_core))
 
-    def _welcome(self, connection: Connection[ToCore]) -> None:
+    def _welcome(self, connection: Connection[ToCore]) -> ApiProcess:
         config = self._core.config
         api_process = ApiProcess(next(self._numbers), connection)
         limits = RequestLimits(
@@ -118,12 +118,12 @@ class CoreServer:
         self._api_processes.append(api_process)
         self._selector.register(connection, selectors.EVENT_READ, api_process)
         self._send(api_process, Started(api_process.number, config, self._frontend, limits))
+        return api_process
 
     def _take(self, api_process: ApiProcess, message: ToCore) -> None:
         match message:
-            case Add(requests):
-                for request in requests:
-                    self._add(api_process, request)
+            case Add(request):
+                self._add(api_process, request)
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     if self._owners.get(request_id) is api_process:

@@ -19,7 +19,7 @@ class ForeignCore:
             raise
 
     def how_it_ended(self, timeout_s: float) -> str:
-        return "it has closed the connection"
+        return "it has ended, or the process that started it has"
 
     def close(self, timeout_s: float) -> None:
         self.socket.close()

@@ -1,4 +1,4 @@
-"""From the order to start until the last caller is gone: what thread and process have in common."""
+"""From the order to start until the caller is gone: what thread and process have in common."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def run_core(
     token_masks: MutableMapping[str, TokenMask] | None = None,
     when_started: Callable[[], None] = lambda: None,
 ) -> None:
-    """Start a core and serve until nobody is connected any more. See CoreServer.
+    """Start a core and serve until the other end of `connection` is gone. See CoreServer.
 
     If the start fails, the caller is told, and nothing is raised. What a step raises is raised, after all were told.
     """

@@ -41,7 +41,9 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 
 
 class Add(msgspec.Struct, tag=True, frozen=True):
-    requests: tuple[EngineRequest, ...]
+    """Queue a request. One that cannot be is answered by its end, with finish_reason "error"."""
+
+    request: EngineRequest
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
