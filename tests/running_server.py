@@ -93,6 +93,7 @@ class ScriptedEngine:
         self.errored: str | None = None
         self.error: Exception | None = None  # what `generate` raises
         self.pause_s = 0.0  # between chunks
+        self.num_given = 0  # chunks that the server has taken
         self._dead = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -112,6 +113,7 @@ class ScriptedEngine:
                 CompletionOutput(index, text, [5], None, None, self.finish_reason if last else None, None)
                 for index in range(params.n)
             ]
+            self.num_given += 1
             yield RequestOutput("0", None, [1, 2], None, outputs, last, 0, RequestMetrics(time.perf_counter()))
             await asyncio.sleep(self.pause_s)
 

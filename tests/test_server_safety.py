@@ -24,7 +24,7 @@ COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
 LIMITS = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, max_in_flight=4, max_logprobs=5,
                 max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
-                receive_timeout=1.0, keep_alive_timeout=1.0)  # fmt: skip
+                receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,6 @@ BOUNDS: list[tuple[str, dict[str, Any]]] = [
     ("logit_bias", {"logit_bias": {str(token): 1 for token in range(9)}}),
     ("logit_bias", {"logit_bias": {"one": 1}}),
     ("strange", {"strange": 1}),
-    ("stream_options", {"stream_options": {}}),
 ]
 
 
@@ -173,6 +172,22 @@ def test_headers_have_a_bound(narrow: RunningServer) -> None:
                                   b"authorization: Bearer a key\r\ncontent-length: 50\r\n\r\n{"])  # fmt: skip
 def test_a_connection_that_sends_nothing_more_is_closed(narrow: RunningServer, sent: bytes) -> None:
     assert raw(narrow, sent, wait_s=20).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_reader_that_stops_is_cut_off(narrow: RunningServer, scripted: ScriptedEngine) -> None:
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    scripted.chunks, scripted.num_given = ["x" * (1 << 20)] * 200, 0
+    host, port = narrow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        deadline = time.monotonic() + 20
+        while scripted.num_given == 0 or narrow.serving.admission.in_flight:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert scripted.num_given < 50  # nothing was made that nobody takes
+    scripted.chunks = ["a"]
 
 
 def test_request_ids_are_words(client: httpx.Client) -> None:
@@ -308,4 +323,4 @@ def test_no_combination_of_parameters_is_an_error_of_the_server(server: RunningS
     response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400:
-        assert error_of(response)["param"] in body
+        assert re.split(r"[.\[]", error_of(response)["param"])[0] in body

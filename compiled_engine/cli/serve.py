@@ -78,20 +78,31 @@ def serve(
         raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
     _require_packages()
     with bad_input_is_reported():
-        from compiled_engine.llm import make_options
         from compiled_engine.server.options import Limits, ServerOptions
         from compiled_engine.server.run import bind, first_signal_interrupts
 
-        make_options({**engine, **parallel})
         options = ServerOptions(**server, limits=Limits(**limits))
         bound = bind(options)
-    with first_signal_interrupts(), bad_input_is_reported((ValueError, OSError, MemoryError)):
-        from compiled_engine.async_llm import AsyncLLM
-
-        started = AsyncLLM(**engine, **parallel, progress=not quiet)
+    with first_signal_interrupts():
+        started = _start({**engine, **parallel}, quiet)
     reason = asyncio.run(_serve(started, options, bound, model_name(engine.get("model"), started)))
     if reason is not None:
         raise typer.Exit(1)
+
+
+def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
+    """The engine. Its core's process imports what it needs while this one does."""
+    from compiled_engine.core_process.core_child import CoreChild
+
+    core = CoreChild()
+    try:
+        with bad_input_is_reported():
+            from compiled_engine.async_llm import AsyncLLM
+
+            return AsyncLLM(**engine, progress=not quiet, core=core)
+    except BaseException:
+        core.close(0)
+        raise
 
 
 async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str) -> str | None:

@@ -11,6 +11,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
+from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
 from compiled_engine.server.chat_protocol import (
     AnswerMessage,
@@ -40,7 +41,7 @@ async def chat_completions(request: Request) -> Reply:
     model = serving.model(fields.model)
     prompt = await unless_gone(request.receive, chat_prompt(serving, fields, ignored))
     answer = _Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
-    kind = "delta" if fields.streams else "final"
+    kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages")
     if fields.streams:
         return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import bad_request
 from compiled_engine.server.options import Limits
 from compiled_engine.server.request_fields import require_at_most
 
@@ -91,23 +91,20 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, An
     further = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
     result |= {key: value for key, value in further.items() if value is not None}
     if message.tool_calls:
-        result["tool_calls"] = [
-            _tool_call(f"{where}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls)
-        ]
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
     return result
 
 
-def _tool_call(where: str, call: MessageToolCall) -> dict[str, Any]:
-    """With the arguments as an object: templates write them as JSON themselves."""
-    arguments = call.function.arguments
+def _tool_call(call: MessageToolCall) -> dict[str, Any]:
+    """With the arguments as an object: templates write them as JSON themselves. What is none stays text: the model may
+    have written it, and has to see what it did."""
+    arguments: Any = call.function.arguments
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
+            value = json.loads(arguments or "{}")
         except (ValueError, RecursionError):
-            arguments = None
-        if not isinstance(arguments, dict):
-            name = f"{where}.function.arguments"
-            raise bad_request(name, f"{name} must be a JSON object as text, got {shown(call.function.arguments)}")
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
 

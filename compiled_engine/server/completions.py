@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.completion_protocol import (
@@ -37,7 +38,7 @@ async def completions(request: Request) -> Reply:
     fields, ignored = await read_body(request, serving, CompletionRequest)
     answer = _answer(serving, fields)
     prompts: list[Any] = [answer.prompt(serving, each) for each in parse_prompts(fields.prompt)]
-    kind = "delta" if fields.streams else "final"
+    kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0)
     if fields.streams:
         return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))

@@ -62,15 +62,17 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     """The engine's own figures. Those that an engine does not have are left out."""
     names, values = list(labels), list(labels.values())
     families: list[Metric] = []
-    for family, table in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTERS)):
-        for key, (name, text) in table.items():
-            if key in engine:
-                families.append(family(PREFIX + name, text, labels=names))
-                families[-1].add_metric(values, engine[key])
+    for key, (name, text) in {**GAUGES, **COUNTERS}.items():
+        if key in engine:
+            make = GaugeMetricFamily if key in GAUGES else CounterMetricFamily
+            family: GaugeMetricFamily | CounterMetricFamily = make(PREFIX + name, text, labels=names)
+            family.add_metric(values, engine[key])
+            families.append(family)
     for key, (name, label, text) in LABELLED.items():
-        families.append(CounterMetricFamily(PREFIX + name, text, labels=[*names, label]))
+        labelled = CounterMetricFamily(PREFIX + name, text, labels=[*names, label])
         for value, count in engine.get(key, {}).items():
-            families[-1].add_metric([*values, value], count)
+            labelled.add_metric([*values, value], count)
+        families.append(labelled)
     matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
     for compile_range, passes in engine.get("passes", {}).items():
         for name, counts in passes.items():

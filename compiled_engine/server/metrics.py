@@ -91,8 +91,9 @@ class ServerMetrics:
         )
         families: list[Metric] = []
         for name, text, count in counters:
-            families.append(CounterMetricFamily(PREFIX + name, text, labels=names))
-            families[-1].add_metric(values, count)
+            counter = CounterMetricFamily(PREFIX + name, text, labels=names)
+            counter.add_metric(values, count)
+            families.append(counter)
         ends = CounterMetricFamily(PREFIX + "request_success", "Completions, by how they ended.",
                                    labels=[*names, "finished_reason"])  # fmt: skip
         for reason, count in self.finish_reasons.items():
@@ -102,9 +103,9 @@ class ServerMetrics:
             responses.add_metric([route, str(status)], count)
         families += [ends, responses]
         for name, (text, _) in HISTOGRAMS.items():
-            histogram = self.histograms[name]
-            families.append(HistogramMetricFamily(PREFIX + name, text, labels=names))
-            families[-1].add_metric(values, histogram.buckets(), histogram.sum)
+            histogram = HistogramMetricFamily(PREFIX + name, text, labels=names)
+            histogram.add_metric(values, self.histograms[name].buckets(), self.histograms[name].sum)
+            families.append(histogram)
         return families
 
 

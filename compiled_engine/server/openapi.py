@@ -89,7 +89,7 @@ def document(serving: Serving) -> dict[str, Any]:
     for one in OPERATIONS:
         paths.setdefault(one.path, {})[one.method] = _operation(one)
     components: dict[str, Any] = {"schemas": schemas}
-    result = {
+    result: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "compiled_engine", "version": __version__},
         "paths": paths,

@@ -54,6 +54,10 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
     ]
+    schemas["TokenizeRequest"]["oneOf"] = [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+    ]
     text = {"type": "string", "minLength": 1}
     texts = {"type": "array", "items": text, "minItems": 1, "maxItems": limits.max_completions}
     batch = {"type": "array", "items": token_ids, "minItems": 1, "maxItems": limits.max_completions}

@@ -12,7 +12,7 @@ import msgspec
 
 from compiled_engine.near_names import nearest
 from compiled_engine.sampling.other_params import OTHER_PARAMS
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import ApiError, bad_request, shown
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
@@ -78,9 +78,7 @@ def read_request(
         if value is None or name in habits:
             continue
         if name in known:
-            # JSON makes no difference between 1.0 and 1.
-            whole = isinstance(value, float) and value.is_integer()
-            values[name] = int(value) if whole else value
+            values[name] = value
         elif name in refused:
             refuse(name, value, refused[name])
         elif name in OTHER_PARAMS:
@@ -98,18 +96,38 @@ def read_request(
 def convert(values: Any, kind: type[Request], within: str = "") -> Request:
     """`values` as a struct. Raises ApiError 400 naming the field below `within`, its value and what is allowed."""
     try:
-        return msgspec.convert(values, kind, dec_hook=None, str_keys=True)
+        return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        text, _, path = str(error).partition(" - at `")
-        path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
-        if missing := re.search(r"missing required field `(\w+)`", text):
-            path = f"{path}.{missing[1]}".removeprefix(".")
-            raise bad_request(within + path, f"{within}{path} must be given") from error
-        text = text[:1].lower() + text[1:].replace("`", "")
-        where = within + path
-        value = _at(values, path)
-        got = "" if value is ... else f", got {shown(value)}"
-        raise bad_request(where or None, f"{where}: {text.split(', got')[0]}{got}") from error
+        if "got `float`" not in str(error):
+            raise _wrong(error, values, within) from error
+    values = _with_integers(values)
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong(error, values, within) from error
+
+
+def _wrong(error: msgspec.ValidationError, values: Any, within: str) -> ApiError:
+    """What is wrong with `values`."""
+    text, _, path = str(error).partition(" - at `")
+    path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
+    if missing := re.search(r"missing required field `(\w+)`", text):
+        path = f"{path}.{missing[1]}".removeprefix(".")
+        return bad_request(within + path, f"{within}{path} must be given")
+    text = text[:1].lower() + text[1:].replace("`", "")
+    where = within + path
+    value = _at(values, path)
+    got = "" if value is ... else f", got {shown(value)}"
+    return bad_request(where or None, f"{where}: {text.split(', got')[0]}{got}")
+
+
+def _with_integers(values: Any) -> Any:
+    """With 1 for 1.0, between which JSON makes no difference."""
+    if isinstance(values, dict):
+        return {key: _with_integers(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_with_integers(value) for value in values]
+    return int(values) if isinstance(values, float) and values.is_integer() else values
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:

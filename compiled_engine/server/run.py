@@ -10,13 +10,16 @@ import signal
 import socket
 from collections.abc import Iterator
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 
-from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.server.http_protocol import bounded_protocol
-from compiled_engine.server.middleware import RequestScope
 from compiled_engine.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.server.middleware import RequestScope
 
 log = logging.getLogger("compiled_engine")
 

@@ -110,8 +110,6 @@ def check_bounds(fields: SamplingFields, limits: Limits, max_model_len: int, log
         value = getattr(fields, name)
         if value is not None and value > max_model_len:
             raise bad_request(name, f"{name} must be at most {max_model_len}, the model's length, got {value}")
-    if fields.stream_options is not None and not fields.streams:
-        raise bad_request("stream_options", "stream_options must be absent unless stream is true")
     if fields.streams and fields.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs", "prompt_logprobs must be absent where stream is true")
 
