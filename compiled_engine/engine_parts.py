@@ -22,7 +22,7 @@ from compiled_engine.frontend.generation_config import read_default_sampling_par
 from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.request_streams import RequestStreams
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.llm import make_options, warn_if_eager
 from compiled_engine.messages import RequestLimits
 from compiled_engine.process.progress import RichProgress, SilentProgress
@@ -57,7 +57,7 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
     """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    running = _launch(core)
+    running = _launch(core, str(options.get("device", "auto")))
     try:
         given = make_options(options)
         if isinstance(running, CoreChild):
@@ -121,16 +121,17 @@ def _assemble(
     )
 
 
-def _launch(core: CoreKind | CoreChild) -> CoreChild | CoreThread:
+def _launch(core: CoreKind | CoreChild, device: str) -> CoreChild | CoreThread:
     if isinstance(core, CoreChild):
         return core
     if core not in CORE_KINDS:
         raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
-    return CoreChild() if core == "process" else CoreThread()
+    return CoreChild(device) if core == "process" else CoreThread()
 
 
 def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:
-    return None if options.skip_tokenizer_init else find_tokenizer(config.tokenizer, config.model.path)
+    folder = None if options.skip_tokenizer_init else find_tokenizer_folder(config.tokenizer, config.model.path)
+    return load_tokenizer(folder) if folder else None
 
 
 def _require_names(logits_processors: tuple[Any, ...]) -> None:

@@ -1,8 +1,7 @@
 """RMSNorm of a value that is not a residual sum becomes one kernel: a model's first norm, and what others have left.
 
 Why: it is one read and one write of the hidden state. Without the pass Inductor makes the same of it; with it no
-pointwise op is left in the first piece, which then needs no compiling. On an H200, leaving the pass out costs a decode
-step of the Qwen3-0.6B shape at 1, 8 and 64 tokens 3, 9 and 8 microseconds of 597, 789 and 1420.
+pointwise op is left in the first piece, which then needs no compiling.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """silu(gate) * up becomes one kernel that reads both halves of the merged linear in place.
 
 Why: one pass over the widest activation of the model instead of two, and one launch; with few tokens small_batch_linear
-takes it in. On an H200, leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8 and 64 tokens 105, 117
-and 148 microseconds of 597, 789 and 1420.
+takes it in.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ FEW_TOKENS = 128
 
 
 @triton.jit
-def _kernel(
+def silu_mul_kernel(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     WIDTH: tl.constexpr,
@@ -57,7 +56,7 @@ def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
     block = 512 if num_tokens <= FEW_TOKENS else 1024
-    _kernel[(num_tokens, triton.cdiv(width, block))](
+    silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](
         gate_up_TI2,
         out_TI,
         WIDTH=width,

@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def _finish(
+def finish(
     y: tl.tensor,
     up: tl.tensor,
     out_ptr: tl.tensor,
@@ -23,7 +23,10 @@ def _finish(
     SILU_MUL: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store."""
+    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store.
+
+    y, up: float32, of the shape of offsets and mask; up is read with SILU_MUL alone.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:
         y = y.to(dtype).to(tl.float32)
@@ -111,4 +114,4 @@ def one_token_kernel(
         y_N += tl.load(bias_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
         if SILU_MUL:
             up_N += tl.load(bias_ptr + num_outputs + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    _finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)
+    finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)

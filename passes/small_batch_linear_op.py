@@ -17,6 +17,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.profile import load_profile
+from compiled_engine.passes.silu_mul import reference as silu_mul_reference
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
@@ -103,8 +104,7 @@ def reference(
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps)
     y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     if silu_mul:
-        gate_TM, up_TM = y_TN.chunk(2, dim=-1)
-        y_TN = torch.nn.functional.silu(gate_TM) * up_TM
+        y_TN = silu_mul_reference(y_TN)
     return y_TN if residual_TM is None else residual_TM + y_TN
 
 

@@ -39,7 +39,7 @@ class Faulty:
             if self.faults[row] == "raise" and self.steps[row] == 20:
                 raise KeyError("injected")
         if set(self.faults.values()) - {"nan"}:
-            time.sleep(0.02)
+            time.sleep(0.04)
 
 
 class FailsToStart(Faulty):

@@ -88,7 +88,7 @@ def test_a_core_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
     async def main() -> None:
-        engine = await AsyncLLM.start(**ENGINE, core=CoreChild())
+        engine = await AsyncLLM.start(**ENGINE, core=CoreChild(ENGINE["device"]))
         (folder,) = tmp_path.iterdir()
         (socket,) = folder.iterdir()
         assert (str(socket), folder.stat().st_mode & 0o777) == (engine.address, 0o700)

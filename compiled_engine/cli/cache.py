@@ -55,7 +55,7 @@ def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None
         root = _root(cache_dir)
         folder = existing_cache(root)
         found = sorted(_reports(folder), key=lambda entry: -entry.last_used)
-        leftovers = [path for key in _all_keys(folder) for path in _leftovers(folder, key)]
+        leftovers = folder.leftovers() if folder else []
     if as_json:
         records = [entry_record(entry) for entry in found]
         _print_json({"cache_dir": str(root), "entries": records, "leftovers": [str(path) for path in leftovers]})
@@ -252,14 +252,6 @@ def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:
     key = find_key(folder.entry_keys() if folder else [], wanted)
     assert folder is not None
     return report(folder, key)
-
-
-def _all_keys(folder: CacheFolder | None) -> list[str]:
-    return [*folder.entry_keys(), *folder.other_keys()] if folder else []
-
-
-def _leftovers(folder: CacheFolder | None, key: str) -> list[Path]:
-    return [*folder.set_aside(key), *folder.work_folders(key, in_use=False)] if folder else []
 
 
 def _print_json(value: Any) -> None:

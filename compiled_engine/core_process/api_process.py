@@ -50,10 +50,11 @@ def frames_of(message: ToApi) -> list[bytes]:
 
 
 def _divided(outputs: StepOutputs, why: str) -> list[StepOutputs]:
-    others = outputs.others
-    if outputs.request_ids:
-        return [StepOutputs(outputs.request_ids, outputs.token_ids), StepOutputs(others=others)]
-    if len(others) == 1:
-        return [StepOutputs(others=[EngineOutput(others[0].request_id, (), finish_reason="error", stop_reason=why)])]
-    middle = len(others) // 2
-    return [StepOutputs(others=others[:middle]), StepOutputs(others=others[middle:])]
+    columns, others = range(len(outputs.request_ids)), outputs.others
+    if columns and others:
+        return [outputs.part(columns, ()), outputs.part((), others)]
+    if len(outputs) > 1:
+        middle = len(outputs) // 2
+        return [outputs.part(columns[part], others[part]) for part in (slice(middle), slice(middle, None))]
+    (output,) = outputs
+    return [StepOutputs(others=[EngineOutput(output.request_id, (), finish_reason="error", stop_reason=why)])]

@@ -22,11 +22,13 @@ _BACKLOG = 128
 class CoreChild:
     """See RunningCore. The process begins to import what it needs at once, and waits for `start`.
 
+    device: the engine's option; on a GPU the process makes its context meanwhile.
+
     Callers connect to a socket that only this user may open, in a folder that only this user may enter. Nobody
     inherits a connection, so a caller's death closes its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "auto") -> None:
         self._folder = _private_folder()
         self.address = str(self._folder / "core.socket")
         self.socket = socket.socket(socket.AF_UNIX)
@@ -37,7 +39,7 @@ class CoreChild:
                 os.chmod(self.address, 0o600)
                 listener.listen(_BACKLOG)
                 self.socket.connect(self.address)  # it waits there until the core takes it
-                self._process = _spawn(listener, self._folder)
+                self._process = _spawn(listener, self._folder, device)
         except BaseException:
             self.socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -83,9 +85,12 @@ def _private_folder() -> Path:
     return Path(folder)
 
 
-def _spawn(listener: socket.socket, folder: Path) -> subprocess.Popen[bytes]:
+def _spawn(listener: socket.socket, folder: Path, device: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {_MAIN} import main; main()", str(listener.fileno()), str(folder)],
+        [
+            *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
+            *(str(listener.fileno()), str(folder), device),
+        ],
         stdin=subprocess.DEVNULL,
         pass_fds=[listener.fileno()],
         start_new_session=True,  # Ctrl-C is the caller's business

@@ -1,28 +1,19 @@
-"""What the engine core's process runs: `main`."""
+"""The program of the engine core's process."""
 
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
-import torch
-
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.running_core import run_core
-from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
-
-_WATCH_S = 0.5
+from compiled_engine.process.cuda_context import cuda_context, index_of
 
 
 def main() -> None:
-    """Arguments: the file descriptor of the listening socket, and the folder that it is in.
+    """Arguments: the file descriptor of the listening socket, the folder that it is in, and the option `device`.
 
     SIGINT and SIGTERM are for the process that started this one, which may have requests to finish: this one ends when
     that one has closed its connection.
@@ -30,51 +21,13 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
-    folder = Path(sys.argv[2])
+    descriptor, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    if (index := index_of(device)) is not None:
+        cuda_context(index)  # while PyTorch is imported
     try:
-        with socket.socket(fileno=int(sys.argv[1])) as listener:
-            _serve(listener, folder)
+        with socket.socket(fileno=descriptor) as listener:
+            from compiled_engine.core_process.core_serve import serve
+
+            serve(listener, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _serve(listener: socket.socket, folder: Path) -> None:
-    connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
-    start = _receive_start(connection)
-    if start is None:
-        return
-    torch.set_num_threads(start.num_threads)
-    started = threading.Event()
-    threading.Thread(target=_exit_without_caller, args=(connection.fileno(), started, folder), daemon=True).start()
-
-    run_core(
-        start,
-        connection,
-        lambda: resolve_logits_processors(start.logits_processors),
-        listener,
-        when_started=started.set,
-    )
-
-
-def _receive_start(connection: Connection[ToCore]) -> Start | None:
-    """None if the caller is gone."""
-    messages: list[ToCore] = []
-    try:
-        while not messages:
-            connection.wait_readable()
-            messages = connection.receive()
-    except (EOFError, OSError):
-        return None
-    (start,) = messages
-    assert isinstance(start, Start)
-    return start
-
-
-def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
-    """End the process if the caller goes while the core starts: until it has, nobody reads the socket."""
-    poll = select.poll()
-    poll.register(descriptor, 0)  # tells of a hang-up alone
-    while not started.is_set():
-        if poll.poll(_WATCH_S * 1000) and not started.is_set():
-            shutil.rmtree(folder, ignore_errors=True)
-            os._exit(1)

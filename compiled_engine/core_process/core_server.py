@@ -170,14 +170,16 @@ class CoreServer:
 
     def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
         """By API process."""
-        own = {process.number: StepOutputs([], [], []) for process in self._api_processes}
-        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
-            part = own[self._owners[request_id].number]
-            part.request_ids.append(request_id)  # type: ignore[attr-defined]
-            part.token_ids.append(token_id)  # type: ignore[attr-defined]
+        columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
+        others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
+        for index, request_id in enumerate(outputs.request_ids):
+            columns[self._owners[request_id].number].append(index)
         for output in outputs.others:
-            own[self._owners[output.request_id].number].others.append(output)  # type: ignore[attr-defined]
-        return [(process, own[process.number]) for process in self._api_processes if len(own[process.number])]
+            others[self._owners[output.request_id].number].append(output)
+        own = [
+            (process, outputs.part(columns[process.number], others[process.number])) for process in self._api_processes
+        ]
+        return [(process, part) for process, part in own if len(part)]
 
     def _release(self, request_id: str) -> None:
         api_process = self._owners.pop(request_id, None)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.messages import EngineRequest, RequestLimits
-from compiled_engine.sampling.params import SamplingParams, validate_for_model
+from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class InputProcessor:
             field = "stop" if params.stop else "bad_words"
             raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
         try:
-            params = replace(params)
+            params = checked_again(params)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
@@ -108,11 +108,11 @@ class InputProcessor:
             given: object = prompt.text if prompt.token_ids is None else []
             raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
         vocab_size = self._limits.vocab_size
-        for index, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
-                )
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < vocab_size)
+            raise ValueError(
+                f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
+            )
         keep = params.truncate_prompt_tokens
         if keep is not None:
             longest = self._limits.max_model_len - 1
@@ -152,12 +152,12 @@ class InputProcessor:
 
 def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
     """The parameters of one of n completions: it has a seed of its own; the first has the prompt's logprobs."""
-    own = params.clone()
-    own.n = 1
-    own.token_mask = None  # it is handed over beside the request
-    own.max_tokens = max_tokens
-    if params.seed is not None:
-        own.seed = (params.seed + index) % 2**64  # the same 64 bits, and never -1, which is no seed
-    if index > 0:
-        own.prompt_logprobs = None
-    return own
+    return derived(
+        params,
+        n=1,
+        token_mask=None,  # it is handed over beside the request
+        max_tokens=max_tokens,
+        # The same 64 bits, and never -1, which is no seed.
+        seed=None if params.seed is None else (params.seed + index) % 2**64,
+        prompt_logprobs=None if index > 0 else params.prompt_logprobs,
+    )

@@ -63,6 +63,8 @@ def _parse(name: str, prompt: Any) -> Prompt:
 
 
 def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
+    if set(map(type, token_ids)) <= {int}:  # nearly always, and quickly seen
+        return tuple(token_ids)
     for index, token_id in enumerate(token_ids):
         if not _is_integer(token_id):
             raise TypeError(f"{name}[{index}] must be a token id (an integer), got {token_id!r}")
@@ -70,7 +72,7 @@ def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    return isinstance(value, list) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
 
 
 def _is_integer(value: Any) -> bool:

@@ -36,7 +36,8 @@ class RequestStreams:
         request_id = request.request_id
         if request_id in self._streams:
             raise ValueError(f"request_id {request_id!r} is already in use; allowed: an id of no request under way")
-        stream = self._streams[request_id] = RequestStream(self._outputs.add(request), output)
+        state = self._outputs.add(request, partial=output != "final")
+        stream = self._streams[request_id] = RequestStream(state, output)
         return stream
 
     def remove(self, stream: RequestStream) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import psutil
 import torch
 
@@ -10,6 +12,27 @@ from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 
 GIB = 1 << 30
 CPU_LIMIT_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How large the KV cache is and why, in bytes.
+
+    left_bytes: of gpu_memory_utilization's share of the device, what is there before the cache taken off: weights, the
+    CUDA context, other processes; None without CUDA. activation_bytes: the measured peak of a step beyond that.
+    graph_bytes: what CUDA graphs are predicted to take.
+    """
+
+    num_blocks: int
+    block_bytes: int
+    left_bytes: int | None
+    activation_bytes: int
+    graph_bytes: int
+
+    def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
+        """What it takes, and what there would be for it had everything else been known beforehand."""
+        room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
+        return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
 
 def block_bytes(config: EngineConfig) -> int:
@@ -25,10 +48,10 @@ def blocks_wanted(config: EngineConfig) -> int:
     return per_request * config.scheduler.max_num_seqs
 
 
-def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) -> int:
+def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int) -> CacheSize:
     """Blocks to allocate: what was asked for, or what the memory budget leaves.
 
-    activation_bytes: peak of a step beyond the weights; graph_bytes: what CUDA graphs are predicted to take.
+    set_aside_bytes: for what is allocated later. Others: see CacheSize.
     Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
     gave may be smaller, since requests that cannot fit are then refused one by one, or larger, as long as the device
     has the memory.
@@ -38,10 +61,11 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
         free, total = torch.cuda.mem_get_info(config.device)
         reserved_idle = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
         free += reserved_idle
-        budget = int(total * config.cache.gpu_memory_utilization) - (total - free)
-        available = budget - activation_bytes - graph_bytes
+        left = int(total * config.cache.gpu_memory_utilization) - (total - free)
+        available = left - activation_bytes - graph_bytes - set_aside_bytes
         count = available // size
     else:
+        left = None
         free = psutil.virtual_memory().available
         available = min(CPU_LIMIT_BYTES, free // 2)
         count = min(available // size, blocks_wanted(config))
@@ -52,7 +76,7 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
                 f"num_blocks is {given}, which take {given * size / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; "
                 f"allowed: at most {free // size}"
             )
-        return given
+        return CacheSize(given, size, left, activation_bytes, graph_bytes)
     needed = -(-config.scheduler.max_model_len // config.cache.block_size)
     if count < needed:
         raise InsufficientMemoryError(
@@ -62,7 +86,7 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
             f"lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization "
             f"(now {config.cache.gpu_memory_utilization})"
         )
-    return count
+    return CacheSize(count, size, left, activation_bytes, graph_bytes)
 
 
 def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
+from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -22,7 +23,6 @@ from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -42,7 +42,7 @@ from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
-from compiled_engine.sampling.logprobs import BatchLogprobs
+from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
 
@@ -60,7 +60,7 @@ class Runner:
     ):
         """Load, compile, size the KV cache, capture.
 
-        Raises what build_processors, the loader, the compiler and kv_cache.count_blocks raise.
+        Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         on_gpu = config.device.type == "cuda"
@@ -86,13 +86,11 @@ class Runner:
             return build_model(config.model)
 
         self._compiled: CompiledModel | None = None
-        layout = ParameterLayout()
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
-            layout = self._compiled.layout
         with timeline.span("load weights"):
             model = build_model(config.model)
-            parameters = materialize(model, layout, config.device)
+            parameters = materialize(model, self._compiled.packed if self._compiled else {}, config.device)
             load_weights(model, config.model, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # One compile range may take a parameter alone that another takes packed: the model's own are views.
@@ -137,11 +135,15 @@ class Runner:
         workers.close()
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
-        with self._timeline.span("predict graph memory"):
-            self._predicted_graph_bytes = self.graphs.predict() if self.graphs else 0
+        graph_bytes = 0
+        if self.graphs:
+            with self._timeline.span("predict graph memory"):
+                lookup = self._compiled.lookup if self._compiled else None
+                graph_bytes = predicted_bytes(self._config, lookup, self.graphs)
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
-        self.num_blocks = kv_cache.count_blocks(self._config, activation_bytes + set_aside, self._predicted_graph_bytes)
+        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
+        self.num_blocks = self._cache_size.num_blocks
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
         if self.graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
@@ -170,11 +172,12 @@ class Runner:
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self._run(batch, hidden_wanted)
+        pending = self.run(batch, hidden_wanted)
         self._clock.device_ends()
         return pending
 
-    def _run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+    def run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """All of a step that the device does, launched in its order; `submit` has prepared it."""
         self.states.writes.apply()
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
@@ -195,7 +198,10 @@ class Runner:
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
         self.pending.launched()
-        return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
+        rows_R = np.where(batch.samples, batch.rows, -1)
+        if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
+            self._sample_generally(batch, rows_R, logits_RV)
+        return self.pending.step(batch, self._logprobs(batch, rows_R, logits_RV), prompt)
 
     def _replay(self, batch: InputBatch) -> ForwardOutput:
         assert self.graphs is not None
@@ -207,29 +213,29 @@ class Runner:
         self._counters.replay(batch.key, batch.num_tokens)
         return output
 
-    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Where a row asks for more than temperature and seed: other tokens for those that sample, and the
-        log-probabilities that were asked for."""
-        rows_R = np.where(batch.samples, batch.rows, -1)
-        if self.sampler.sampler_class(rows_R) is SamplerClass.TEMPERATURE_ONLY:
-            return None
+    def _sample_generally(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> None:
+        """Where a row asks for more than temperature and seed: other tokens for those that sample, rows_R."""
         count = batch.num_requests
-        row_index_R = upload(rows_R.astype(np.int32), self._config.device)
+        row_index_R = self.buffers.rows_R[:count]
+        if not batch.samples.all():
+            row_index_R = upload(rows_R.astype(np.int32), self._config.device)
         positions_R = self.buffers.sample_positions_R[:count]
         masks = None
         if batch.token_masks:
             masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self._config.device)
-        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
-        advance(
-            self.states,
-            self.buffers,
-            sampled.token_ids_S,
-            batch.num_rows,
-            decodes_only=batch.decodes_only,
-            again=True,
-        )
+        token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
+        decodes_only = batch.decodes_only
+        advance(self.states, self.buffers, token_ids_R, batch.num_rows, decodes_only=decodes_only, again=True)
         self.pending.launched()
-        return sampled.logprobs
+
+    def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
+        """Of the tokens that the states have now, where they are asked for."""
+        num_logprobs_R = self.sampler.num_logprobs(rows_R)
+        if num_logprobs_R is None:
+            return None
+        count = batch.num_requests
+        token_ids_R = self.states.last_token_S.index_select(0, self.buffers.rows_R[:count])
+        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R)
 
     def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
         """The graph to replay for a batch; why there is none is counted."""
@@ -282,7 +288,7 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
-        return runner_metrics(self._compiled, self.graphs, self._counters, self._predicted_graph_bytes, self._timeline)
+        return runner_metrics(self._compiled, self.graphs, self._counters, self._cache_size, self._timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""

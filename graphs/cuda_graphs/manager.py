@@ -136,6 +136,17 @@ class CudaGraphManager:
         self._kept_by_driver = max(0, min(predicted, self._capture.memory().since(before).driver))
         return predicted
 
+    def expect(self, predicted: int) -> int:
+        """In place of `predict` where an earlier process with the same graphs has made it: what they need besides,
+        such as workspaces of the stream, is allocated as it is there. Returns `predicted`."""
+        if self._pending:
+            with self._capture.session():
+                for family in self._families(self._pending):
+                    self._step.fill(family[0])
+                    self._step.run(family[0])
+            self._capture.settle()
+        return predicted
+
     def capture_all(self, progress: Progress) -> None:
         """Capture every key that is left. Raises what a capture raises; afterwards there is nothing left to capture."""
         with progress.stage("capture CUDA graphs", total=len(self._pending)) as advance, self._capture.session():
