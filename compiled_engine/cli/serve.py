@@ -107,7 +107,7 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
 
 async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str) -> str | None:
     from compiled_engine.server.app import build_app
-    from compiled_engine.server.run import Server, address, serve
+    from compiled_engine.server.run import Server, address, allow_many_connections, serve
 
     try:
         with bad_input_is_reported((ValueError, OSError)):
@@ -115,6 +115,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     except BadInputError:
         await engine.shutdown()
         raise
+    allow_many_connections()
     names = ", ".join(options.served_model_name or (name,))
     typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
     return await serve(engine, Server(app, options), bound)

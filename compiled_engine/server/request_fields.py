@@ -71,7 +71,7 @@ def read_request(
     Raises ApiError 400, naming the field: for a value of the wrong type, for a known field that is not supported, and,
     if `strict`, for a field that nobody knows.
     """
-    known = {field.encode_name: field for field in msgspec.structs.fields(kind)}
+    known = kind.__struct_encode_fields__
     values: dict[str, Any] = {}
     ignored: list[str] = []
     for name, value in body.items():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -86,6 +87,13 @@ class Server(uvicorn.Server):
         """Take no more requests, and end once those under way have ended."""
         self.should_exit = True
         self._app.serving.stopping.set()
+
+
+def allow_many_connections() -> None:
+    """Have as many open files as the system lets this process have: each connection is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:
