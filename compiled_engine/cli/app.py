@@ -8,6 +8,7 @@ import typer
 
 from compiled_engine.cli.bench import bench
 from compiled_engine.cli.cache import cache
+from compiled_engine.cli.chat import chat, complete
 from compiled_engine.cli.config import config
 from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
@@ -24,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate, serve, config, inspect, tune, demo):
+for command in (generate, chat, complete, serve, config, inspect, tune, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

@@ -120,7 +120,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions) -> Cha
     if tokenizer is None:
         return None
     given = read_chat_template(options.chat_template, tokenizer)
-    template: Any = given if given is not None else tokenizer.hf.chat_template
+    template: Any = given if given is not None else tokenizer.chat_template
     if isinstance(template, Mapping):
         template = template.get("default", next(iter(template.values()), None))
     if template is None:

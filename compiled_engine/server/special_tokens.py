@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from tokenizers import Tokenizer as Backend
 
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.errors import bad_request
@@ -25,8 +22,6 @@ class SpecialTokenGuard:
         self._ids = {text: token_id for text, token_id in ids.items() if len(text) > 1}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
-        self._lock = threading.Lock()
-        self._plain: Backend | None = None
 
     def concerns(self, values: Any) -> bool:
         """Whether a special token stands in any text of these lists, dicts and strings."""
@@ -46,23 +41,11 @@ class SpecialTokenGuard:
         ids: list[int] = []
         place = 0
         for match in self._special.finditer(text):
-            ids += self._encode(text[place : match.start()].replace(mark, ""))
+            ids += self._tokenizer.encode_as_text(text[place : match.start()].replace(mark, ""))
             ids.append(self._ids[match[0]])
             place = match.end()
-        ids += self._encode(text[place:].replace(mark, ""))
+        ids += self._tokenizer.encode_as_text(text[place:].replace(mark, ""))
         return text.replace(mark, ""), tuple(ids)
-
-    def _encode(self, text: str) -> list[int]:
-        """Token ids of a text without special tokens."""
-        with self._lock:
-            if self._plain is None:
-                hf = self._tokenizer.hf
-                if not hf.is_fast:
-                    raise bad_request("messages", "messages must not hold special tokens with this tokenizer")
-                # A tokenizer of its own: the setting would change how all others are encoded meanwhile.
-                self._plain = Backend.from_str(hf.backend_tokenizer.to_str())
-                self._plain.encode_special_tokens = True
-        return self._plain.encode(text, add_special_tokens=False).ids
 
 
 def _texts(values: Any) -> list[str]:
