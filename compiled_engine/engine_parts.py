@@ -60,15 +60,14 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
     running = _launch(core, str(options.get("device", "auto")))
     try:
         given = make_options(options)
-        if isinstance(running, CoreChild):
-            _require_names(given.logits_processors)
+        names = _names(given.logits_processors) if isinstance(running, CoreChild) else ()
         with timeline.span("configuration"):
             config = resolve(given, RichProgress() if progress else SilentProgress())
         warn_if_eager(given, config)
         start = Start(
             config=config,
             frontend=FrontendOptions(given.skip_tokenizer_init, given.generation_config),
-            logits_processors=given.logits_processors if isinstance(running, CoreChild) else (),
+            logits_processors=names,
             num_threads=torch.get_num_threads(),
             progress=progress,
             origin_s=timeline.origin_s,
@@ -134,10 +133,12 @@ def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer
     return load_tokenizer(folder) if folder else None
 
 
-def _require_names(logits_processors: tuple[Any, ...]) -> None:
+def _names(logits_processors: tuple[Any, ...]) -> tuple[str, ...]:
+    """Raises ValueError unless all are given by their names."""
     for index, given in enumerate(logits_processors):
         if not isinstance(given, str):
             raise ValueError(
                 f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed:"
                 " 'package.module:Name', or any with core='in_process'"
             )
+    return logits_processors

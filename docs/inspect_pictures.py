@@ -31,7 +31,7 @@ PICTURES: dict[str, tuple[str, int, str, list[str]]] = {
 }
 # Opens each summary once, the first that follows the one before it, and leaves nothing above the section.
 SCRIPT = """
-<style>* { transition: none !important }</style>
+<style>*, *::before, *::after { transition: none !important }</style>
 <script>
 const section = document.getElementById(%s);
 if (section.id !== "start-up") section.style.cssText = "margin-top: 0; padding-top: 0; border-top: 0";

@@ -16,7 +16,9 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import (
@@ -33,6 +35,7 @@ from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.rms_norm import match_rms_norm
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps"])
 def residual_rms_norm_kernel(
     x_ptr: tl.tensor,
@@ -77,7 +80,7 @@ def launch(
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
-    block = triton.next_power_of_2(hidden_size)
+    block = next_power_of_2(hidden_size)
     residual_rms_norm_kernel[(x_TD.shape[0],)](
         x_TD,
         residual_TD,

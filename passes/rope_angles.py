@@ -15,13 +15,16 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["scale"])
 def rope_angles_kernel(
     positions_ptr: tl.tensor,
@@ -73,7 +76,7 @@ def launch(
         sin_T1d,
         scale,
         NUM_PAIRS=num_pairs,
-        BLOCK=triton.next_power_of_2(num_pairs),
+        BLOCK=next_power_of_2(num_pairs),
         num_warps=1,
         **dependent_launch(positions_T.device),
     )

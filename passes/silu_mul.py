@@ -15,7 +15,9 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import cdiv
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor, rewrite_calls
 from compiled_engine.passes.op_library import define_op
@@ -24,6 +26,7 @@ from compiled_engine.passes.op_library import define_op
 FEW_TOKENS = 128
 
 
+@quick_launches
 @triton.jit
 def silu_mul_kernel(
     gate_up_ptr: tl.tensor,
@@ -56,7 +59,7 @@ def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
     out_TI = gate_up_TI2.new_empty((num_tokens, width))
     block = 512 if num_tokens <= FEW_TOKENS else 1024
-    silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](
+    silu_mul_kernel[(num_tokens, cdiv(width, block))](
         gate_up_TI2,
         out_TI,
         WIDTH=width,

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.launcher import quick_launches
+
 
 @triton.jit
 def finish(
@@ -57,6 +59,7 @@ def _rows_of(
         return tl.load(pointers_NK, mask=mask_NK, other=0.0, eviction_policy="evict_first")
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps", "num_outputs"])
 def one_token_kernel(
     x_ptr: tl.tensor,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.small_batch_linear_gemv import finish
 
 
@@ -156,6 +157,7 @@ def _sum_of_partials(
     return y_TN
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps", "num_outputs", "num_tokens"])
 def few_tokens_kernel(
     x_ptr: tl.tensor,

@@ -7,6 +7,7 @@ read is left finite: padding rows, gaps between rows and what outputs held befor
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,14 @@ def row_indices(num_samples: int, seed: int, padding: bool = True) -> torch.Tens
     return torch.from_numpy(rows)
 
 
-def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype, filtered: bool) -> None:
+def choose_matches(
+    device: str,
+    num_samples: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    filtered: bool,
+    sample: Callable[..., None] = gumbel_triton.sample,
+) -> None:
     logits_SV = strided_logits(num_samples, vocab_size, dtype, vocab_size, ties=True)
     row_index_S = row_indices(num_samples, vocab_size)
     if not filtered:  # a threshold always keeps some token
@@ -80,7 +88,7 @@ def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.
     gumbel.sample(logits_SV.float(), row_index_S, positions_S, inverse_N, seeds_N, threshold_S, expected_S)
     arguments = (row_index_S, positions_S, inverse_N, seeds_N, threshold_S)
     on_device = [None if each is None else each.to(device) for each in arguments]
-    gumbel_triton.sample(to_device(logits_SV, device), *on_device, got_S)
+    sample(to_device(logits_SV, device), *on_device, got_S)
     assert got_S.tolist() == expected_S.tolist()
     got_S = got_S.cpu()
     assert (got_S[row_index_S < 0] == 0).all()

@@ -29,6 +29,7 @@ class Graphs:
     def __init__(self) -> None:
         self.predictions = 0
         self.expected: list[int] = []
+        self.names_to_capture = ["decode_2", "decode_1"]
 
     def predict(self) -> int:
         self.predictions += 1
@@ -73,11 +74,13 @@ def test_other_factors_are_another_prediction(
     others = [replace(config, scheduler=scheduler), replace(config, graph=graph)]
     found = [predicted_bytes(c, lookup_in(tmp_path), graphs) for c in (config, *others)]
     found.append(predicted_bytes(config, lookup_in(tmp_path, key="2" * 32), graphs))
+    graphs.names_to_capture = graphs.names_to_capture[1:]
+    found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     monkeypatch.setattr(kept_prediction, "_describe", lambda device: {"driver": "another"})
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
-    assert found == list(range(1001, 1007))
+    assert found == list(range(1001, 1008))
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {

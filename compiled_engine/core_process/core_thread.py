@@ -19,7 +19,7 @@ class CoreThread:
     """See RunningCore."""
 
     def __init__(self) -> None:
-        self.address = None
+        self.address: str | None = None
         self.socket, self._other = socket.socketpair()
         self._thread: threading.Thread | None = None
 

@@ -23,11 +23,15 @@ FindProcessors = Callable[[], Sequence[LogitsProcessor | LogitsProcessorFactory]
 class RunningCore(Protocol):
     """Where the core runs: a thread, a process, or a process that somebody else has started.
 
-    socket: the caller's end of the connection to it. address: where further callers connect; None if they cannot.
+    socket: the caller's end of the connection to it.
     """
 
     socket: socket.socket
-    address: str | None
+
+    @property
+    def address(self) -> str | None:
+        """Where further callers connect; None if they cannot."""
+        ...
 
     def how_it_ended(self, timeout_s: float) -> str:
         """Wait for its end; say how it came, as far as it can be told from outside."""

@@ -15,7 +15,7 @@ from typing import Any
 import jinja2
 import numpy as np
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock
+from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -198,9 +198,9 @@ class Namespace(jinja2.utils.Namespace):
 class GenerationBlocks(Extension):
     """{% generation %} marks what an assistant wrote, for training; here it leaves its content as it is."""
 
-    tags = frozenset({"generation"})
+    tags = {"generation"}  # noqa: RUF012  # as Jinja declares it
 
-    def parse(self, parser: Parser) -> CallBlock:
+    def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return CallBlock(self.call_method("_content"), [], [], body).set_lineno(line)

@@ -1,8 +1,9 @@
-"""Log-probabilities as users see them, made when someone looks at them: until then a token's are a few numbers."""
+"""Log-probabilities as users see them, made when someone looks at them: a token's are kept as a few numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -11,7 +12,7 @@ from compiled_engine.frontend.outputs import Logprob
 from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs, row_width
+from compiled_engine.sampling.token_logprobs import LogprobRows, row_width
 
 Entry = TypeVar("Entry")
 """dict[int, Logprob]; of a prompt, None where nothing precedes a token."""
@@ -35,14 +36,13 @@ class GrowingLogprobs:
         self._row_bytes = 0 if num_top == -1 else 4 * row_width(num_top)
         self._tokenizer, self._context, self._params = tokenizer, context, params
         self._data = bytearray()
-        self._entries: list[Any] = list(first)
-        self._num_first = len(self._entries)
+        self._first = list(first)
         self._texts: TokenTexts | None = None
-        self._text_is_complete = False
-        self._ended = False
+        self._decoded: list[tuple[str, ...]] = []  # of each row that someone has looked at, the texts of its tokens
+        self._ended = self._text_is_complete = False
 
     def __len__(self) -> int:
-        return self._num_first + self._num_rows
+        return len(self._first) + self._num_rows
 
     @property
     def _num_rows(self) -> int:
@@ -73,29 +73,35 @@ class GrowingLogprobs:
 
     def since(self, first: int) -> list[Any]:
         """Entries from `first` on, as they are now."""
-        return self.entries(len(self))[first:] if first < len(self) else []
+        return list(self.entries(first, len(self)))
 
-    def entries(self, count: int) -> list[Any]:
-        """The first `count`, or more."""
-        made = len(self._entries) - self._num_first
-        missing = count - len(self._entries)
-        if missing > 0:
-            if self._texts is None and self._tokenizer is not None:
-                self._texts = _token_texts(self._tokenizer, self._context, self._params)
-            part = bytes(self._data[made * self._row_bytes : (made + missing) * self._row_bytes])
-            self._entries += [_entry(row, self._texts) for row in LogprobRows(missing, part)]
-        if self._ended and count == len(self) and not self._text_is_complete:
-            self._complete_last_text()
-        return self._entries
+    def entries(self, start: int, stop: int) -> Iterator[Any]:
+        """Those from `start` to before `stop`, made anew each time: nearly always they are looked at once."""
+        yield from self._first[start:stop]
+        start, stop = (max(0, index - len(self._first)) for index in (start, stop))
+        if start >= stop:
+            return
+        self._decode(stop)
+        rows = LogprobRows(stop - start, bytes(self._data[start * self._row_bytes : stop * self._row_bytes]))
+        nothing: Iterator[Sequence[str | None]] = repeat((None,) * (self._row_bytes // 8))
+        texts = nothing if self._tokenizer is None else iter(self._decoded[start:stop])
+        for rank, token_ids, logprobs, decoded in zip(*rows.columns(), texts, strict=False):
+            yield _entry(rank, token_ids, logprobs, decoded)
 
-    def _complete_last_text(self) -> None:
-        self._text_is_complete = True
-        rest = self._texts.flush() if self._texts is not None else ""
-        last = self._entries[-1] if self._entries else None
-        if last and rest:
-            (token_id, chosen), *others = last.items()
-            text = rest + (chosen.decoded_token or "")
-            self._entries[-1] = {token_id: Logprob(chosen.logprob, chosen.rank, text), **dict(others)}
+    def _decode(self, count: int) -> None:
+        """The texts of the first `count` rows' tokens: how one reads depends on those before it."""
+        if self._tokenizer is None or self._text_is_complete:
+            return
+        done = len(self._decoded)
+        if self._texts is None:
+            self._texts = _token_texts(self._tokenizer, self._context, self._params)
+        if count > done:
+            rows = LogprobRows(count - done, bytes(self._data[done * self._row_bytes : count * self._row_bytes]))
+            self._decoded += [tuple(self._texts.push(token_ids)) for token_ids in rows.columns()[1]]
+        if self._ended and count == self._num_rows:
+            chosen, *others = self._decoded[-1]
+            self._decoded[-1] = (self._texts.flush() + chosen, *others)
+            self._text_is_complete = True
 
 
 class LogprobList(Sequence[Entry]):
@@ -110,7 +116,7 @@ class LogprobList(Sequence[Entry]):
         self._growing, self._length = growing, length
 
     def _list(self) -> list[Entry]:
-        return self._growing.entries(self._length)[: self._length]
+        return list(self)
 
     def __len__(self) -> int:
         return self._length
@@ -122,10 +128,14 @@ class LogprobList(Sequence[Entry]):
     def __getitem__(self, index: slice) -> list[Entry]: ...
 
     def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
-        return self._list()[index]
+        if isinstance(index, slice):
+            return self._list()[index]
+        place = range(self._length)[index]
+        (entry,) = self._growing.entries(place, place + 1)
+        return entry
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(self._list())
+        return self._growing.entries(0, self._length)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, LogprobList):
@@ -150,11 +160,11 @@ def _token_texts(tokenizer: Tokenizer, context: Sequence[int], params: SamplingP
     )
 
 
-def _entry(row: TokenLogprobs, texts: TokenTexts | None) -> dict[int, Logprob]:
+def _entry(
+    rank: int, token_ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str | None]
+) -> dict[int, Logprob]:
     """The chosen token with its rank, then the most likely ones, ranked from 1."""
-    ranks = (row.rank, *range(1, len(row.token_ids)))
-    decoded: Sequence[str | None] = [None] * len(ranks) if texts is None else texts.push(row.token_ids)
-    found: dict[int, Logprob] = {}
-    for token_id, logprob, rank, text in zip(row.token_ids, row.logprobs, ranks, decoded, strict=True):
-        found.setdefault(token_id, Logprob(logprob, rank, text))
+    chosen = Logprob(logprobs[0], rank, texts[0])
+    found = dict(zip(token_ids, map(Logprob, logprobs, range(len(token_ids)), texts), strict=True))
+    found[token_ids[0]] = chosen  # also where it is among the most likely
     return found

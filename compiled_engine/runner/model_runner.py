@@ -124,8 +124,7 @@ class Runner:
         )
         self.graphs = None
         if capture is not None:
-            keys, decodes_first = self.dispatcher.keys, config.graph.background
-            self.graphs = CudaGraphManager(keys, capture, self.step, decodes_first)
+            self.graphs = CudaGraphManager(self.dispatcher.keys, capture, self.step, config.graph.background)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
@@ -138,8 +137,7 @@ class Runner:
         graph_bytes = 0
         if self.graphs:
             with self._timeline.span("predict graph memory"):
-                lookup = self._compiled.lookup if self._compiled else None
-                graph_bytes = predicted_bytes(self._config, lookup, self.graphs)
+                graph_bytes = predicted_bytes(self._config, self._compiled and self._compiled.lookup, self.graphs)
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)

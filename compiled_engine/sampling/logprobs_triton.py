@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.token_logprobs import row_width
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
 
@@ -42,6 +44,7 @@ def logit_of(key: tl.tensor) -> tl.tensor:
     return tl.maximum(logit, _LEAST_FLOAT)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
 def block_logprobs_kernel(
     logits_ptr: tl.tensor,
@@ -67,6 +70,7 @@ def block_logprobs_kernel(
     tl.store(above_ptr + slot, tl.sum((logits > chosen).to(tl.int32), axis=0))
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["num_top"], do_not_specialize_on_alignment=["token_ids_ptr"])
 def row_logprobs_kernel(
     logits_ptr: tl.tensor,
@@ -122,11 +126,11 @@ def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> 
     rows_RW = torch.empty(num_rows, row_width(num_top), dtype=torch.int32, pin_memory=device.type == "cuda")
     if num_rows == 0:
         return rows_RW
-    num_blocks = triton.cdiv(vocab_size, BLOCK_V)
+    num_blocks = cdiv(vocab_size, BLOCK_V)
     best_RB = torch.empty(num_rows, num_blocks, dtype=torch.int64, device=device)
     sum_RB = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=device)
     above_RB = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=device)
-    inputs = (logits_RV, logits_RV.stride(0), token_ids_R, best_RB, sum_RB, above_RB)
+    inputs = (logits_RV, logits_RV.stride()[0], token_ids_R, best_RB, sum_RB, above_RB)
     block_logprobs_kernel[(num_rows, num_blocks)](*inputs, VOCAB_SIZE=vocab_size, BLOCK_V=BLOCK_V)
     row_logprobs_kernel[(num_rows,)](
         *inputs,
@@ -135,7 +139,7 @@ def launch(logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int) -> 
         VOCAB_SIZE=vocab_size,
         BLOCK_V=BLOCK_V,
         NUM_BLOCKS=num_blocks,
-        TILE_B=triton.next_power_of_2(num_blocks),
+        TILE_B=next_power_of_2(num_blocks),
         num_warps=8,
     )
     return rows_RW

@@ -66,8 +66,11 @@ class LogprobRows:
     def __len__(self) -> int:
         return self.num_rows
 
-    def __iter__(self) -> Iterator[TokenLogprobs]:
+    def columns(self) -> tuple[list[int], list[list[int]], list[list[float]]]:
+        """Of each row the chosen token's rank, the token ids, and their log-probabilities."""
         rows_RW = self.array()
-        ids, logprobs = rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
-        for rank, token_ids, values in zip(rows_RW[:, 0].tolist(), ids, logprobs, strict=True):
-            yield TokenLogprobs(tuple(token_ids), tuple(values), rank)
+        return rows_RW[:, 0].tolist(), rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for rank, token_ids, logprobs in zip(*self.columns(), strict=True):
+            yield TokenLogprobs(tuple(token_ids), tuple(logprobs), rank)

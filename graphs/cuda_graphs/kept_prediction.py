@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,20 +24,24 @@ from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
 
 # The rooms, besides those that the key of the entry covers, whose code is captured or captures.
-CAPTURED_ROOMS = ("graphs.cuda_graphs", "runner", "sampling", "kernels")
+CAPTURED_ROOMS = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
 OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
 # Environment variables of these families configure CUDA and torch's allocator.
 VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
-DRIVER = Path("/proc/driver/nvidia/version")
+MAPPED_FILES = Path("/proc/self/maps")
 
 
-def graph_memory_factors(config: EngineConfig, entry_key: str) -> dict[str, Any]:
-    """All that the memory of the graphs may depend on, as JSON. entry_key: of the compiled model."""
+def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str]) -> dict[str, Any]:
+    """All that the memory of the graphs may depend on, as JSON.
+
+    entry_key: of the compiled model. keys: names of what is captured, in its order.
+    """
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
         "entry": entry_key,
+        "keys": list(keys),
         "config": fields,
         "source": digests_of(CAPTURED_ROOMS),
         "device": _describe(config.device),
@@ -43,16 +49,19 @@ def graph_memory_factors(config: EngineConfig, entry_key: str) -> dict[str, Any]
     }
 
 
-def _describe(device: torch.device) -> dict[str, str]:
-    """What the device is, and its driver."""
+def _describe(device: torch.device) -> dict[str, Any]:
+    """What the device is, and its driver: the file of its library, whose name ends in the version."""
     if device.type != "cuda":
         return {"type": device.type}
-    version = DRIVER.read_text() if DRIVER.is_file() else str(torch._C._cuda_getDriverVersion())
-    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": version}
+    driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
+    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": driver}
 
 
 class Predicting(Protocol):
     """See CudaGraphManager."""
+
+    @property
+    def names_to_capture(self) -> list[str]: ...
 
     def predict(self) -> int: ...
 
@@ -67,7 +76,7 @@ def predicted_bytes(config: EngineConfig, lookup: Lookup | None, graphs: Predict
     """
     if lookup is None or lookup.status == "off":
         return graphs.predict()
-    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key)))
+    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture)))
     path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
     kept = _read(path, factors)
     if kept is not None:

@@ -95,6 +95,11 @@ class CudaGraphManager:
         return families(keys, self._decodes_first)
 
     @property
+    def names_to_capture(self) -> list[str]:
+        """Of the keys that are left, the next one last."""
+        return [key.name for key in self._pending]
+
+    @property
     def complete(self) -> bool:
         """Whether no capture is to come."""
         return not self._pending

@@ -18,6 +18,7 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS, 
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor
     return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["table_stride", "q_token_stride", "out_token_stride", "min_keys"],
     do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "block_table_ptr"],
@@ -150,6 +152,7 @@ def decode_kernel(
         tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
     do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr"],
