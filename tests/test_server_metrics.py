@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import httpx
@@ -43,6 +44,7 @@ def test_requests_are_counted(server: RunningServer) -> None:
     assert grown("prompt_tokens_total") == 6
     assert grown("generation_tokens_total") == 8
     assert grown("request_success_total,finished_reason=length") == 2
+    assert grown("request_success_total,finished_reason=abort") == 0
     assert grown("time_to_first_token_seconds_count") == 2
     assert grown("inter_token_latency_seconds_count") == 6
     assert grown("e2e_request_latency_seconds_count") == 2
@@ -52,6 +54,17 @@ def test_requests_are_counted(server: RunningServer) -> None:
     assert grown("http_responses_total,route=/v1/completions,status=400") == 1
     assert grown("num_steps_total") >= 8
     assert after["compiled_engine:num_requests_running"] == 0
+
+
+def test_a_client_that_goes_is_counted(server: RunningServer) -> None:
+    name = "compiled_engine:request_success_total,finished_reason=abort"
+    before = samples(server)[name]
+    asked = {"prompt": [5, 6], "max_tokens": 200, "n": 3, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=asked, timeout=30) as response:
+        assert response.status_code == 200
+    deadline = time.monotonic() + 20
+    while samples(server)[name] < before + 3:
+        assert time.monotonic() < deadline
 
 
 def test_what_is_asked_for_does_not_become_a_label(server: RunningServer) -> None:

@@ -58,9 +58,7 @@ async def _of_prompt(
     try:
         async with aclosing(serving.engine.generate(prompt, params, output=output, priority=priority)) as stream:
             async for result in stream:
-                if not accepted:
-                    accepted = True
-                    observed.accepted()
+                accepted = True
                 observed.output(result)
                 for completion in result.outputs:
                     _raise_if_failed(completion)
@@ -70,6 +68,7 @@ async def _of_prompt(
     except (TypeError, ValueError) as error:
         if accepted:
             raise
+        observed.refused()
         raise blamed_on_request(error, field) from error
     finally:
         observed.end()

@@ -118,11 +118,11 @@ class ObservedRequest:
         self._tokens: dict[int, int] = {}
         self._gaps = 0
         self._newest = 0.0
-        self._ended = True  # until the engine has taken it
-
-    def accepted(self) -> None:
-        """The engine has taken it."""
         self._ended = False
+
+    def refused(self) -> None:
+        """It never began."""
+        self._ended = True
 
     def output(self, result: RequestOutput) -> None:
         """The engine gave an output; "delta" and "final" ones count."""
