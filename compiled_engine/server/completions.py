@@ -81,8 +81,6 @@ def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
     echo = bool(fields.echo)
     unwanted = fields.max_tokens == 0
     more: dict[str, Any] = {}
-    if unwanted and not echo:
-        raise bad_request("max_tokens", "max_tokens must be at least 1 unless echo is true, got 0")
     if unwanted:
         more["max_tokens"] = 1
     if fields.logprobs is not None:

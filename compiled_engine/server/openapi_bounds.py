@@ -11,6 +11,29 @@ from compiled_engine.server.serving import Serving
 REQUESTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest")
 
 
+def _item(kind: str, required: tuple[str, ...], **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "required": [*required, *(["type"] if kind != "message" else [])],
+        "properties": {"type": {"const": kind}, **properties},
+    }
+
+
+TEXT = {"type": "string"}
+NAME = {"type": "string", "minLength": 1}
+PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"enum": ["input_text", "output_text"]}, "text": TEXT},
+}
+CONTENT = {"anyOf": [TEXT, {"type": "array", "items": PART}]}
+INPUT_ITEMS = [
+    _item("message", ("role", "content"), role={"enum": ["system", "developer", "user", "assistant"]}, content=CONTENT),
+    _item("function_call", ("call_id", "name", "arguments"), call_id=NAME, name=NAME, arguments=TEXT),
+    _item("function_call_output", ("call_id", "output"), call_id=NAME, output=CONTENT),
+]
+
+
 def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     """Complete the JSON schemas of requests in place."""
     limits, last_token = serving.options.limits, serving.engine.limits.vocab_size - 1
@@ -24,6 +47,8 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
                 maximum=serving.max_model_len)  # fmt: skip
         _narrow(fields, ("logprobs", "prompt_logprobs", "top_logprobs"), **most_logprobs)
         _narrow(fields, ("truncate_prompt_tokens",), maximum=serving.max_model_len)
+        if name != "CompletionRequest":
+            _narrow(fields, ("max_tokens",), minimum=1)
         _narrow(fields, ("seed",), minimum=-(2**63), maximum=2**64 - 1)
         _narrow(fields, ("stop",), maxItems=limits.max_stop, maxLength=limits.max_stop_length)
         _narrow(fields, ("stop_token_ids", "allowed_token_ids"), items=token_id)
@@ -54,6 +79,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
     ]
+    schemas["TokenizeRequest"]["properties"]["chat_template_kwargs"] = _settings(serving)
     schemas["TokenizeRequest"]["oneOf"] = [
         {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
         {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
@@ -62,9 +88,10 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     texts = {"type": "array", "items": text, "minItems": 1, "maxItems": limits.max_completions}
     batch = {"type": "array", "items": token_ids, "minItems": 1, "maxItems": limits.max_completions}
     schemas["CompletionRequest"]["properties"]["prompt"] = {"anyOf": [text, texts, token_ids, batch]}
-    items = {"type": "array", "minItems": 1, "items": {"type": "object"}}
+    items = {"type": "array", "minItems": 1, "items": {"anyOf": INPUT_ITEMS}}
     schemas["ResponsesRequest"]["properties"]["input"] = {"anyOf": [{"type": "string"}, items]}
-    schemas["ChatRequest"]["properties"]["messages"] |= {"minItems": 1, "maxItems": limits.max_messages}
+    for name in ("ChatRequest", "TokenizeRequest"):
+        _narrow(schemas[name]["properties"], ("messages",), minItems=1, maxItems=limits.max_messages)
     schemas["DetokenizeRequest"]["properties"]["tokens"]["items"] = token_id
 
 
@@ -77,7 +104,13 @@ def _settings(serving: Serving) -> dict[str, Any]:
 
 def _narrow(fields: dict[str, Any], names: tuple[str, ...], **bounds: Any) -> None:
     """Give fields bounds, each where its kind of value stands."""
-    kinds = {"maximum": "integer", "minimum": "integer", "maxItems": "array", "maxLength": "string", "items": "array"}
+    kinds = {
+        "maximum": "integer",
+        "minimum": "integer",
+        "maxItems": "array",
+        "maxLength": "string",
+        "items": "array",
+    } | {"minItems": "array"}
     for name in names:
         for branch in _branches(fields.get(name, {})):
             branch |= {key: value for key, value in bounds.items() if branch.get("type") == kinds[key]}

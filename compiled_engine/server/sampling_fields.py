@@ -80,6 +80,8 @@ def sampling_params(
     values = {name: value for name in SAME if (value := getattr(fields, name)) is not None} | more
     if fields.logit_bias is not None:
         values["logit_bias"] = _by_token_id(fields.logit_bias)
+    if defaults.max_tokens is not None and "max_tokens" not in values:
+        values["max_tokens"] = max(defaults.max_tokens, fields.min_tokens or 0)
     if fields.stop == "":
         values["stop"] = None
     try:
