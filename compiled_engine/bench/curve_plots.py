@@ -119,5 +119,4 @@ def _draw_panel(axes: Axes, points: Sequence[tuple[int, float, list[float], floa
     shares = [math.log(value / low) / math.log(high / low) for value, *_ in ends]
     for (value, name, colour), share in zip(ends, apart(shares), strict=True):
         text = f"{name} {short(value)}"
-        place: dict[str, Any] = {"transform": axes.transAxes, "va": "center", "fontsize": 9}
-        axes.text(1.02, share, text, color=colour, **place)
+        axes.text(1.02, share, text, color=colour, transform=axes.transAxes, va="center", fontsize=9)

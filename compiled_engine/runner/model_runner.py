@@ -137,7 +137,9 @@ class Runner:
         graph_bytes = 0
         if self.graphs:
             with self._timeline.span("predict graph memory"):
-                graph_bytes = predicted_bytes(self._config, self._compiled and self._compiled.lookup, self.graphs)
+                graph_bytes = predicted_bytes(
+                    self._config, self._compiled.lookup if self._compiled else None, self.graphs
+                )
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
