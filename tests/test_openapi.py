@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ from running_server import MODEL, RunningServer
 
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.app import GET, POST
+from compiled_engine.server.openapi_bounds import up_to
 from compiled_engine.server.sampling_fields import SamplingFields
 
 
@@ -40,6 +42,13 @@ def test_references_lead_somewhere(document: dict[str, Any]) -> None:
 def test_every_sampling_parameter_can_be_asked_for() -> None:
     names = {*SamplingParams.__dataclass_fields__} - {"token_mask", "logprobs"}
     assert names <= set(SamplingFields.__struct_fields__)
+
+
+@pytest.mark.parametrize("most", [0, 1, 7, 9, 10, 19, 99, 100, 305, 1000, 4095])
+def test_numbers_up_to_one_as_an_expression(most: int) -> None:
+    expression = re.compile(up_to(most))
+    assert [number for number in range(5000) if expression.fullmatch(str(number))] == list(range(most + 1))
+    assert not expression.fullmatch("00")
 
 
 def test_bounds_are_those_of_the_model(document: dict[str, Any]) -> None:

@@ -71,6 +71,8 @@ def _token_ids(name: str, ids: Any) -> list[int]:
     if not isinstance(ids, list) or not ids:
         raise _wrong(name, ids)
     if set(map(type, ids)) != {int}:
+        ids = [int(each) if isinstance(each, float) and each.is_integer() else each for each in ids]  # 1.0 is 1 in JSON
+    if set(map(type, ids)) != {int}:
         place = next(place for place, token_id in enumerate(ids) if type(token_id) is not int)
         raise _wrong(f"{name}[{place}]", ids[place])
     return ids

@@ -56,7 +56,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
         _narrow(fields, ("bad_words_token_ids",), items=token_ids)
         for branch in _branches(fields["logit_bias"]):  # token ids as text
             if branch.get("type") == "object":
-                branch["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
+                branch["propertyNames"] = {"pattern": f"^({up_to(last_token)})$"}
                 branch["maxProperties"] = limits.max_token_list
         if not serving.engine.limits.has_priorities:
             fields["priority"] = {"enum": [0, None]}
@@ -75,6 +75,10 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
             fields["chat_template_kwargs"] = _settings(serving)
         if "reasoning_effort" in fields and (serving.chat is None or not serving.chat.knows("reasoning_effort")):
             fields["reasoning_effort"] = {"const": None}
+    schemas["ChatRequest"]["anyOf"] = [
+        {"properties": {"top_logprobs": {"type": "null"}}},
+        {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+    ]
     schemas["ChatMessage"]["anyOf"] = [
         {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
         {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
@@ -93,6 +97,18 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     for name in ("ChatRequest", "TokenizeRequest"):
         _narrow(schemas[name]["properties"], ("messages",), minItems=1, maxItems=limits.max_messages)
     schemas["DetokenizeRequest"]["properties"]["tokens"]["items"] = token_id
+
+
+def up_to(most: int) -> str:
+    """A regular expression for the decimal numbers from 0 to `most`, without leading zeros."""
+    digits = str(most)
+    several = len(digits) > 1
+    branches = ["0", f"[1-9][0-9]{{0,{len(digits) - 2}}}"] if several else []
+    for place, digit in enumerate(digits):
+        least = 1 if several and place == 0 else 0
+        if int(digit) > least:
+            branches.append(f"{digits[:place]}[{least}-{int(digit) - 1}][0-9]{{{len(digits) - place - 1}}}")
+    return "|".join([*branches, digits])
 
 
 def _settings(serving: Serving) -> dict[str, Any]:

@@ -119,6 +119,6 @@ def check_bounds(fields: SamplingFields, limits: Limits, max_model_len: int, log
 def _by_token_id(biases: dict[str, float]) -> dict[int, float]:
     """JSON has text for keys."""
     for key in biases:
-        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))):
             raise bad_request("logit_bias", f"logit_bias must have token ids as its keys, got {key[:100]!r}")
     return {int(key): bias for key, bias in biases.items()}
