@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from tiny_tokenizers import KINDS
 
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+
+if TYPE_CHECKING:
+    from running_server import RunningServer
 
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
 # Marker -> why its tests are skipped here; None where they run.
@@ -102,3 +106,14 @@ def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", Hopper())
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """A server with the bundled model."""
+    from running_server import ENGINE, running
+
+    from compiled_engine import AsyncLLM
+
+    with running(AsyncLLM(**ENGINE)) as server:
+        yield server

@@ -47,6 +47,8 @@ FLOORS = (
     "llm",
     "engine_parts",
     "async_llm",
+    "server.parsers",
+    "server",
     "bench",
     "tune",
     "cli",

@@ -8,11 +8,13 @@ import typer
 
 from compiled_engine.cli.bench import bench
 from compiled_engine.cli.cache import cache
+from compiled_engine.cli.chat import chat, complete
 from compiled_engine.cli.config import config
 from compiled_engine.cli.demo import demo
 from compiled_engine.cli.errors import OneLineErrors
 from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
+from compiled_engine.cli.serve import serve
 from compiled_engine.cli.tune import tune
 
 app = typer.Typer(
@@ -23,7 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (generate, config, inspect, tune, demo):
+for command in (generate, chat, complete, serve, config, inspect, tune, demo):
     app.command()(command)
 app.add_typer(bench, name="bench")
 app.add_typer(cache, name="cache")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,10 @@ import typer
 
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.options import EngineOptions
+
+ENVIRONMENT = "COMPILED_ENGINE_"
+# Options whose variable the engine reads itself, as a default that need not be honoured.
+READ_BY_THE_ENGINE = ("cache_dir",)
 
 
 @dataclass(frozen=True)
@@ -29,11 +33,29 @@ class Argument:
     flag: str | None = None
     convert: Callable[[Any], Any] = lambda value: value
 
-    def parameter(self, panel: str, default: object = None) -> inspect.Parameter:
-        flag = self.flag or f"--{self.name.replace('_', '-')}"
+    @property
+    def written(self) -> str:
+        """How it is written."""
+        return self.flag or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that stands in for it: the option's name, in capitals."""
+        return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
+
+    def parameter(self, panel: str, default: object = None, *, from_environment: bool = False) -> inspect.Parameter:
         shows_nothing = default in (None, ()) or isinstance(default, bool)
         text = self.help if shows_nothing else f"{self.help} Default: {default}."
-        option = typer.Option(None, flag, help=text, rich_help_panel=panel, show_default=False)
+        variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
+        option = typer.Option(
+            None,
+            self.written,
+            help=text,
+            rich_help_panel=panel,
+            show_default=False,
+            envvar=variable,
+            show_envvar=False,
+        )
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=self.type | None)
 
 
@@ -162,22 +184,37 @@ Command = Callable[..., Any]
 
 def takes_engine_options(command: Command) -> Command:
     """Let `command(engine=...)` have the engine's options, and get those that were given as a dict."""
-    defaults = {field.name: field.default for field in fields(EngineOptions)}
-    parameters = [argument.parameter("Engine", defaults[argument.name]) for argument in ENGINE_ARGUMENTS]
-    return _takes(command, "engine", ENGINE_ARGUMENTS, parameters)
+    return takes_options(command, "engine", "Engine", ENGINE_ARGUMENTS, engine_defaults())
+
+
+def engine_defaults() -> dict[str, Any]:
+    """The engine's options, each with its default."""
+    return {field.name: field.default for field in fields(EngineOptions)}
 
 
 def takes_sampling_params(command: Command) -> Command:
     """Let `command(sampling=...)` have sampling parameters, and get those that were given as a dict."""
     panel = "Sampling (if not given: the checkpoint's defaults)"
-    parameters = [argument.parameter(panel) for argument in SAMPLING_ARGUMENTS]
-    return _takes(command, "sampling", SAMPLING_ARGUMENTS, parameters)
+    return takes_options(command, "sampling", panel, SAMPLING_ARGUMENTS, {})
 
 
-def _takes(
-    command: Command, keyword: str, arguments: Sequence[Argument], added: Sequence[inspect.Parameter]
+def takes_options(
+    command: Command,
+    keyword: str,
+    panel: str,
+    arguments: Sequence[Argument],
+    defaults: Mapping[str, Any],
+    *,
+    from_environment: bool = False,
 ) -> Command:
-    """The command with more parameters: what typer reads is its signature, so that is what is put together."""
+    """Let `command(keyword=...)` have more options, and get those that were given as a dict.
+
+    What typer reads is a command's signature, so that is what is put together.
+    """
+    added = [
+        argument.parameter(panel, defaults.get(argument.name), from_environment=from_environment)
+        for argument in arguments
+    ]
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != keyword]
 

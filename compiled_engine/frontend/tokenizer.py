@@ -91,6 +91,10 @@ class Tokenizer:
         """Token ids of `text`, with those that the tokenizer puts around a prompt unless told otherwise."""
         return self._words.encode(text, add_special_tokens)
 
+    def encode_as_text(self, text: str) -> list[int]:
+        """Token ids of `text` in which what looks like a special token is text."""
+        return self._words.encode_as_text(text)
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
         return self._words.decode(token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -15,6 +16,10 @@ class Words(Protocol):
     """What turns text into token ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_as_text(self, text: str) -> list[int]:
+        """Without special tokens: what looks like one is text."""
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens included; ids that are unknown add nothing."""
@@ -34,9 +39,18 @@ class FastWords:
         self._backend = backend
         self.token_to_id = backend.token_to_id
         self.id_to_token = backend.id_to_token
+        self._as_text: Tokenizer | None = None
+        self._lock = threading.Lock()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_as_text(self, text: str) -> list[int]:
+        with self._lock:
+            if self._as_text is None:  # a copy: the setting would hold for texts that others encode meanwhile
+                self._as_text = Tokenizer.from_str(self._backend.to_str())
+                self._as_text.encode_special_tokens = True
+        return self._as_text.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
@@ -57,6 +71,9 @@ class SlowWords:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+    def encode_as_text(self, text: str) -> list[int]:
+        return self._hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = self._hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

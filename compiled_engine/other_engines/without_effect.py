@@ -18,7 +18,7 @@ WITHOUT_EFFECT: dict[str, Row] = without_effect(
             enable_batch_sharded_sampling elastic_ep_max_dp_size enable_nccl_comm_suspend enable_fault_tolerance
             fault_tolerance_config watchdog_config enable_shm_tensor_arena
         """,
-        "there is no server": """
+        "it is about a server; see docs/serving.md": """
             served_model_name allowed_local_media_path allowed_media_domains tokens_only renderer_num_workers
             shutdown_timeout stream_interval _api_process_count _api_process_rank tokenizer_pool_size
         """,

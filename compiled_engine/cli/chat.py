@@ -1,0 +1,137 @@
+"""`compiled-engine chat` and `compiled-engine complete`: a model in the terminal, here or behind a server."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
+from compiled_engine.cli.errors import BadInputError
+from compiled_engine.cli.local_model import LocalModel
+from compiled_engine.cli.remote_model import RemoteModel
+
+Named = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)]
+Url = Annotated[str | None, typer.Option(help="Server to ask instead, such as http://localhost:8000.")]
+ApiKey = Annotated[str | None, typer.Option(help="Key for the server.", envvar="OPENAI_API_KEY", show_default=False)]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show neither progress nor speed.")]
+
+
+@takes_engine_options
+@takes_sampling_params
+def chat(
+    *,
+    named: Named = None,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    url: Url = None,
+    api_key: ApiKey = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Chat with a model.
+
+    A line is a message; /clear forgets the conversation, and an empty line or the end of the input ends it. Ctrl+C
+    stops an answer.
+
+    Examples:
+
+      compiled-engine chat path/to/Qwen3-0.6B
+
+      compiled-engine chat --url http://localhost:8000 --temperature 0 --system "Be brief."
+    """
+    begin = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(begin)
+    with closing(_model(named, engine, sampling, url, api_key, quiet)) as model:
+        for line in _lines("> "):
+            if line == "/clear":
+                messages = list(begin)
+                continue
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _show(model, model.answer(messages), quiet)})
+
+
+@takes_engine_options
+@takes_sampling_params
+def complete(
+    *,
+    named: Named = None,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    url: Url = None,
+    api_key: ApiKey = None,
+    quiet: Quiet = False,
+) -> None:
+    """Complete one line after the other.
+
+    Each line is a prompt of its own; an empty line or the end of the input ends it. Ctrl+C stops a completion.
+
+    Examples:
+
+      compiled-engine complete --max-tokens 32
+
+      echo "def fibonacci(n):" | compiled-engine complete --url http://localhost:8000 --temperature 0
+    """
+    with closing(_model(named, engine, sampling, url, api_key, quiet)) as model:
+        for line in _lines("> "):
+            _show(model, model.complete(line), quiet)
+
+
+def _model(
+    named: str | None,
+    engine: dict[str, Any],
+    sampling: dict[str, Any],
+    url: str | None,
+    api_key: str | None,
+    quiet: bool,
+) -> LocalModel | RemoteModel:
+    if named is not None and engine.setdefault("model", named) != named:
+        raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
+    if sampling.get("n", 1) != 1:
+        raise BadInputError(f"n is {sampling['n']}; allowed: 1")
+    if url is None:
+        return LocalModel(engine, sampling, quiet=quiet)
+    others = sorted(engine.keys() - {"model"})
+    if others:
+        raise BadInputError(f"{others[0]} is an option of an engine here; with --url it is the server's")
+    return RemoteModel(url, engine.get("model"), api_key, sampling)
+
+
+def _lines(sign: str) -> Iterator[str]:
+    """What the user writes, line by line."""
+    while True:
+        if sys.stdin.isatty():
+            typer.secho(sign, nl=False, bold=True, err=True)
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            return
+        yield line
+
+
+def _show(model: LocalModel | RemoteModel, texts: Iterable[str], quiet: bool) -> str:
+    """Print an answer as it comes, and its speed; the answer. An interrupt ends it where it is."""
+    begin = time.perf_counter()
+    first: float | None = None
+    answer = ""
+    try:
+        for text in texts:
+            if text:
+                first = first or time.perf_counter()
+                typer.echo(text, nl=False)
+                sys.stdout.flush()
+                answer += text
+    except KeyboardInterrupt:
+        typer.secho(" (stopped)", dim=True, err=True, nl=False)
+    finally:
+        if hasattr(texts, "close"):
+            texts.close()
+    typer.echo()
+    if not quiet and first is not None:
+        seconds = time.perf_counter() - begin
+        speed = f"{model.num_tokens} tokens in {seconds:.2f} s: {model.num_tokens / seconds:.1f} tok/s"
+        typer.secho(f"{speed}, first after {1000 * (first - begin):.0f} ms", dim=True, err=True)
+    return answer

@@ -1,0 +1,138 @@
+"""`compiled-engine serve`: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Argument, Command, engine_defaults, takes_options
+from compiled_engine.cli.config_file import read_config_file
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+from compiled_engine.cli.serve_arguments import LIMIT_ARGUMENTS, PARALLEL_ARGUMENTS, SERVER_ARGUMENTS
+
+if TYPE_CHECKING:
+    from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.server.options import ServerOptions
+
+NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client", "yaml")
+
+
+def _takes_server_options(command: Command) -> Command:
+    from compiled_engine.server.options import Limits, ServerOptions
+
+    def with_defaults(options: type[Any]) -> dict[str, Any]:
+        return {field.name: field.default for field in fields(options)}
+
+    takes = partial(takes_options, from_environment=True)
+    command = takes(command, "engine", "Engine", ENGINE_ARGUMENTS, engine_defaults())
+    command = takes(command, "parallel", "Several GPUs", PARALLEL_ARGUMENTS, dict.fromkeys(_names(), 1))
+    command = takes(command, "limits", "Limits", LIMIT_ARGUMENTS, with_defaults(Limits))
+    return takes(command, "server", "Server", SERVER_ARGUMENTS, with_defaults(ServerOptions))
+
+
+def _names(arguments: tuple[Argument, ...] = PARALLEL_ARGUMENTS) -> list[str]:
+    return [argument.name for argument in arguments]
+
+
+@_takes_server_options
+def serve(
+    *,
+    named: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="As --model, which it may stand for.", show_default=False)
+    ] = None,
+    server: dict[str, Any],
+    limits: dict[str, Any],
+    parallel: dict[str, Any],
+    engine: dict[str, Any],
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            help="YAML file with options; the command line and COMPILED_ENGINE_<OPTION> come before it.",
+            callback=read_config_file,
+            is_eager=True,
+            envvar="COMPILED_ENGINE_CONFIG",
+            show_default=False,
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+) -> None:
+    """Serve a model to OpenAI's clients.
+
+    Every option may come from the environment instead: COMPILED_ENGINE_MAX_MODEL_LEN for --max-model-len.
+    SIGTERM lets requests under way end; a second one does not.
+
+    Examples:
+
+      compiled-engine serve
+
+      compiled-engine serve path/to/Qwen3-0.6B --port 8000 --max-model-len 8192
+
+      COMPILED_ENGINE_API_KEY=secret compiled-engine serve org/name --host 0.0.0.0 --config server.yaml
+    """
+    if named is not None and engine.setdefault("model", named) != named:
+        raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
+    _require_packages()
+    with bad_input_is_reported():
+        from compiled_engine.server.options import Limits, ServerOptions
+        from compiled_engine.server.run import bind, first_signal_interrupts
+
+        options = ServerOptions(**server, limits=Limits(**limits))
+        bound = bind(options)
+    with first_signal_interrupts():
+        started = _start({**engine, **parallel}, quiet)
+    reason = asyncio.run(_serve(started, options, bound, model_name(engine.get("model"), started)))
+    if reason is not None:
+        raise typer.Exit(1)
+
+
+def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
+    """The engine. Its core's process imports what it needs while this one does."""
+    from compiled_engine.core_process.core_child import CoreChild
+
+    core = CoreChild()
+    try:
+        with bad_input_is_reported():
+            from compiled_engine.async_llm import AsyncLLM
+
+            return AsyncLLM(**engine, progress=not quiet, core=core)
+    except BaseException:
+        core.close(0)
+        raise
+
+
+async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str) -> str | None:
+    from compiled_engine.server.app import build_app
+    from compiled_engine.server.run import Server, address, allow_many_connections, serve
+
+    try:
+        with bad_input_is_reported((ValueError, OSError)):
+            app = build_app(engine, options, name)
+    except BadInputError:
+        await engine.shutdown()
+        raise
+    allow_many_connections()
+    names = ", ".join(options.served_model_name or (name,))
+    typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
+    return await serve(engine, Server(app, options), bound)
+
+
+def model_name(given: str | None, engine: AsyncLLM) -> str:
+    """What the model is called unless options say it: its name on the hub, or its folder's."""
+    model = engine.config.model
+    return "bundled" if given is None else model.hub_name or model.path.name
+
+
+def _require_packages() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise BadInputError(
+            f"serving needs packages that are not installed ({', '.join(missing)}): "
+            "python -m pip install 'compiled-engine[serve]'"
+        )

@@ -1,0 +1,60 @@
+"""The options of `compiled-engine serve` beside the engine's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compiled_engine.cli.arguments import Argument
+
+SERVER_ARGUMENTS = (
+    Argument("host", str, "Address to listen at; 0.0.0.0 for all."),
+    Argument("port", int, "Port to listen at; 0 for a free one."),
+    Argument("api_key", list[str], "Key that every request must have; may be repeated.", convert=tuple),
+    Argument(
+        "served_model_name",
+        list[str],
+        "Name under which requests ask for the model; may be repeated. Default: the model's own.",
+        convert=tuple,
+    ),
+    Argument("chat_template", str, "Jinja template, or a file with one, instead of the checkpoint's."),
+    Argument("tool_call_parser", str, "auto (by the chat template), none, hermes, llama3_json or mistral."),
+    Argument("reasoning_parser", str, "auto (by the chat template), none, qwen3 or deepseek_r1."),
+    Argument(
+        "chat_template_kwargs",
+        list[str],
+        "Name of a chat_template_kwargs entry that requests may give; may be repeated.",
+        flag="--allow-chat-template-kwarg",
+        convert=tuple,
+    ),
+    Argument("strict", bool, "Refuse unknown fields of requests instead of ignoring them.", flag="--strict"),
+    Argument("shutdown_timeout", float, "Seconds for which requests under way may go on after SIGTERM."),
+    Argument("uvicorn_log_level", str, "critical, error, warning, info, debug or trace."),
+    Argument("ssl_keyfile", Path, "Private key, for HTTPS.", convert=str),
+    Argument("ssl_certfile", Path, "Certificate, for HTTPS.", convert=str),
+    Argument("root_path", str, "What a proxy has cut off the paths of requests."),
+)
+
+LIMIT_ARGUMENTS = (
+    Argument("max_body_bytes", int, "Of a request's body."),
+    Argument("max_header_bytes", int, "Of a request's headers."),
+    Argument("max_json_depth", int, "Arrays and objects within each other."),
+    Argument("receive_timeout", float, "Seconds from a request's first byte to its last."),
+    Argument("write_timeout", float, "Seconds for which a client may read nothing of what waits for it."),
+    Argument("keep_alive_timeout", float, "Seconds of an idle connection."),
+    Argument("max_completions", int, "Prompts times n of a request."),
+    Argument("max_in_flight", int, "Completions that run or wait; beyond it the server is busy (503)."),
+    Argument("max_logprobs", int, "Alternatives for a token; -1 for any number."),
+    Argument("max_stop", int, "Stop strings of a request."),
+    Argument("max_stop_length", int, "Characters of a stop string."),
+    Argument("max_token_list", int, "Entries of stop_token_ids, logit_bias and bad_words each."),
+    Argument("max_messages", int, "Messages of a conversation."),
+    Argument("max_tools", int, "Tools of a request."),
+    Argument("render_timeout", float, "Seconds for chat template and tokenizer."),
+)
+
+# What the engine says of these is whether it can run on so many GPUs.
+PARALLEL_ARGUMENTS = (
+    Argument("tensor_parallel_size", int, "GPUs that share each layer."),
+    Argument("pipeline_parallel_size", int, "GPUs that share the layers."),
+    Argument("data_parallel_size", int, "Copies of the model."),
+)

@@ -1,0 +1,113 @@
+"""The ASGI application: which path is answered by what."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.tokenizer import read_json_if_there
+from compiled_engine.server.admission import Admission
+from compiled_engine.server.chat_completions import chat_completions
+from compiled_engine.server.chat_format import find_chat_format
+from compiled_engine.server.completions import completions
+from compiled_engine.server.errors import UNEXPECTED, ApiError
+from compiled_engine.server.exposition import metrics
+from compiled_engine.server.metrics import ServerMetrics
+from compiled_engine.server.middleware import RequestScope
+from compiled_engine.server.model_list import health, model, models, ready, version
+from compiled_engine.server.openapi import openapi
+from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.replies import Reply, error_response
+from compiled_engine.server.responses import responses
+from compiled_engine.server.serving import Serving
+from compiled_engine.server.tokenization import detokenize, tokenize
+
+log = logging.getLogger("compiled_engine")
+
+Handler = Callable[[Request], Awaitable[Any]]
+
+GET: dict[str, Handler] = {
+    "/v1/models": models,
+    "/v1/models/{model:path}": model,
+    "/version": version,
+    "/health": health,
+    "/ready": ready,
+    "/metrics": metrics,
+    "/openapi.json": openapi,
+}
+POST: dict[str, Handler] = {
+    "/v1/completions": completions,
+    "/v1/chat/completions": chat_completions,
+    "/v1/responses": responses,
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+}
+
+
+def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> RequestScope:
+    """The application for an engine. model_name: the model's, unless options give others.
+
+    Raises ValueError for a chat template that is none.
+    """
+    app = Starlette(
+        routes=[
+            *(Route(path, _answered(handler), methods=["GET"]) for path, handler in GET.items()),
+            *(Route(path, _answered(handler), methods=["POST"]) for path, handler in POST.items()),
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.router.redirect_slashes = False
+    app.state.serving = serving = Serving(
+        engine=engine,
+        options=options,
+        names=options.served_model_name or (model_name,),
+        chat=find_chat_format(engine.tokenizer, options),
+        metrics=ServerMetrics(),
+        admission=Admission(options.limits.max_in_flight),
+        max_new_tokens=_max_new_tokens(engine),
+        created=int(time.time()),
+    )
+    return RequestScope(app, serving, [*GET, *POST])
+
+
+def _max_new_tokens(engine: AsyncLLM) -> int | None:
+    """What the checkpoint states, if that counts; the default for sampling has a number in any case."""
+    stated = read_json_if_there(engine.config.model.path / "generation_config.json").get("max_new_tokens")
+    default = engine.get_default_sampling_params().max_tokens
+    return default if default == stated else None
+
+
+def _answered(handler: Handler) -> Callable[[Request], Awaitable[Reply]]:
+    """The handler, with whatever it raises made a response."""
+
+    async def answer(request: Request) -> Reply:
+        try:
+            reply: Reply = await handler(request)
+            return reply
+        except ClientDisconnect:
+            return Response(status_code=499)  # nobody reads it
+        except ApiError as error:
+            return error_response(error)
+        except Exception:
+            log.exception("%s %s failed", request.method, request.url.path)
+            return error_response(ApiError(500, UNEXPECTED))
+
+    return answer
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """What starlette objects to: paths and methods that there are not."""
+    assert isinstance(error, HTTPException)
+    path = request.url.path[:200]
+    text = {404: f"there is nothing at {path}", 405: f"{request.method} is not allowed at {path}"}
+    headers = error.headers or {}
+    return error_response(ApiError(error.status_code, text.get(error.status_code, error.detail), headers=headers))

@@ -1,0 +1,197 @@
+"""/v1/chat/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
+from compiled_engine.frontend.request_stream import OutputKind
+from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
+from compiled_engine.server.chat_protocol import (
+    AnswerMessage,
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatRequest,
+    ChatResponse,
+    ChunkChoice,
+    Delta,
+    ToolCall,
+)
+from compiled_engine.server.event_stream import EventStream, event, unless_gone, with_errors
+from compiled_engine.server.generation import Outputs, begun, generate
+from compiled_engine.server.logprob_shapes import ChatLogprobs, chat_logprobs, prompt_logprobs
+from compiled_engine.server.parsers.answer import AnswerParser, joined
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning
+from compiled_engine.server.replies import Reply, json_response, read_body, warned
+from compiled_engine.server.serving import serving_of
+from compiled_engine.server.usage import Usage, UsageCounter
+
+
+async def chat_completions(request: Request) -> Reply:
+    """POST /v1/chat/completions."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, ChatRequest)
+    model = serving.model(fields.model)
+    prompt = await unless_gone(request.receive, chat_prompt(serving, fields, ignored))
+    answer = _Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
+    kind: OutputKind = "delta" if fields.streams else "final"
+    outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages")
+    if fields.streams:
+        return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
+    return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What all parts of an answer share."""
+
+    id: str
+    created: int
+    model: str
+    fields: ChatRequest
+    prompt: ChatPrompt
+
+    def logprobs(self, completion: CompletionOutput) -> ChatLogprobs | None:
+        if not self.fields.logprobs or not completion.logprobs:
+            return None
+        return chat_logprobs(completion.logprobs, self.fields.top_logprobs or 0)
+
+    def shown(self, pieces: list[Piece]) -> list[Piece]:
+        """The pieces that the client wants to see."""
+        if self.fields.include_reasoning is False:
+            return [piece for piece in pieces if not isinstance(piece, Reasoning)]
+        return pieces
+
+    def chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType = UNSET) -> ChatChunk:
+        return ChatChunk(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+
+def finish_reason(completion: CompletionOutput, calls: bool) -> str | None:
+    """Why a completion ended, in the words of chats."""
+    return "tool_calls" if calls and completion.finish_reason == "stop" else completion.finish_reason
+
+
+async def _whole(answer: _Answer, outputs: Outputs) -> ChatResponse:
+    usage = UsageCounter()
+    async with aclosing(outputs):
+        async for _, last in outputs:
+            usage.add(0, last)
+            output = last
+    fields = answer.fields
+    return ChatResponse(
+        id=answer.id,
+        created=answer.created,
+        model=answer.model,
+        choices=[_choice(answer, completion) for completion in output.outputs],
+        usage=usage.usage(),
+        prompt_logprobs=UNSET if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
+        prompt_token_ids=output.prompt_token_ids if fields.return_token_ids else UNSET,
+    )
+
+
+def _choice(answer: _Answer, completion: CompletionOutput) -> ChatChoice:
+    parser = answer.prompt.make_parser()
+    pieces = answer.shown(joined(parser.push(completion.text) + parser.finish()))
+    message = message_of(pieces, answer.prompt.make_call_id)
+    return ChatChoice(
+        index=completion.index,
+        message=message,
+        logprobs=answer.logprobs(completion),
+        finish_reason=finish_reason(completion, message.tool_calls is not UNSET),
+        stop_reason=completion.stop_reason,
+        token_ids=completion.token_ids if answer.fields.return_token_ids else UNSET,
+    )
+
+
+def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMessage:
+    """The message that all pieces of an answer make."""
+    content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) or UNSET
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, CallStart):
+            function = CalledFunction(name=piece.name, arguments="")
+            calls.append(ToolCall(id=make_call_id(), type="function", function=function))
+        elif isinstance(piece, CallArguments):
+            calls[piece.index].function.arguments += piece.text
+    return AnswerMessage(
+        content=None if calls and not content else content,
+        reasoning_content=reasoning,
+        reasoning=reasoning,
+        tool_calls=calls or UNSET,
+    )
+
+
+class _Part:
+    """An answer that is sent in events."""
+
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
+        self._parser: AnswerParser = answer.prompt.make_parser()
+        self._calls = False
+
+    def choices(self, completion: CompletionOutput) -> list[ChunkChoice]:
+        """The events that a completion's next part makes: one for each piece, and one for its end."""
+        pieces = self._parser.push(completion.text)
+        if completion.finish_reason is not None:
+            pieces += self._parser.finish()
+        deltas = [self._delta(piece) for piece in self._answer.shown(joined(pieces))]
+        logprobs = self._answer.logprobs(completion)
+        token_ids = completion.token_ids if self._answer.fields.return_token_ids and completion.token_ids else UNSET
+        if not deltas and (logprobs is not None or token_ids is not UNSET):
+            deltas.append(Delta(content=""))
+        choices = [ChunkChoice(index=completion.index, delta=delta) for delta in deltas]
+        if choices:
+            choices[0].logprobs, choices[0].token_ids = logprobs, token_ids
+        if completion.finish_reason is not None:
+            reason = finish_reason(completion, self._calls)
+            choices.append(
+                ChunkChoice(
+                    index=completion.index, delta=Delta(), finish_reason=reason, stop_reason=completion.stop_reason
+                )
+            )
+        return choices
+
+    def _delta(self, piece: Piece) -> Delta:
+        match piece:
+            case Content(text):
+                return Delta(content=text)
+            case Reasoning(text):
+                return Delta(reasoning_content=text, reasoning=text)
+            case CallStart(index, name):
+                self._calls = True
+                function = CalledFunction(name=name, arguments="")
+                call = ToolCall(index=index, id=self._answer.prompt.make_call_id(), type="function", function=function)
+                return Delta(tool_calls=[call])
+            case CallArguments(index, text):
+                return Delta(tool_calls=[ToolCall(index=index, function=CalledFunction(arguments=text))])
+
+
+async def _events(
+    answer: _Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+) -> AsyncGenerator[bytes, None]:
+    options = answer.fields.stream_options
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    usage = UsageCounter()
+    parts = [_Part(answer) for _ in range(answer.prompt.params.n)]
+    async with aclosing(outputs):
+        for index in range(len(parts)):
+            begin = answer.chunk([ChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+            if answer.fields.return_token_ids:
+                begin.prompt_token_ids = list(answer.prompt.prompt["prompt_token_ids"])
+            yield event(begin)
+        async for prompt, output in outputs:
+            usage.add(prompt, output)
+            so_far = usage.usage() if continuous else UNSET
+            for completion in output.outputs:
+                for choice in parts[completion.index].choices(completion):
+                    yield event(answer.chunk([choice], so_far))
+    if options is not None and options.include_usage:
+        yield event(answer.chunk([], usage.usage()))

@@ -1,0 +1,142 @@
+"""How the model chats: its template, and the formats in which it calls tools and reasons."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_engine.frontend.chat import read_chat_template, render_chat
+from compiled_engine.frontend.prompts import is_long
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
+from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.parsers.answer import AnswerParser
+from compiled_engine.server.parsers.registry import (
+    TOOL_FORMATS,
+    ToolFormat,
+    reasoning_format_of,
+    reasoning_parser,
+    tool_format_of,
+)
+from compiled_engine.server.special_tokens import SpecialTokenGuard
+
+LONGEST_SETTING = 256
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """template: its text. given: what is passed on instead of the checkpoint's own, if anything is. tools, reasoning:
+    the format's name, None if there is none."""
+
+    tokenizer: Tokenizer
+    template: str
+    given: str | None
+    tools: ToolFormat | None
+    reasoning: str | None
+    guard: SpecialTokenGuard
+    render_timeout: float
+    allowed_settings: tuple[str, ...]
+
+    def knows(self, name: str) -> bool:
+        """Whether the template makes use of a variable."""
+        return name in self.template
+
+    def settings(self, given: Mapping[str, Any] | None, reasoning_effort: str | None = None) -> dict[str, Any]:
+        """What the template is given beside messages and tools. Raises ApiError 400 for what requests may not give."""
+        settings = dict(given or {})
+        for name, value in settings.items():
+            if name not in self.allowed_settings:
+                allowed = ", ".join(self.allowed_settings) or "none"
+                raise bad_request(
+                    "chat_template_kwargs", f"chat_template_kwargs must not have {shown(name)}; allowed: {allowed}"
+                )
+            if not isinstance(value, bool | int | float | str) or len(str(value)) > LONGEST_SETTING:
+                raise bad_request(
+                    "chat_template_kwargs", f"chat_template_kwargs.{name} must be a short text, a number or a boolean"
+                )
+        if reasoning_effort is not None:
+            if not self.knows("reasoning_effort"):
+                raise bad_request(
+                    "reasoning_effort",
+                    "reasoning_effort is not supported: this model's chat template does not know it",
+                    code="unsupported_parameter",
+                )
+            settings["reasoning_effort"] = reasoning_effort
+        return settings
+
+    def parser(self, prompt: str, tool_names: Sequence[str], *, one_call: bool) -> AnswerParser:
+        """For an answer to the prompt. tool_names: of the tools that it may call."""
+        reasoning = None if self.reasoning is None else reasoning_parser(self.reasoning, prompt)
+        tools = self.tools.parser(tool_names) if self.tools is not None and tool_names else None
+        return AnswerParser(reasoning, tools, one_call=one_call)
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        settings: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> tuple[str, tuple[int, ...]]:
+        """The prompt, as text and as token ids. Raises ApiError 400 for what the template cannot render, or not in
+        time."""
+
+        def rendered(values: Any) -> tuple[str, tuple[int, ...]]:
+            prompt = render_chat(
+                self.tokenizer,
+                values[0],
+                chat_template=self.given,
+                tools=values[1],
+                chat_template_kwargs=settings,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+            return prompt.text or "", prompt.token_ids or ()
+
+        def render() -> tuple[str, tuple[int, ...]]:
+            values = [messages, tools]
+            if self.guard.concerns(values):
+                return self.guard.render(values, lambda guarded: rendered(guarded)[0])
+            return rendered(values)
+
+        try:
+            if not is_long([messages, tools]) and not self.guard.concerns([messages, tools]):
+                return render()
+            return await asyncio.wait_for(asyncio.to_thread(render), self.render_timeout)
+        except TimeoutError:
+            raise bad_request("messages", "messages take too long to render and to tokenise") from None
+        except ApiError:
+            raise
+        except (TypeError, ValueError) as error:
+            raise bad_request("messages", without_internals(str(error))) from error
+
+
+def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions) -> ChatFormat | None:
+    """The format of a model with this tokenizer; None without a template. Raises ValueError for a template that is no
+    template."""
+    if tokenizer is None:
+        return None
+    given = read_chat_template(options.chat_template, tokenizer)
+    template: Any = given if given is not None else tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("default", next(iter(template.values()), None))
+    if template is None:
+        return None
+    tools = _chosen(options.tool_call_parser, tool_format_of(template))
+    return ChatFormat(
+        tokenizer,
+        template,
+        given,
+        None if tools is None else TOOL_FORMATS[tools],
+        _chosen(options.reasoning_parser, reasoning_format_of(template)),
+        SpecialTokenGuard(tokenizer),
+        options.limits.render_timeout,
+        options.chat_template_kwargs,
+    )
+
+
+def _chosen(option: str, found: str | None) -> str | None:
+    return found if option == "auto" else None if option == "none" else option

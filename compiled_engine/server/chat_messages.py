@@ -1,0 +1,126 @@
+"""Messages and tools of a chat: checked, and as the template takes them. Keys beyond these are ignored."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from compiled_engine.server.errors import bad_request
+from compiled_engine.server.options import Limits
+from compiled_engine.server.request_fields import require_at_most
+
+if TYPE_CHECKING:
+    from compiled_engine.server.chat_format import ChatFormat
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """A part of a message. Text is the only type."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(msgspec.Struct, kw_only=True):
+    """arguments: a JSON object as text, as the model wrote it."""
+
+    name: Name
+    arguments: str | dict[str, Any] = ""
+
+
+class MessageToolCall(msgspec.Struct, kw_only=True):
+    """A call that the assistant made before."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    """One message. content may be absent beside tool_calls. tool_call_id: which call a tool's message answers.
+
+    reasoning_content, or reasoning: what the assistant thought before its answer.
+    """
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[MessageToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class FunctionDefinition(msgspec.Struct, kw_only=True):
+    """parameters: a JSON schema, which the model reads; calls are not checked against it."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits: Limits) -> list[dict[str, Any]]:
+    """Raises ApiError 400 naming the message that is wrong."""
+    if not messages:
+        raise bad_request("messages", "messages must not be empty, got []")
+    require_at_most("messages", messages, limits.max_messages, "messages")
+    return [_message(f"messages[{index}]", message, chat) for index, message in enumerate(messages)]
+
+
+def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, Any]:
+    role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
+    content = message.content
+    if content is None and not message.tool_calls:
+        raise bad_request(f"{where}.content", f"{where}.content must be text, or a list of parts of text, got null")
+    if isinstance(content, list):
+        content = "\n".join(part.text for part in content)
+    result: dict[str, Any] = {"role": role, "content": content or ""}
+    reasoning = message.reasoning_content or message.reasoning
+    further = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
+    result |= {key: value for key, value in further.items() if value is not None}
+    if message.tool_calls:
+        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return result
+
+
+def _tool_call(call: MessageToolCall) -> dict[str, Any]:
+    """With the arguments as an object: templates write them as JSON themselves. What is none stays text: the model may
+    have written it, and has to see what it did."""
+    arguments: Any = call.function.arguments
+    if isinstance(arguments, str):
+        try:
+            value = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            value = None
+        arguments = value if isinstance(value, dict) else arguments
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"type": "function", "function": function} | ({} if call.id is None else {"id": call.id})
+
+
+def tools_for_template(tools: list[Tool] | None, chat: ChatFormat, limits: Limits) -> list[dict[str, Any]] | None:
+    """None if there are none. Raises ApiError 400 if there are too many, or if the template has no place for them."""
+    if not tools:
+        return None
+    require_at_most("tools", tools, limits.max_tools, "tools")
+    if not chat.knows("tools"):
+        raise bad_request("tools", "tools are not supported: this model's chat template has no place for them")
+    functions = []
+    for tool in tools:
+        function: dict[str, Any] = {"name": tool.function.name}
+        if tool.function.description is not None:
+            function["description"] = tool.function.description
+        function["parameters"] = tool.function.parameters or {"type": "object", "properties": {}}
+        functions.append({"type": "function", "function": function})
+    return functions

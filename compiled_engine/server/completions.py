@@ -1,0 +1,178 @@
+"""/v1/completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from compiled_engine.frontend.request_stream import OutputKind
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.completion_protocol import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    parse_prompts,
+)
+from compiled_engine.server.errors import bad_request
+from compiled_engine.server.event_stream import EventStream, event, unless_gone, with_errors
+from compiled_engine.server.generation import Outputs, begun, generate
+from compiled_engine.server.logprob_shapes import CompletionLogprobs, completion_logprobs, prompt_logprobs
+from compiled_engine.server.replies import Reply, json_response, read_body, warned
+from compiled_engine.server.response_format import require_text_format
+from compiled_engine.server.sampling_fields import sampling_params
+from compiled_engine.server.serving import Serving, serving_of
+from compiled_engine.server.usage import Usage, UsageCounter
+
+
+async def completions(request: Request) -> Reply:
+    """POST /v1/completions."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, CompletionRequest)
+    answer = _answer(serving, fields)
+    prompts: list[Any] = [answer.prompt(serving, each) for each in parse_prompts(fields.prompt)]
+    kind: OutputKind = "delta" if fields.streams else "final"
+    outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0)
+    if fields.streams:
+        return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
+    return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What all parts of an answer share. `unwanted`: of each prompt a token is generated that nobody asked for."""
+
+    id: str
+    created: int
+    model: str
+    fields: CompletionRequest
+    params: SamplingParams
+    unwanted: bool
+    tokenizer: Tokenizer | None
+
+    def prompt(self, serving: Serving, prompt: str | list[int]) -> Any:
+        """The prompt as the engine takes it."""
+        if not isinstance(prompt, str) or self.fields.add_special_tokens in (None, True):
+            return prompt
+        ids = serving.tokenizer().encode(prompt, add_special_tokens=False)
+        return {"prompt": prompt, "prompt_token_ids": ids}
+
+    def echoed(self, output: RequestOutput) -> str:
+        """The prompt as text."""
+        whole = output.prompt is not None and self.fields.truncate_prompt_tokens is None
+        if whole or self.tokenizer is None:
+            return output.prompt or ""
+        return self.tokenizer.decode(output.prompt_token_ids)
+
+    def response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> CompletionResponse:
+        return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+
+def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
+    model = serving.model(fields.model)
+    require_text_format(fields.response_format)
+    echo = bool(fields.echo)
+    unwanted = fields.max_tokens == 0
+    more: dict[str, Any] = {}
+    if unwanted:
+        more["max_tokens"] = 1
+    if fields.logprobs is not None:
+        more["logprobs"] = fields.logprobs
+        if echo:
+            more["prompt_logprobs"] = fields.logprobs
+    if fields.add_special_tokens is False and isinstance(fields.prompt, str) and len(fields.prompt) > 1 << 20:
+        raise bad_request("add_special_tokens", "add_special_tokens must be true for a prompt above 1 MiB")
+    params = sampling_params(
+        fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_model_len, **more
+    )
+    return _Answer(f"cmpl-{uuid.uuid4().hex}", serving.now(), model, fields, params, unwanted, serving.engine.tokenizer)
+
+
+async def _whole(answer: _Answer, outputs: Outputs) -> CompletionResponse:
+    usage = UsageCounter()
+    choices: list[CompletionChoice] = []
+    async with aclosing(outputs):
+        async for prompt, output in outputs:
+            usage.add(prompt, output)
+            choices += [_choice(answer, prompt, output, each) for each in output.outputs]
+    choices.sort(key=lambda choice: choice.index)
+    return answer.response(choices, usage.usage(len(choices) if answer.unwanted else 0))
+
+
+def _choice(answer: _Answer, prompt: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
+    """A whole completion, after its prompt if that is to be echoed."""
+    return _part(answer, prompt, output, completion, _Place(), output.prompt_logprobs)
+
+
+@dataclass
+class _Place:
+    """How far a completion's parts have come: characters of text, and whether the prompt is out."""
+
+    characters: int = 0
+    begun: bool = False
+
+
+def _part(
+    answer: _Answer,
+    prompt: int,
+    output: RequestOutput,
+    completion: CompletionOutput,
+    place: _Place,
+    of_prompt: Sequence[dict[int, Logprob] | None] | None,
+) -> CompletionChoice:
+    """What a completion adds at this place; the first part begins with the prompt if that is to be echoed."""
+    fields = answer.fields
+    text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())
+    if answer.unwanted:
+        text, token_ids, entries = "", [], []
+    logprobs: CompletionLogprobs | None = None
+    first = not place.begun
+    echoed: list[dict[int, Logprob] | None] = list(of_prompt or ()) if first and fields.echo else []
+    if fields.logprobs is not None:
+        ids = [*output.prompt_token_ids, *token_ids] if echoed else token_ids
+        begin = "" if answer.tokenizer is None else answer.tokenizer.decode_token(output.prompt_token_ids[0])
+        logprobs = completion_logprobs([*echoed, *entries], ids, place.characters, begin)
+        place.characters += sum(map(len, logprobs.tokens))
+    if first and fields.echo:
+        text = answer.echoed(output) + text
+    place.begun = True
+    shows_prompt = fields.prompt_logprobs is not None
+    return CompletionChoice(
+        index=prompt * answer.params.n + completion.index,
+        text=text,
+        logprobs=logprobs,
+        finish_reason="length" if answer.unwanted and completion.finish_reason else completion.finish_reason,
+        stop_reason=completion.stop_reason,
+        prompt_logprobs=prompt_logprobs(of_prompt or ()) if shows_prompt else UNSET,
+        token_ids=token_ids if fields.return_token_ids else UNSET,
+        prompt_token_ids=output.prompt_token_ids if fields.return_token_ids and first else UNSET,
+    )
+
+
+async def _events(
+    answer: _Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
+) -> AsyncGenerator[bytes, None]:
+    options = answer.fields.stream_options
+    continuous = options is not None and bool(options.continuous_usage_stats)
+    usage = UsageCounter()
+    places: dict[tuple[int, int], _Place] = {}
+    of_prompts: dict[int, list[dict[int, Logprob] | None]] = {}
+    async with aclosing(outputs):
+        async for prompt, output in outputs:
+            usage.add(prompt, output)
+            of_prompt = of_prompts.setdefault(prompt, [])
+            of_prompt += output.prompt_logprobs or ()
+            for completion in output.outputs:
+                place = places.setdefault((prompt, completion.index), _Place())
+                choice = _part(answer, prompt, output, completion, place, of_prompt)
+                if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids:
+                    yield event(answer.response([choice], usage.usage() if continuous else UNSET))
+    if options is not None and options.include_usage:
+        yield event(answer.response([], usage.usage(len(places) if answer.unwanted else 0)))

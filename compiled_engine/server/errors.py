@@ -1,0 +1,109 @@
+"""Errors in the shape that OpenAI's clients read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+LONGEST_MESSAGE = 2000
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    431: "invalid_request_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+UNEXPECTED = "the server failed; its log has the reason"
+# What could be a path of the server, or an address in its memory.
+_INTERNAL = re.compile(r"(?:(?<![\w/])/[\w.+-]+(?:/[\w.+-]*)+)|(?:0x[0-9a-fA-F]{4,})")
+
+
+class ErrorDetails(msgspec.Struct, kw_only=True):
+    """What went wrong; `param` names the field of the request that is to blame."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(msgspec.Struct):
+    """The body of every response that is no success."""
+
+    error: ErrorDetails
+
+
+class ApiError(Exception):
+    """Ends a request with this HTTP status. The message is for the client: it holds nothing of the server's insides."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The response's body, as JSON."""
+        return msgspec.json.encode(self.response())
+
+    def response(self) -> ErrorResponse:
+        """The response's body."""
+        message = shortened(str(self))
+        kind = TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return ErrorResponse(ErrorDetails(message=message, type=kind, param=self.param, code=self.code))
+
+
+def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A 400 that blames the field `param`."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def blamed_on_request(error: Exception, prompt_field: str = "prompt") -> ApiError:
+    """The 400 for a TypeError or ValueError of the engine's own checks, whose text begins with the field's name.
+
+    prompt_field: what the request calls what is `prompts` there.
+    """
+    text = str(error).removeprefix("sampling_params: ").removeprefix("sampling_params[0]: ")
+    text = re.sub(r"^prompts(\['\w+'\]|\[0\])*", prompt_field, text)
+    text = text.replace("SamplingParams(truncate_prompt_tokens=...)", "truncate_prompt_tokens")
+    found = re.match(r"\w+", text)
+    code = "context_length_exceeded" if "max_model_len" in text and "must have at most" in text else None
+    return ApiError(400, text, param=found[0] if found else None, code=code)
+
+
+def engine_failure(reason: str) -> ApiError:
+    """The 500 for a request that the engine could not complete; `reason` loses what it tells of the server."""
+    return ApiError(500, f"the engine failed: {without_internals(reason)}", code="engine_error")
+
+
+def without_internals(text: str) -> str:
+    """The text without paths and addresses."""
+    return _INTERNAL.sub("...", text)
+
+
+def shown(value: Any) -> str:
+    """A value of a request as errors show it."""
+    return shortened(repr(value), 200)
+
+
+def shortened(text: str, longest: int = LONGEST_MESSAGE) -> str:
+    """The text, without its middle if it is longer than allowed; always valid Unicode."""
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"

@@ -1,0 +1,104 @@
+"""/metrics: the figures of engine and server in the text format of Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.frontend.metric_list import PREFIX
+from compiled_engine.server.serving import Serving, serving_of
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# Key of the engine's metrics -> name after the prefix, and what it is. Names are vLLM's where it has the same figure.
+GAUGES = {
+    "running": ("num_requests_running", "Completions that run."),
+    "waiting": ("num_requests_waiting", "Completions that wait."),
+    "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
+    "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
+    "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
+    "graph_bytes_predicted": ("graph_memory_predicted_bytes", "Memory of the CUDA graphs as predicted."),
+    "capture_seconds": ("graph_capture_seconds", "Time that capturing took."),
+    "start_s": ("engine_start_seconds", "Time that the engine core took to start."),
+}
+COUNTERS = {
+    "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found there."),
+    "preemptions": ("num_preemptions", "Completions that lost their blocks and were computed again."),
+    "steps": ("num_steps", "Steps of the engine."),
+    "traces": ("num_traces", "Models traced; 0 after a warm start."),
+    "compiles": ("num_compiles", "Pieces compiled; 0 after a warm start."),
+    "captures": ("num_graph_captures", "CUDA graphs captured."),
+    "graph_padded_tokens": ("graph_padded_tokens", "Tokens that replays computed for nothing."),
+}
+# The same for figures that have a label.
+LABELLED = {
+    "graph_replays_by_key": ("graph_replays", "key", "Replays of CUDA graphs."),
+    "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
+}
+
+
+async def metrics(request: Request) -> Response:
+    """GET /metrics."""
+    serving = serving_of(request)
+    return Response(exposition(serving, await serving.engine.metrics()), headers={"content-type": CONTENT_TYPE})
+
+
+def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
+    """The text, given what `AsyncLLM.metrics` returned."""
+    labels = {"model_name": serving.names[0]}
+    families = [*engine_families(engine, labels), *serving.metrics.collect(labels), *_admission(serving)]
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Families(families))
+    return generate_latest(registry)
+
+
+def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
+    """The engine's own figures. Those that an engine does not have are left out."""
+    names, values = list(labels), list(labels.values())
+    families: list[Metric] = []
+    for key, (name, text) in {**GAUGES, **COUNTERS}.items():
+        if key in engine:
+            make = GaugeMetricFamily if key in GAUGES else CounterMetricFamily
+            family: GaugeMetricFamily | CounterMetricFamily = make(PREFIX + name, text, labels=names)
+            family.add_metric(values, engine[key])
+            families.append(family)
+    for key, (name, label, text) in LABELLED.items():
+        labelled = CounterMetricFamily(PREFIX + name, text, labels=[*names, label])
+        for value, count in engine.get(key, {}).items():
+            labelled.add_metric([*values, value], count)
+        families.append(labelled)
+    matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
+    for compile_range, passes in engine.get("passes", {}).items():
+        for name, counts in passes.items():
+            matches.add_metric([*values, compile_range, name], counts["matches"])
+    stages = GaugeMetricFamily(PREFIX + "start_up_seconds", "Stages of the start.", labels=[*names, "stage"])
+    for stage, seconds in engine.get("start_up_seconds", {}).items():
+        stages.add_metric([*values, stage], seconds)
+    cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
+    cache.add_metric(values, {"status": str(engine.get("cache", "off"))})
+    return [*families, matches, stages, cache]
+
+
+def _admission(serving: Serving) -> list[Metric]:
+    return [
+        GaugeMetricFamily(PREFIX + "completions_in_flight", "Completions that the server has taken on.",
+                          value=serving.admission.in_flight),
+        CounterMetricFamily(PREFIX + "busy_refusals", "Requests refused because the server was busy.",
+                            value=serving.admission.refused),
+    ]  # fmt: skip
+
+
+class _Families:
+    """Families of one moment, as a registry wants them."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families

@@ -1,0 +1,142 @@
+"""The engine's outputs for the prompts of a request, as one stream whose errors are errors of the API."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from typing import TypeAlias, TypeVar
+
+from compiled_engine.core_process.core_client import EngineDeadError
+from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
+from compiled_engine.frontend.prompts import PromptLike
+from compiled_engine.frontend.request_stream import OutputKind
+from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
+from compiled_engine.server.serving import Serving
+
+Outputs: TypeAlias = "AsyncGenerator[tuple[int, RequestOutput], None]"
+Item = TypeVar("Item")
+
+# For so long an answer's status waits for its first output, so that what the engine refuses is no success yet.
+PATIENCE_S = 0.05
+
+
+async def generate(
+    serving: Serving,
+    prompts: Sequence[PromptLike],
+    params: SamplingParams,
+    output: OutputKind,
+    priority: int = 0,
+    field: str = "prompt",
+) -> Outputs:
+    """Each output with the index of its prompt. Closing it ends what has not ended. field: where the prompts are from.
+
+    Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do, 500 if the engine fails.
+    """
+    completions, most = len(prompts) * params.n, serving.options.limits.max_completions
+    if completions > most:
+        raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
+    with serving.admission.admit(completions):
+        streams = [_of_prompt(serving, prompt, params, output, priority, field) for prompt in prompts]
+        if len(streams) > 1:
+            async with aclosing(_merged(streams)) as outputs:
+                async for each in outputs:
+                    yield each
+        else:
+            async with aclosing(streams[0]) as stream:
+                async for result in stream:
+                    yield 0, result
+
+
+async def _of_prompt(
+    serving: Serving, prompt: PromptLike, params: SamplingParams, output: OutputKind, priority: int, field: str
+) -> AsyncGenerator[RequestOutput, None]:
+    observed = serving.metrics.request(params)
+    accepted = False
+    try:
+        async with aclosing(serving.engine.generate(prompt, params, output=output, priority=priority)) as stream:
+            async for result in stream:
+                accepted = True
+                observed.output(result)
+                for completion in result.outputs:
+                    _raise_if_failed(completion)
+                yield result
+    except EngineDeadError as error:
+        raise engine_failure(str(error)) from error
+    except (TypeError, ValueError) as error:
+        if accepted:
+            raise
+        observed.refused()
+        raise blamed_on_request(error, field) from error
+    finally:
+        observed.end()
+
+
+def _raise_if_failed(completion: CompletionOutput) -> None:
+    """Raise ApiError for a completion that came to nothing: 400 where the request's parameters forbid every token."""
+    if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
+        raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
+    if completion.finish_reason == "error":
+        raise engine_failure(str(completion.stop_reason))
+    if completion.finish_reason == "abort":
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+
+
+async def _merged(streams: Sequence[AsyncGenerator[RequestOutput, None]]) -> Outputs:
+    """Outputs of several streams in the order in which they come; no stream runs ahead of the reader."""
+    ready: asyncio.Queue[tuple[int, RequestOutput | Exception | None]] = asyncio.Queue(1)
+
+    async def pump(index: int, stream: AsyncGenerator[RequestOutput, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for result in stream:
+                    await ready.put((index, result))
+            await ready.put((index, None))
+        except Exception as error:
+            await ready.put((index, error))
+
+    pumps = [asyncio.create_task(pump(index, stream)) for index, stream in enumerate(streams)]
+    try:
+        left = len(pumps)
+        while left:
+            index, result = await ready.get()
+            if isinstance(result, Exception):
+                raise result
+            if result is None:
+                left -= 1
+            else:
+                yield index, result
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def begun(stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """The same stream, once its first item is there or is known to take its time. Raises what the first item raises."""
+    first = asyncio.ensure_future(anext(stream))
+    try:
+        await asyncio.wait({first}, timeout=PATIENCE_S)
+        if first.done():
+            first.result()
+    except BaseException:
+        first.cancel()
+        with suppress(BaseException):
+            await first
+        await stream.aclose()
+        raise
+    return _continued(first, stream)
+
+
+async def _continued(first: asyncio.Future[Item], stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    try:
+        yield await first
+        async for item in stream:
+            yield item
+    finally:
+        first.cancel()
+        with suppress(BaseException):
+            await first
+        await stream.aclose()

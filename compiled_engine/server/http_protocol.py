@@ -1,0 +1,136 @@
+"""HTTP connections with bounds that uvicorn's own have not: on headers, on slow senders, and on slow readers."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from compiled_engine.server.errors import ApiError
+from compiled_engine.server.options import Limits
+
+# Probes of a connection on which nothing happens: a client that is gone without a word is found out within minutes.
+KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
+LINGER_S = 2.0
+REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+
+
+def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
+    """The class of a server's connections."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        """A request whose headers are too long, or that does not arrive in time, is refused; a connection whose client
+        does not read is cut."""
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            super().__init__(*arguments, **named)
+            self._header_bytes = 0
+            self._reads_headers = True
+            self._receiving: asyncio.TimerHandle | None = None
+            self._writing: asyncio.TimerHandle | None = None
+            self._linger: asyncio.TimerHandle | None = None
+            self._refused = False
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            probe_when_idle(transport.get_extra_info("socket"))
+            self._expect_request()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._cancel_timers()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
+            if self._reads_headers:
+                self._header_bytes += len(data)
+            super().data_received(data)
+            if self._reads_headers and self._header_bytes > limits.max_header_bytes:
+                self._refuse(ApiError(431, f"headers must have at most {limits.max_header_bytes} bytes"))
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._expect_request()
+
+        def on_headers_complete(self) -> None:
+            self._reads_headers = False
+            size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+            if size > limits.max_header_bytes:
+                self._refuse(ApiError(431, f"headers must have at most {limits.max_header_bytes} bytes"))
+                return
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            if self._receiving is not None:
+                self._receiving.cancel()
+                self._receiving = None
+            self._reads_headers = True
+            self._header_bytes = 0
+            if self.cycle is not None:
+                super().on_message_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if self.cycle is not None:
+                super().on_body(body)
+
+        def send_400_response(self, msg: str) -> None:
+            self._refuse(ApiError(400, "this is no HTTP/1.1"))
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._writing = self.loop.call_later(limits.write_timeout, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            if self._writing is not None:
+                self._writing.cancel()
+                self._writing = None
+
+        def _expect_request(self) -> None:
+            if self._receiving is not None:
+                self._receiving.cancel()
+            self._receiving = self.loop.call_later(limits.receive_timeout, self._took_too_long)
+
+        def _took_too_long(self) -> None:
+            self._refuse(ApiError(408, f"the request must arrive within {limits.receive_timeout:g} s"))
+
+        def _refuse(self, error: ApiError) -> None:
+            """Answer, unless an answer has begun, and close once the client has read it, or does not."""
+            if self.transport.is_closing() or self._refused:
+                return
+            self._refused = True
+            cycle = self.cycle
+            idle = cycle is None or (cycle.response_complete and self._reads_headers)
+            if not (idle or (cycle is not None and not cycle.response_started)):
+                self.transport.close()
+                return
+            body = error.body()
+            reason = REASONS.get(error.status, b"Bad Request")
+            head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+            head %= error.status, reason, len(body)
+            self.transport.write(head + b"connection: close\r\n\r\n" + body)
+            if self.transport.can_write_eof():
+                self.transport.write_eof()  # a close would throw the answer away where more has been sent than read
+                self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
+            else:
+                self.transport.close()
+
+        def _cancel_timers(self) -> None:
+            for timer in (self._receiving, self._writing, self._linger):
+                if timer is not None:
+                    timer.cancel()
+
+    return BoundedProtocol
+
+
+def probe_when_idle(connection: socket.socket | None) -> None:
+    """Have the system find out whether the other end is still there."""
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE_PROBES.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

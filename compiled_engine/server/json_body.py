@@ -1,0 +1,65 @@
+"""A request's body: read within its bounds, and decoded as a JSON object."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from compiled_engine.server.errors import ApiError, bad_request
+
+_STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_INNERMOST = re.compile(rb"\[\]|\{\}")
+_BUT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
+
+
+async def read_json(request: Request, *, max_bytes: int, max_depth: int) -> dict[str, Any]:
+    """The object that the body holds. Raises ApiError 413 for too many bytes, 415 for another type than JSON, 400 for
+    what is no JSON object or too deep; ClientDisconnect if the client goes while it sends."""
+    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(415, f"the body must be JSON (content type application/json), got {kind[:80]!r}")
+    body = await _read(request, max_bytes)
+    if is_deeper_than(body, max_depth):
+        raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_request(None, f"the body must be valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise bad_request(None, f"the body must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(413, f"the body must have at most {max_bytes} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > max_bytes:
+        raise too_large
+    body = bytearray()
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > max_bytes:
+            raise too_large
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def is_deeper_than(body: bytes, depth: int) -> bool:
+    """Whether JSON has more arrays and objects within each other; found without recursion, and before it is parsed.
+
+    True as well where brackets do not match: such a text is no JSON.
+    """
+    if body.count(b"[") + body.count(b"{") <= depth:
+        return False
+    brackets = _STRINGS.sub(b"", body).translate(None, _BUT_BRACKETS)
+    for _ in range(depth):
+        if not brackets:
+            return False
+        brackets = _INNERMOST.sub(b"", brackets)
+    return bool(brackets)

@@ -1,0 +1,112 @@
+"""Log-probabilities in the shapes of OpenAI's completions and chats, and of vLLM's prompt_logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from compiled_engine.frontend.outputs import Logprob
+
+# JSON has no infinities: what is impossible gets a number that no possible token has.
+LOWEST = -9999.0
+Entries: TypeAlias = "Sequence[dict[int, Logprob] | None]"
+
+
+class CompletionLogprobs(msgspec.Struct, kw_only=True):
+    """Of /v1/completions, with an entry a token; null where nothing precedes it. text_offset: in characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct):
+    """One of the most likely tokens."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(msgspec.Struct):
+    """The chosen token, and the most likely ones."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    """Of /v1/chat/completions, with an entry a token."""
+
+    content: list[TokenLogprob]
+
+
+class PromptLogprob(msgspec.Struct):
+    """Of one token; rank 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+def completion_logprobs(
+    entries: Entries, token_ids: Sequence[int], offset: int = 0, first_text: str = ""
+) -> CompletionLogprobs:
+    """Entries of consecutive tokens, whose text begins at `offset`. first_text: of a token without an entry."""
+    shaped = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    for entry, token_id in zip(entries, token_ids, strict=True):
+        chosen = None if entry is None else entry[token_id]
+        token = first_text if chosen is None else chosen.decoded_token or ""
+        shaped.tokens.append(token)
+        shaped.text_offset.append(offset)
+        offset += len(token)
+        shaped.token_logprobs.append(None if chosen is None else finite(chosen.logprob))
+        shaped.top_logprobs.append(None if entry is None else _by_text(entry))
+    return shaped
+
+
+def chat_logprobs(entries: Entries, top: int) -> ChatLogprobs:
+    """`top`: how many of the most likely tokens are shown."""
+    content = []
+    for entry in entries:
+        assert entry is not None
+        chosen = next(iter(entry.values()))
+        best = sorted((each for each in entry.values() if each.rank <= top), key=lambda each: each.rank)
+        text = chosen.decoded_token or ""
+        shown = [TopLogprob(each.decoded_token or "", finite(each.logprob), _bytes(each)) for each in best]
+        content.append(TokenLogprob(text, finite(chosen.logprob), _bytes(chosen), shown))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(entries: Entries) -> list[dict[str, PromptLogprob] | None]:
+    """By token id; null for the first token."""
+    return [
+        None
+        if entry is None
+        else {
+            str(key): PromptLogprob(finite(each.logprob), each.rank, each.decoded_token) for key, each in entry.items()
+        }
+        for entry in entries
+    ]
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST)
+
+
+def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
+    """Of tokens with the same text the most likely one counts."""
+    best: dict[str, float] = {}
+    for each in entry.values():
+        text = each.decoded_token or ""
+        best[text] = max(finite(each.logprob), best.get(text, LOWEST))
+    return best
+
+
+def _bytes(entry: Logprob) -> list[int] | None:
+    return None if entry.decoded_token is None else list(entry.decoded_token.encode(errors="replace"))

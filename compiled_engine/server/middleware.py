@@ -1,0 +1,70 @@
+"""Around every request: its id, the API key, and the count of responses."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+import uuid
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from compiled_engine.server.errors import ApiError
+from compiled_engine.server.replies import error_response
+from compiled_engine.server.serving import Serving
+
+REQUEST_ID = b"x-request-id"
+OPEN_PATHS = frozenset({"/health", "/ready"})
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+
+
+class RequestScope:
+    """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced."""
+
+    def __init__(self, app: ASGIApp, serving: Serving, routes: Sequence[str]) -> None:
+        self.serving = serving
+        self._app = app
+        self._routes = frozenset(routes)
+        self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, REQUEST_ID) or b""
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
+        route = scope["path"] if scope["path"] in self._routes else "other"  # a label must not grow with what is asked
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.serving.metrics.response(route, message["status"])
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
+            await send(message)
+
+        app = (
+            self._app
+            if self._may_enter(scope)
+            else error_response(
+                ApiError(
+                    401,
+                    "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'",
+                    code="invalid_api_key",
+                    headers={"www-authenticate": "Bearer"},
+                )
+            )
+        )
+        await app(scope, receive, send_with_id)
+
+    def _may_enter(self, scope: Scope) -> bool:
+        """Every key is compared, each in constant time: how long it takes tells nothing of them."""
+        if not self._keys or scope["path"] in OPEN_PATHS:
+            return True
+        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(given, each) for each in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    return next((value for key, value in scope["headers"] if key == name), None)

@@ -1,0 +1,82 @@
+"""/v1/models, and what the server says of itself: /version, /health, /ready."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.server.errors import ApiError, engine_failure
+from compiled_engine.server.replies import json_response
+from compiled_engine.server.serving import Serving, serving_of
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    """A name of the model. max_model_len: most tokens of prompt and output together."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    """All names of the model."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Version(msgspec.Struct):
+    """The engine's version."""
+
+    version: str
+
+
+def _card(serving: Serving, name: str) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=serving.created,
+        owned_by="compiled-engine",
+        root=serving.names[0],
+        max_model_len=serving.max_model_len,
+    )
+
+
+async def models(request: Request) -> Response:
+    """GET /v1/models."""
+    serving = serving_of(request)
+    return json_response(ModelList(data=[_card(serving, name) for name in serving.names]))
+
+
+async def model(request: Request) -> Response:
+    """GET /v1/models/NAME."""
+    serving = serving_of(request)
+    return json_response(_card(serving, serving.model(request.path_params["model"])))
+
+
+async def version(request: Request) -> Response:
+    """GET /version."""
+    from compiled_engine import __version__
+
+    return json_response(Version(__version__))
+
+
+async def health(request: Request) -> Response:
+    """GET /health: 200 while the engine lives."""
+    reason = serving_of(request).engine.errored
+    if reason is not None:
+        error = engine_failure(reason)
+        raise ApiError(503, str(error), code=error.code)
+    return Response()
+
+
+async def ready(request: Request) -> Response:
+    """GET /ready: 200 while the server takes requests."""
+    if serving_of(request).stopping.is_set():
+        raise ApiError(503, "the server is shutting down", code="shutting_down")
+    return await health(request)

@@ -1,0 +1,53 @@
+"""An answer of a chat: its text, read by the parsers that the request needs, one after the other."""
+
+from __future__ import annotations
+
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, TextParser
+
+
+class AnswerParser:
+    """Reasoning is looked for first, and calls in what is no reasoning. None: there is none of it to be found.
+
+    one_call: only the first call is given out (parallel_tool_calls is false).
+    """
+
+    def __init__(self, reasoning: TextParser | None, tools: TextParser | None, *, one_call: bool = False) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+        self._one_call = one_call
+
+    def push(self, text: str) -> list[Piece]:
+        return self._of_tools([Content(text)] if self._reasoning is None else self._reasoning.push(text))
+
+    def finish(self) -> list[Piece]:
+        pieces = [] if self._reasoning is None else self._of_tools(self._reasoning.finish())
+        if self._tools is not None:
+            pieces += self._counted(self._tools.finish())
+        return pieces
+
+    def _of_tools(self, pieces: list[Piece]) -> list[Piece]:
+        if self._tools is None:
+            return pieces
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._counted(self._tools.push(piece.text)) if isinstance(piece, Content) else [piece]
+        return found
+
+    def _counted(self, pieces: list[Piece]) -> list[Piece]:
+        if not self._one_call:
+            return pieces
+        return [piece for piece in pieces if not isinstance(piece, CallStart | CallArguments) or piece.index == 0]
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """The pieces with neighbours of a kind made one."""
+    result: list[Piece] = []
+    for piece in pieces:
+        last = result[-1] if result else None
+        if isinstance(piece, CallArguments) and isinstance(last, CallArguments) and last.index == piece.index:
+            result[-1] = CallArguments(piece.index, last.text + piece.text)
+        elif not isinstance(piece, CallStart | CallArguments) and type(last) is type(piece):
+            result[-1] = type(piece)(last.text + piece.text)  # type: ignore[union-attr]
+        else:
+            result.append(piece)
+    return result

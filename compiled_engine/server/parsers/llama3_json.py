@@ -1,0 +1,67 @@
+"""Calls as Llama 3 writes them: an answer that is one JSON object, or several with semicolons between them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from compiled_engine.server.parsers.call_object import WHITESPACE, CallObject
+from compiled_engine.server.parsers.pieces import Content, Piece
+
+TAG = "<|python_tag|>"
+
+
+class Llama3JsonParser:
+    """An object is a call if it names a tool of the request: any other JSON is an answer.
+
+    A tag may stand before the first object. From the first text on that is no call, all is content.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._names = frozenset(names)
+        self._call: CallObject | None = None
+        self._count = 0
+        self._plain = False
+        self._held = ""  # what came before the object that is expected: whitespace, and the tag or a semicolon
+
+    def push(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        while text and not self._plain:
+            text = self._read_before(text) if self._call is None else self._read_call(self._call, text, pieces)
+        if self._plain and (text or self._held):
+            pieces.append(Content(self._held + text))
+            self._held = ""
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        held = self._held
+        if self._call is not None and not self._call.begun:
+            held += self._call.raw
+        if self._count and not held.strip(WHITESPACE + ";"):
+            return []  # nothing but what stands after a call
+        return [Content(held)] if held else []
+
+    def _read_before(self, text: str) -> str:
+        """Read on where an object may begin; the text from there on."""
+        separator = ";" if self._count else TAG
+        for place, character in enumerate(text):
+            seen = self._held.strip()
+            if character == "{" and (seen == separator or not seen or (self._count == 0 and seen == TAG)):
+                self._call = CallObject(self._names)
+                return text[place:]
+            if not (character in WHITESPACE and seen in ("", separator)) and not separator.startswith(seen + character):
+                self._plain = True
+                return text[place:]
+            self._held += character
+        return ""
+
+    def _read_call(self, call: CallObject, text: str, pieces: list[Piece]) -> str:
+        text = call.read(text, self._count, pieces)
+        if call.begun:
+            self._held = ""
+        if call.failed or call.closed:
+            self._call = None
+            self._count += call.begun
+            self._plain = call.failed
+            if not call.begun:
+                self._held += call.raw
+        return text

@@ -1,0 +1,135 @@
+"""Calls as Mistral's models write them: [TOOL_CALLS] and a list of objects, or for each call its name and arguments."""
+
+from __future__ import annotations
+
+from compiled_engine.server.parsers.call_object import WHITESPACE, CallObject
+from compiled_engine.server.parsers.json_value import JsonValue
+from compiled_engine.server.parsers.marker_search import MarkerSearch
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece
+
+MARKER = "[TOOL_CALLS]"
+CALL_ID, ARGUMENTS = "[CALL_ID]", "[ARGS]"
+
+
+class MistralParser:
+    """Reads `[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]` as well as `[TOOL_CALLS]name{...}`, where [CALL_ID],
+    an id, and [ARGS] may stand between the name and the arguments.
+
+    Text before the marker, or after a call, is content; so is what stands where a call should be and is none. The
+    whitespace around calls belongs to their markup.
+    """
+
+    def __init__(self) -> None:
+        self._search = MarkerSearch(MARKER)
+        self._read = self._read_content
+        self._held = ""  # of the markup, until it is known what it is
+        self._call = CallObject()
+        self._value = JsonValue()
+        self._count = 0
+
+    def push(self, text: str) -> list[Piece]:
+        pieces: list[Piece] = []
+        while text:
+            text = self._read(text, pieces)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        held = self._search.flush() if self._read == self._read_content else self._held
+        if self._read == self._read_object and not self._call.begun:
+            held += self._call.raw
+        return [Content(held)] if held.strip() or (held and not self._count) else []
+
+    def _read_content(self, text: str, pieces: list[Piece]) -> str:
+        before, rest = self._search.push(text)
+        if before:
+            pieces.append(Content(before))
+        if rest is None:
+            return ""
+        self._read, self._held = self._read_form, MARKER
+        return rest
+
+    def _read_form(self, text: str, pieces: list[Piece]) -> str:
+        """After the marker: a list, or a name."""
+        for place, character in enumerate(text):
+            if character == "[":
+                self._call, self._read = CallObject(), self._read_object
+                self._held += character
+                return text[place + 1 :]
+            if character not in WHITESPACE:
+                self._read = self._read_name
+                return text[place:]
+            self._held += character
+        return ""
+
+    def _read_object(self, text: str, pieces: list[Piece]) -> str:
+        text = self._call.read(text, self._count, pieces)
+        if self._call.begun:
+            self._held = ""
+        if self._call.failed:
+            self._count += self._call.begun
+            return self._give_up(self._call.raw, text, pieces)
+        if self._call.closed:
+            self._count += 1
+            self._read = self._read_separator
+        return text
+
+    def _read_separator(self, text: str, pieces: list[Piece]) -> str:
+        """After an object of the list: a comma, or the end."""
+        for place, character in enumerate(text):
+            if character == ",":
+                self._call, self._read = CallObject(), self._read_object
+                return text[place + 1 :]
+            if character not in WHITESPACE:
+                self._read = self._read_after
+                return text[place + (character == "]") :]
+        return ""
+
+    def _read_name(self, text: str, pieces: list[Piece]) -> str:
+        for place, character in enumerate(text):
+            if character == "{":
+                name = self._held.removeprefix(MARKER).split("[")[0].strip()
+                pieces.append(CallStart(self._count, name))
+                self._read, self._held, self._value = self._read_arguments, "", JsonValue()
+                return text[place:]
+            if not _may_precede_arguments(self._held.removeprefix(MARKER).lstrip() + character):
+                return self._give_up("", text[place:], pieces)
+            self._held += character
+        return ""
+
+    def _read_arguments(self, text: str, pieces: list[Piece]) -> str:
+        for place, character in enumerate(text):
+            if self._value.ends_with(character):
+                pieces.append(CallArguments(self._count, text[: place + 1]))
+                self._count += 1
+                self._read = self._read_after
+                return text[place + 1 :]
+        pieces.append(CallArguments(self._count, text))
+        return ""
+
+    def _read_after(self, text: str, pieces: list[Piece]) -> str:
+        """After the calls: whitespace says nothing."""
+        rest = text.lstrip(WHITESPACE)
+        if rest:
+            self._read = self._read_content
+        return rest
+
+    def _give_up(self, raw: str, rest: str, pieces: list[Piece]) -> str:
+        """What was taken for a call is content."""
+        if self._held + raw:
+            pieces.append(Content(self._held + raw))
+        self._read, self._held = self._read_content, ""
+        return rest
+
+
+def _may_precede_arguments(text: str) -> bool:
+    """Whether this can be the beginning of `name`, `name[ARGS]` or `name[CALL_ID]id[ARGS]`."""
+    name, bracket, rest = text.partition("[")
+    if not all(character.isalnum() or character in "_-." for character in name) or not name:
+        return False
+    tag = bracket + rest
+    if CALL_ID.startswith(tag) or ARGUMENTS.startswith(tag):
+        return True
+    if not tag.startswith(CALL_ID):
+        return False
+    call_id, bracket, rest = tag.removeprefix(CALL_ID).partition("[")
+    return (not call_id or call_id.isalnum()) and ARGUMENTS.startswith(bracket + rest)

@@ -1,0 +1,76 @@
+"""Which parsers there are, by name, and which ones a checkpoint's chat template asks for.
+
+A new format is a file with a `TextParser` and a row here.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from compiled_engine.server.parsers.hermes import HermesParser
+from compiled_engine.server.parsers.llama3_json import Llama3JsonParser
+from compiled_engine.server.parsers.mistral import MistralParser
+from compiled_engine.server.parsers.pieces import TextParser
+from compiled_engine.server.parsers.reasoning import CLOSING, OPENING, ThinkParser
+
+ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    parser: makes a parser, given the names of the request's tools. marks: texts of which a chat template for this
+    format has all of one row. has_special_tokens: the markup holds special tokens, so the text has to keep these.
+    call_id_length: of the ids that the family's templates take; None for any.
+    """
+
+    parser: Callable[[Collection[str]], TextParser]
+    marks: tuple[tuple[str, ...], ...]
+    has_special_tokens: bool = False
+    call_id_length: int | None = None
+
+    def call_id(self) -> str:
+        """A new id for a call."""
+        if self.call_id_length is None:
+            return f"call_{secrets.token_hex(12)}"
+        return "".join(secrets.choice(ALPHANUMERIC) for _ in range(self.call_id_length))
+
+
+TOOL_FORMATS: dict[str, ToolFormat] = {
+    "hermes": ToolFormat(lambda names: HermesParser(), (("<tool_call>", "arguments"),)),
+    "llama3_json": ToolFormat(Llama3JsonParser, (("<|python_tag|>",), ('"parameters":', "ipython")), True),
+    "mistral": ToolFormat(lambda names: MistralParser(), (("[TOOL_CALLS]",),), True, 9),
+}
+
+# Name -> whether a model of the format reasons from its first token on, unless the prompt has closed the tag.
+REASONING_FORMATS: dict[str, bool] = {"qwen3": False, "deepseek_r1": True}
+
+
+def tool_format_of(template: str) -> str | None:
+    """The name of the format that a chat template speaks of; None if it speaks of none that is known."""
+    if "<function=" in template:  # calls as XML between the tags that Hermes has around JSON
+        return None
+    for name, tools in TOOL_FORMATS.items():
+        if any(all(mark in template for mark in row) for row in tools.marks):
+            return name
+    return None
+
+
+def reasoning_format_of(template: str) -> str | None:
+    """The same for reasoning."""
+    if CLOSING not in template:
+        return None
+    # A template that looks for the end of the reasoning alone is of a model whose answers begin with it.
+    return "qwen3" if OPENING in template else "deepseek_r1"
+
+
+def reasoning_parser(name: str, prompt: str) -> TextParser | None:
+    """A parser for what follows `prompt`; None if the prompt has closed the reasoning already."""
+    end = prompt.rstrip()
+    if end.endswith(CLOSING):
+        return None
+    return ThinkParser(inside=REASONING_FORMATS[name] or end.endswith(OPENING))

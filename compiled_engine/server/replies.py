@@ -1,0 +1,56 @@
+"""From a request's body to its fields, and from an answer to a response."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.server.errors import ApiError
+from compiled_engine.server.event_stream import EventStream
+from compiled_engine.server.json_body import read_json
+from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
+from compiled_engine.server.serving import Serving
+
+Reply: TypeAlias = "Response | EventStream"
+Fields = TypeVar("Fields", bound=msgspec.Struct)
+WARNING_HEADER = "x-compiled-engine-warning"
+LONGEST_HEADER = 1000
+
+
+async def read_body(
+    request: Request,
+    serving: Serving,
+    kind: type[Fields],
+    refused: dict[str, Refused] = REFUSED,
+    habits: frozenset[str] = HABITS,
+) -> tuple[Fields, list[str]]:
+    """The typed request, and what of it is ignored. Raises ApiError."""
+    limits = serving.options.limits
+    try:
+        async with asyncio.timeout(limits.receive_timeout):
+            body = await read_json(request, max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth)
+    except TimeoutError:
+        raise ApiError(408, f"the body must arrive within {limits.receive_timeout:g} s") from None
+    return read_request(body, kind, strict=serving.options.strict, refused=refused, habits=habits)
+
+
+def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:
+    """200 with `value` as JSON."""
+    return Response(msgspec.json.encode(value), headers={"content-type": "application/json", **warned(ignored)})
+
+
+def error_response(error: ApiError) -> Response:
+    """The whole response for an error."""
+    return Response(error.body(), error.status, {"content-type": "application/json", **error.headers})
+
+
+def warned(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that says what of a request was ignored."""
+    text = "; ".join(ignored)[:LONGEST_HEADER]
+    printable = "".join(character if character.isascii() and character.isprintable() else "?" for character in text)
+    return {WARNING_HEADER: printable} if ignored else {}

@@ -1,0 +1,164 @@
+"""From a JSON object to a typed request: what is absent, what is known, what is refused, what is ignored."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from compiled_engine.near_names import nearest
+from compiled_engine.sampling.other_params import OTHER_PARAMS
+from compiled_engine.server.errors import ApiError, bad_request, shown
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+
+# What clients send by habit. It changes nothing in the answer of a server for one model that keeps nothing.
+HABITS = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction", "request_id"),
+        *("prompt_cache_key", "prompt_cache_retention"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A field that would change the answer and is not supported. `asks_nothing`: values that are taken all the same."""
+
+    why: str
+    asks_nothing: tuple[Any, ...] = ()
+
+
+STRUCTURED = "structured output is not supported yet"
+REFUSED: dict[str, Refused] = {
+    "best_of": Refused("more completions than are returned are not generated; give n", (1,)),
+    "suffix": Refused("text cannot be inserted before a suffix", ("",)),
+    "functions": Refused("it is deprecated; give tools", ([],)),
+    "function_call": Refused("it is deprecated; give tool_choice", ("none",)),
+    "modalities": Refused("answers are text", (["text"],)),
+    "audio": Refused("answers are text"),
+    "web_search_options": Refused("there is no search"),
+    "verbosity": Refused("no model here knows it", ("medium",)),
+    "moderation": Refused("there is no moderation"),
+    "chat_template": Refused("templates come from the server alone"),
+    "documents": Refused("no template here knows them", ([],)),
+    "media_io_kwargs": Refused("input is text", ({},)),
+    "mm_processor_kwargs": Refused("input is text", ({},)),
+    "prompt_embeds": Refused("prompts are text or token ids"),
+    "cache_salt": Refused("the prefix cache has no salt", ("",)),
+    "token_mask": Refused("it is an object of Python; only LLM takes one"),
+    "structured_outputs": Refused(STRUCTURED),
+    **{name: Refused(STRUCTURED) for name in ("json_schema", "regex", "grammar", "ebnf")},
+    **{f"guided_{kind}": Refused(STRUCTURED) for kind in ("json", "regex", "choice", "grammar")},
+    "guided_json_object": Refused(STRUCTURED, (False,)),
+}
+
+
+def read_request(
+    body: Mapping[str, Any],
+    kind: type[Request],
+    *,
+    strict: bool = False,
+    refused: Mapping[str, Refused] = REFUSED,
+    habits: frozenset[str] = HABITS,
+) -> tuple[Request, list[str]]:
+    """The typed request, and a warning for each field that is ignored. A null is absent.
+
+    Raises ApiError 400, naming the field: for a value of the wrong type, for a known field that is not supported, and,
+    if `strict`, for a field that nobody knows.
+    """
+    known = kind.__struct_encode_fields__
+    values: dict[str, Any] = {}
+    ignored: list[str] = []
+    for name, value in body.items():
+        if value is None or name in habits:
+            continue
+        if name in known:
+            values[name] = value
+        elif name in refused:
+            refuse(name, value, refused[name])
+        elif name in OTHER_PARAMS:
+            ignored += _settle(name, value)
+        else:
+            text = f"unknown field {shown(name)} is ignored"
+            if near := nearest(name, known):
+                text += f"; did you mean {near}?"
+            if strict:
+                raise bad_request(name[:100], text.replace(" is ignored", ""))
+            ignored.append(text)
+    return convert(values, kind), ignored
+
+
+def convert(values: Any, kind: type[Request], within: str = "") -> Request:
+    """`values` as a struct. Raises ApiError 400 naming the field below `within`, its value and what is allowed."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        if "got `float`" not in str(error):
+            raise _wrong(error, values, within) from error
+    values = _with_integers(values)
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _wrong(error, values, within) from error
+
+
+def _wrong(error: msgspec.ValidationError, values: Any, within: str) -> ApiError:
+    """What is wrong with `values`."""
+    text, _, path = str(error).partition(" - at `")
+    path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
+    if missing := re.search(r"missing required field `(\w+)`", text):
+        path = f"{path}.{missing[1]}".removeprefix(".")
+        return bad_request(within + path, f"{within}{path} must be given")
+    text = text[:1].lower() + text[1:].replace("`", "")
+    where = within + path
+    value = _at(values, path)
+    got = "" if value is ... else f", got {shown(value)}"
+    return bad_request(where or None, f"{where}: {text.split(', got')[0]}{got}")
+
+
+def _with_integers(values: Any) -> Any:
+    """With 1 for 1.0, between which JSON makes no difference."""
+    if isinstance(values, dict):
+        return {key: _with_integers(value) for key, value in values.items()}
+    if isinstance(values, list):
+        return [_with_integers(value) for value in values]
+    return int(values) if isinstance(values, float) and values.is_integer() else values
+
+
+def refuse(name: str, value: Any, field: Refused) -> None:
+    """Raise ApiError 400 unless the value asks for nothing."""
+    if not any(type(value) is type(each) and value == each for each in field.asks_nothing):
+        but = f"; allowed: {', '.join(map(repr, field.asks_nothing))}" if field.asks_nothing else ""
+        raise bad_request(name, f"{name} is not supported: {field.why}{but}", code="unsupported_parameter")
+
+
+def _settle(name: str, value: Any) -> list[str]:
+    """What becomes of a sampling parameter of another engine: warnings, or ApiError 400."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            OTHER_PARAMS[name](name, value)
+        except ValueError as error:
+            raise bad_request(name, str(error), code="unsupported_parameter") from error
+    return [str(warning.message) for warning in caught]
+
+
+def _at(values: Any, path: str) -> Any:
+    """The value at a path such as messages[0].role; "..." where the path does not name a single one."""
+    for key, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
+        try:
+            values = values[key] if key else values[int(index)]
+        except (KeyError, IndexError, TypeError, ValueError):
+            return ...
+    return values
+
+
+def require_at_most(name: str, values: Sequence[Any] | Mapping[str, Any] | None, most: int, what: str) -> None:
+    """Raise ApiError 400 if there are more than `most`."""
+    if values is not None and len(values) > most:
+        raise bad_request(name, f"{name} must have at most {most} {what}, got {len(values)}")

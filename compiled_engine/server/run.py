@@ -1,0 +1,136 @@
+"""The server's life: from a bound port to the end of the last request, or of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from compiled_engine.server.http_protocol import bounded_protocol
+from compiled_engine.server.options import ServerOptions
+
+if TYPE_CHECKING:
+    from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.server.middleware import RequestScope
+
+log = logging.getLogger("compiled_engine")
+
+# So long the server stays after the engine's death, for its clients and its monitoring to be told.
+FAREWELL_S = 1.0
+
+
+def bind(options: ServerOptions) -> socket.socket:
+    """The server's socket, on which nobody listens yet. Raises OSError naming the address if it cannot be had."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    if not options.api_key and not is_loopback(options.host):
+        log.warning("anybody who reaches %s may use this server: it asks for no API key", options.host)
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((options.host, options.port))
+    except (OSError, OverflowError) as error:
+        bound.close()
+        raise OSError(f"cannot listen at {options.host}, port {options.port}: {error}") from error
+    return bound
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class Server(uvicorn.Server):
+    """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once."""
+
+    def __init__(self, app: RequestScope, options: ServerOptions) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=bounded_protocol(options.limits),
+                loop="none",
+                lifespan="off",
+                ws="none",
+                log_level=options.uvicorn_log_level,
+                access_log=options.uvicorn_log_level in ("info", "debug", "trace"),
+                server_header=False,
+                proxy_headers=False,
+                root_path=options.root_path,
+                timeout_keep_alive=options.limits.keep_alive_timeout,  # type: ignore[arg-type]
+                timeout_graceful_shutdown=options.shutdown_timeout,  # type: ignore[arg-type]
+                ssl_keyfile=options.ssl_keyfile,
+                ssl_certfile=options.ssl_certfile,
+            )
+        )
+        self._app = app
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """What a signal does. That it came is no reason to die of it in the end."""
+        if self.should_exit:
+            self.force_exit = True
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+        self.stop()
+
+    def stop(self) -> None:
+        """Take no more requests, and end once those under way have ended."""
+        self.should_exit = True
+        self._app.serving.stopping.set()
+
+
+def allow_many_connections() -> None:
+    """Have as many open files as the system lets this process have: each connection is one."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:
+    """Answer requests until a signal comes; None then, or why the engine has died. The engine is shut down."""
+    watching = asyncio.create_task(_end_with_engine(engine, server))
+    try:
+        await server.serve(sockets=[bound])
+    finally:
+        reason = engine.errored
+        watching.cancel()
+        await engine.shutdown()
+    return reason
+
+
+async def _end_with_engine(engine: AsyncLLM, server: Server) -> None:
+    reason = await engine.wait_dead()
+    log.error("the engine has died, and the server ends: %s", reason)
+    await asyncio.sleep(FAREWELL_S)
+    server.stop()
+
+
+def address(options: ServerOptions, bound: socket.socket) -> str:
+    """Where the server is found."""
+    host, port = bound.getsockname()[:2]
+    scheme = "http" if options.ssl_certfile is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.contextmanager
+def first_signal_interrupts() -> Iterator[None]:
+    """While the engine starts, SIGTERM ends it as Ctrl+C does."""
+
+    def interrupt(sig: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

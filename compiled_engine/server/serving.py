@@ -1,0 +1,80 @@
+"""What every request is answered with: the engine, the server's options, and what was found out of the model."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+from starlette.requests import Request
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.admission import Admission
+from compiled_engine.server.chat_format import ChatFormat
+from compiled_engine.server.errors import ApiError, bad_request, shown
+from compiled_engine.server.metrics import ServerMetrics
+from compiled_engine.server.options import ServerOptions
+
+
+@dataclass(frozen=True)
+class Serving:
+    """names: of the model, the first of which is in answers. chat: None without a tokenizer or a template.
+
+    max_new_tokens: of an answer in a chat, where the checkpoint says it. created: when the server began, in seconds
+    since 1970. stopping: set once no more requests are taken.
+    """
+
+    engine: AsyncLLM
+    options: ServerOptions
+    names: tuple[str, ...]
+    chat: ChatFormat | None
+    metrics: ServerMetrics
+    admission: Admission
+    max_new_tokens: int | None
+    created: int
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    def default_chat_params(self) -> SamplingParams:
+        """The checkpoint's sampling, and an answer as long as the model's length allows unless it says otherwise."""
+        params = self.engine.get_default_sampling_params()
+        params.max_tokens = self.max_new_tokens
+        return params
+
+    def now(self) -> int:
+        """Seconds since 1970, for answers."""
+        return int(time.time())
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and output together."""
+        return self.engine.limits.max_model_len
+
+    def model(self, requested: str | None) -> str:
+        """The model's name for an answer. Raises ApiError 404 if the request asks for another."""
+        if requested is not None and requested not in self.names:
+            raise ApiError(
+                404, f"the model {shown(requested)} does not exist; this server has {', '.join(self.names)}",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        return requested or self.names[0]
+
+    def tokenizer(self) -> Tokenizer:
+        """Raises ApiError 400 without one."""
+        if self.engine.tokenizer is None:
+            raise bad_request(None, "this server has no tokenizer: prompts must be token ids, and there is no chat")
+        return self.engine.tokenizer
+
+    def chat_format(self) -> ChatFormat:
+        """Raises ApiError 400 if the model cannot chat."""
+        self.tokenizer()
+        if self.chat is None:
+            raise bad_request("messages", "this model has no chat template: use /v1/completions")
+        return self.chat
+
+
+def serving_of(request: Request) -> Serving:
+    """What the application was built with."""
+    serving: Serving = request.app.state.serving
+    return serving

@@ -1,0 +1,99 @@
+"""/tokenize and /detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
+from compiled_engine.server.errors import bad_request
+from compiled_engine.server.replies import json_response, read_body
+from compiled_engine.server.sampling_fields import TokenId
+from compiled_engine.server.serving import serving_of
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """Either `prompt` or `messages`. add_special_tokens: those that the tokenizer puts around a prompt.
+
+    return_token_strs: the text of each token as well. The rest is about messages, as in a chat.
+    """
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    """count: of the tokens. max_model_len: the model's length."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """Token ids to be made text, special tokens included."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    """The text."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    """POST /tokenize."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, TokenizeRequest)
+    serving.model(fields.model)
+    tokenizer = serving.tokenizer()
+    if (fields.prompt is None) == (fields.messages is None):
+        raise bad_request("prompt", "either prompt or messages must be given, and not both")
+    if fields.messages is not None:
+        chat = serving.chat_format()
+        generation_prompt = fields.add_generation_prompt is not False
+        _, tokens = await chat.render(
+            messages_for_template(fields.messages, chat, serving.options.limits),
+            tools_for_template(fields.tools, chat, serving.options.limits),
+            chat.settings(fields.chat_template_kwargs),
+            add_generation_prompt=generation_prompt and not fields.continue_final_message,
+            continue_final_message=bool(fields.continue_final_message),
+        )
+        ids = list(tokens)
+    else:
+        add_special_tokens = fields.add_special_tokens is not False
+        text = fields.prompt or ""
+        try:
+            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise bad_request("prompt", "prompt must be valid Unicode") from error
+    texts = [tokenizer.decode_token(each) for each in ids] if fields.return_token_strs else None
+    return json_response(TokenizeResponse(len(ids), serving.max_model_len, ids, texts), ignored)
+
+
+async def detokenize(request: Request) -> Response:
+    """POST /detokenize."""
+    serving = serving_of(request)
+    fields, ignored = await read_body(request, serving, DetokenizeRequest)
+    serving.model(fields.model)
+    vocab_size = serving.engine.limits.vocab_size
+    for place, token_id in enumerate(fields.tokens):
+        if token_id >= vocab_size:
+            raise bad_request(
+                "tokens", f"tokens[{place}] must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
+            )
+    return json_response(DetokenizeResponse(serving.tokenizer().decode(fields.tokens)), ignored)

@@ -1,0 +1,125 @@
+"""A server in a thread of the test's process, and an engine that says what a test wants to hear."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+from compiled_engine import AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics
+from compiled_engine.server.app import build_app
+from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.run import Server, address, bind, serve
+
+ENGINE: dict[str, Any] = {
+    "mode": "eager",
+    "device": "cpu",
+    "dtype": "float32",
+    "progress": False,
+    "max_model_len": 256,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 256,
+    "num_blocks": 1024,
+}
+MODEL = "small"
+
+
+class RunningServer:
+    """url: where it is. ended_with: what `serve` returned."""
+
+    def __init__(self, engine: Any, options: ServerOptions) -> None:
+        self.engine = engine
+        app = build_app(engine, options, MODEL)
+        self.serving = app.serving
+        self.server = Server(app, options)
+        self.ended_with: str | None = None
+        self._bound = bind(options)
+        self.url = address(options, self._bound)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._loop = asyncio.new_event_loop()
+
+    def start(self) -> None:
+        self._thread.start()
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"{self.url}/health", timeout=10)
+                return
+            except httpx.TransportError:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+
+    def stop(self) -> None:
+        """As a signal does, twice."""
+        for _ in range(2):
+            self._loop.call_soon_threadsafe(self.server.handle_exit, 15, None)
+        self.join()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self.ended_with = self._loop.run_until_complete(serve(self.engine, self.server, self._bound))
+        self._loop.close()
+
+
+@contextmanager
+def running(engine: Any, **options: Any) -> Iterator[RunningServer]:
+    server = RunningServer(engine, ServerOptions(port=0, uvicorn_log_level="error", **options))
+    server.start()
+    try:
+        yield server
+    finally:
+        if server._thread.is_alive():
+            server.stop()
+
+
+class ScriptedEngine:
+    """Answers every prompt with the same texts, one chunk after the other; what it is asked for is in `asked`."""
+
+    def __init__(self, engine: AsyncLLM, chunks: Sequence[str] = (), finish_reason: str = "stop") -> None:
+        self._engine = engine
+        self.chunks = list(chunks)
+        self.finish_reason = finish_reason
+        self.asked: list[tuple[Any, SamplingParams]] = []
+        self.errored: str | None = None
+        self.error: Exception | None = None  # what `generate` raises
+        self.pause_s = 0.0  # between chunks
+        self.num_given = 0  # chunks that the server has taken
+        self._dead = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(
+        self, prompt: Any, params: SamplingParams, *, output: str, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        self.asked.append((prompt, params))
+        await asyncio.sleep(self.pause_s)
+        if self.error is not None:
+            raise self.error
+        chunks = ["".join(self.chunks)] if output == "final" else self.chunks
+        for place, text in enumerate(chunks):
+            last = place == len(chunks) - 1
+            outputs = [
+                CompletionOutput(index, text, [5], None, None, self.finish_reason if last else None, None)
+                for index in range(params.n)
+            ]
+            self.num_given += 1
+            yield RequestOutput("0", None, [1, 2], None, outputs, last, 0, RequestMetrics(time.perf_counter()))
+            await asyncio.sleep(self.pause_s)
+
+    async def wait_dead(self) -> str:
+        await self._dead.wait()
+        return self.errored or ""
+
+    async def shutdown(self) -> None:
+        self._dead.set()

@@ -1,0 +1,209 @@
+"""Tool calls and reasoning in a model's text: what is found, and that it does not depend on how the text is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_engine.server.parsers.answer import AnswerParser, joined
+from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Piece, Reasoning, TextParser
+from compiled_engine.server.parsers.registry import (
+    TOOL_FORMATS,
+    reasoning_format_of,
+    reasoning_parser,
+    tool_format_of,
+)
+
+FORMATS = sorted(TOOL_FORMATS)
+# What answers are made of, with and without sense.
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "<think>", "</think>"),
+    *('{"name": "add", "arguments": {"a": [1, "}"]}}', '{"name":"add","parameters":{}}', '{"name": "add"}'),
+    *('{"arguments": "{\\"a\\": 1}", "id": 7, "name": "add"}', '"a\\"}', "add", "[", "]", "{", "}", ",", ";", ":", '"'),
+    *('"name"', '"arguments"', " ", "\n", "null", "1.5", "text", "é", "\\", "<", "</"),
+]
+texts = st.lists(st.sampled_from(FRAGMENTS), max_size=12).map("".join)
+cuts = st.lists(st.integers(0, 200), max_size=12)
+
+
+def parse(parser: TextParser | AnswerParser, *chunks: str) -> list[Piece]:
+    return joined([piece for chunk in chunks for piece in parser.push(chunk)] + parser.finish())
+
+
+def tools(name: str) -> TextParser:
+    return TOOL_FORMATS[name].parser(["add"])
+
+
+def chunked(text: str, places: list[int]) -> list[str]:
+    borders = sorted({0, len(text), *(place for place in places if place < len(text))})
+    return [text[start:end] for start, end in pairwise(borders)]
+
+
+def calls(pieces: list[Piece]) -> list[tuple[str, object]]:
+    """Each call with its arguments, which have to be JSON."""
+    arguments = {piece.index: piece.text for piece in pieces if isinstance(piece, CallArguments)}
+    return [(piece.name, json.loads(arguments[piece.index])) for piece in pieces if isinstance(piece, CallStart)]
+
+
+def content(pieces: list[Piece]) -> str:
+    return "".join(piece.text for piece in pieces if isinstance(piece, Content))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=texts, places=cuts)
+def test_calls_do_not_depend_on_the_chunks(name: str, text: str, places: list[int]) -> None:
+    whole = parse(tools(name), text)
+    assert parse(tools(name), *chunked(text, places)) == whole
+    assert parse(tools(name), *text) == whole
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=texts, places=cuts, one_call=st.booleans(), inside=st.booleans())
+def test_answers_do_not_depend_on_the_chunks(
+    name: str, text: str, places: list[int], one_call: bool, inside: bool
+) -> None:
+    def make() -> AnswerParser:
+        return AnswerParser(reasoning_parser("qwen3", "<think>" if inside else "user:"), tools(name), one_call=one_call)
+
+    assert parse(make(), *chunked(text, places)) == parse(make(), text)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(text=texts)
+def test_no_character_of_a_text_without_calls_is_lost(name: str, text: str) -> None:
+    pieces = parse(tools(name), text)
+    if not any(isinstance(piece, CallStart) for piece in pieces):
+        kept, given_text = content(pieces), text
+        assert "".join(kept.split()) == "".join(given_text.split())
+    indices = [piece.index for piece in pieces if isinstance(piece, CallStart)]
+    assert indices == list(range(len(indices)))
+
+
+@given(text=st.text(alphabet=st.characters(exclude_characters="<[{"), max_size=60), places=cuts)
+def test_text_without_markup_stays_as_it_is(text: str, places: list[int]) -> None:
+    for name in FORMATS:
+        assert content(parse(AnswerParser(reasoning_parser("qwen3", ""), tools(name)), *chunked(text, places))) == text
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=8),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=12),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+def written(name: str, arguments: list[dict[str, object]]) -> str:
+    """How a model of the format writes calls of the tool `add`."""
+    key = "parameters" if name == "llama3_json" else "arguments"
+    objects = [json.dumps({"name": "add", key: each}) for each in arguments]
+    if name == "hermes":
+        return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in objects)
+    return "; ".join(objects) if name == "llama3_json" else f"[TOOL_CALLS] [{', '.join(objects)}]"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), places=cuts)
+def test_calls_have_the_arguments_that_were_written(
+    name: str, arguments: list[dict[str, object]], places: list[int]
+) -> None:
+    pieces = parse(tools(name), *chunked(written(name, arguments), places))
+    assert calls(pieces) == [("add", each) for each in arguments]
+    assert content(pieces) == ""
+
+
+@given(arguments=st.lists(ARGUMENTS, min_size=1, max_size=3), places=cuts, with_id=st.booleans())
+def test_calls_of_newer_mistral_models(arguments: list[dict[str, object]], places: list[int], with_id: bool) -> None:
+    between = "[CALL_ID]ab12[ARGS]" if with_id else ""
+    text = "".join(f"[TOOL_CALLS]add{between}{json.dumps(each)}" for each in arguments)
+    assert calls(parse(tools("mistral"), *chunked(text, places))) == [("add", each) for each in arguments]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", 'I see.\n<tool_call>{"name": "f", "arguments": {}}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', [("f", {"a": 1})]),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 2}"}</tool_call>', [("f", {"a": 2})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', [("f", {})]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', []),
+        ("hermes", '<tool_call> no <tool_call>{"name": "f", "arguments": {}}</tool_call>', [("f", {})]),
+        ("hermes", "<tool_call>no</tool_call>", []),
+        ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', [("add", {"a": 1})]),
+        ("llama3_json", '{"name": "Ada", "parameters": {}}', []),
+        ("llama3_json", '{"answer": 42}', []),
+        ("llama3_json", 'Here: {"name": "add", "parameters": {}}', []),
+        ("mistral", "[TOOL_CALLS][]", []),
+        ("mistral", "[TOOL_CALLS] what is this", []),
+    ],
+)
+def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]) -> None:
+    pieces = parse(tools(name), text)
+    assert calls(pieces) == expected
+    if not expected:
+        assert content(pieces) == text
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = tools("hermes")
+    first = parser.push('<tool_call>{"name": "add", "arguments": {"text": "once up')
+    assert first == [CallStart(0, "add"), *(CallArguments(0, character) for character in '{"text": "once up')]
+    assert joined(parser.push("on a")) == [CallArguments(0, "on a")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "answer"),
+    [
+        ("user:", "<think>\nhm\n</think>\n\nyes", "hm", "yes"),
+        ("user:<think>\n", "hm</think>yes", "hm", "yes"),
+        ("user:<think>\n\n</think>\n\n", "</think> is a tag", "", "</think> is a tag"),
+        ("user:", "no <think>hm</think>", "", "no <think>hm</think>"),
+        ("user:", "<think>it never ends", "it never ends", ""),
+    ],
+)
+def test_reasoning(prompt: str, text: str, reasoning: str, answer: str) -> None:
+    pieces = parse(AnswerParser(reasoning_parser("qwen3", prompt), None), text)
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == reasoning
+    assert content(pieces) == answer
+
+
+def test_calls_after_reasoning_and_none_within_it() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    pieces = parse(AnswerParser(reasoning_parser("deepseek_r1", ""), tools("hermes")), f"{call}</think>\n\n{call}")
+    assert pieces == [Reasoning(call), CallStart(0, "add"), CallArguments(0, "{}")]
+
+
+def test_a_single_call_where_parallel_ones_are_not_wanted() -> None:
+    pieces = parse(AnswerParser(None, tools("hermes"), one_call=True), written("hermes", [{"a": 1}, {"a": 2}]))
+    assert calls(pieces) == [("add", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format", "reasoning"),
+    [
+        ("{{ m.content }}", None, None),
+        ("<tool_call>\n{'name': ..., 'arguments': ...} content.split('</think>') <think>", "hermes", "qwen3"),
+        ("<tool_call><function=name> arguments", None, None),
+        ("[AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", None),
+        ("<|start_header_id|>ipython <|python_tag|>", "llama3_json", None),
+        ("content.split('</think>')[-1]", None, "deepseek_r1"),
+    ],
+)
+def test_formats_follow_from_the_template(template: str, tool_format: str | None, reasoning: str | None) -> None:
+    assert tool_format_of(template) == tool_format
+    assert reasoning_format_of(template) == reasoning
+
+
+def test_ids_of_calls() -> None:
+    assert TOOL_FORMATS["hermes"].call_id().startswith("call_")
+    mistral = TOOL_FORMATS["mistral"].call_id()
+    assert len(mistral) == 9
+    assert mistral.isalnum()

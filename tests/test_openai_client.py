@@ -1,0 +1,212 @@
+"""The official client of OpenAI against a server with the bundled model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from running_server import ENGINE, MODEL, RunningServer
+
+from compiled_engine import LLM, RequestOutput, SamplingParams
+
+PROMPT = "def add(a, b):\n"
+MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected() -> RequestOutput:
+    """What the same engine says offline: greedy, with log-probabilities of prompt and completion."""
+    params = SamplingParams(temperature=0, max_tokens=12, logprobs=3, prompt_logprobs=3)
+    with LLM(**ENGINE) as llm:
+        return llm.generate(PROMPT, params, use_tqdm=False)[0]
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("another")
+
+
+def test_a_completion(client: openai.OpenAI, expected: RequestOutput) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, logprobs=3)
+    (choice,) = answer.choices
+    (want,) = expected.outputs
+    assert (choice.text, choice.finish_reason) == (want.text, "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.token_logprobs == pytest.approx([entry[id].logprob for entry, id in pairs(want)])
+    assert "".join(choice.logprobs.tokens or ()) == want.text
+    assert all(len(top) in (3, 4) for top in choice.logprobs.top_logprobs or ())
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+    assert answer.usage.completion_tokens == 12
+
+
+def pairs(completion: Any) -> Any:
+    return zip(completion.logprobs, completion.token_ids, strict=True)
+
+
+def test_a_stream_joins_to_the_completion(client: openai.OpenAI, expected: RequestOutput) -> None:
+    stream = client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected.outputs[0].text
+    assert chunks[-2].choices[0].finish_reason == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == 12
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(client: openai.OpenAI, expected: RequestOutput, stream: bool) -> None:
+    answer: Any = client.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=12, logprobs=3, echo=True, stream=stream
+    )
+    choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+    logprobs = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert expected.prompt_logprobs is not None
+    of_prompt = zip(expected.prompt_logprobs[1:], expected.prompt_token_ids[1:], strict=True)
+    want = [entry[id].logprob for entry, id in (*of_prompt, *pairs(expected.outputs[0])) if entry is not None]
+    assert logprobs[0] is None
+    assert logprobs[1:] == pytest.approx(want)
+    text = "".join(choice.text for choice in choices)
+    assert text == PROMPT + expected.outputs[0].text == "".join(tokens)
+    assert [text[place : place + len(token)] for place, token in zip(offsets, tokens, strict=True)] == tokens
+
+
+def test_a_prompt_can_be_scored_without_a_completion(client: openai.OpenAI, expected: RequestOutput) -> None:
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, logprobs=0, echo=True)
+    assert answer.choices[0].text == PROMPT
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert len(logprobs.token_logprobs or ()) == len(expected.prompt_token_ids)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_batches_of_prompts_and_several_completions(client: openai.OpenAI, stream: bool) -> None:
+    prompts = [[5, 6, 7], [8, 9]]
+    answer: Any = client.completions.create(
+        model=MODEL, prompt=prompts, n=2, seed=1, max_tokens=3, stream=stream, extra_body={"return_token_ids": True}
+    )
+    choices = [choice for part in (answer if stream else [answer]) for choice in part.choices]
+    ids: dict[int, list[int]] = {}
+    for choice in choices:
+        ids.setdefault(choice.index, []).extend(choice.token_ids or ())
+    assert {index: len(each) for index, each in ids.items()} == {0: 3, 1: 3, 2: 3, 3: 3}
+    of_prompts = {
+        choice.index // 2: choice.prompt_token_ids for choice in choices if "prompt_token_ids" in choice.model_extra
+    }
+    assert of_prompts == dict(enumerate(prompts))
+
+
+def test_extra_sampling_parameters(client: openai.OpenAI, expected: RequestOutput) -> None:
+    token = expected.outputs[0].token_ids[0]
+    extra = {"allowed_token_ids": [token], "ignore_eos": True, "min_tokens": 2, "top_k": 5, "bad_words": None}
+    answer = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, extra_body=extra)
+    assert len(set(answer.choices[0].text)) > 0
+    answer = client.completions.create(
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=1,
+        temperature=0,
+        logit_bias={str(token): -100},
+        extra_body={"echo": False},
+    )
+    assert answer.choices[0].text != expected.outputs[0].text[: len(answer.choices[0].text)]
+
+
+def test_prompt_logprobs(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 0})
+    first, *rest = answer.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]
+    assert first is None
+    assert [list(entry) for entry in rest] == [["6"], ["7"]]
+
+
+@pytest.mark.parametrize("logprobs", [False, True])
+def test_a_chat_and_its_stream(client: openai.OpenAI, logprobs: bool) -> None:
+    asked: Any = {"model": MODEL, "messages": MESSAGES, "max_completion_tokens": 10, "temperature": 0}
+    if logprobs:
+        asked |= {"logprobs": True, "top_logprobs": 2}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    text = whole.choices[0].message.content
+    assert text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    if logprobs:
+        content = whole.choices[0].logprobs.content  # type: ignore[union-attr]
+        parts = [
+            each for chunk in chunks if chunk.choices[0].logprobs for each in chunk.choices[0].logprobs.content or ()
+        ]
+        assert [part.token for part in parts] == [each.token for each in content or ()]
+        assert "".join(each.token for each in content or ()) == text
+        assert all(len(each.top_logprobs) == 2 for each in content or ())
+
+
+def test_a_chat_is_the_template_with_a_completion(client: openai.OpenAI) -> None:
+    prompt = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nimport os<|im_end|>\n<|im_start|>assistant\n"
+    completion = client.completions.create(model=MODEL, prompt=prompt, max_tokens=10, temperature=0)
+    chat = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=10, temperature=0)
+    assert chat.choices[0].message.content == completion.choices[0].text
+    assert chat.usage is not None
+    assert completion.usage is not None
+    assert chat.usage.prompt_tokens == completion.usage.prompt_tokens
+
+
+def test_many_chats_at_once(server: RunningServer) -> None:
+    async def run() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def chat(number: int) -> str:
+                messages: Any = [{"role": "user", "content": f"x = {number % 4}"}]
+                stream = await client.chat.completions.create(
+                    model=MODEL, messages=messages, max_tokens=8, temperature=0, stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+            return await asyncio.gather(*map(chat, range(24)))
+
+    texts = asyncio.run(run())
+    assert texts == texts[:4] * 6
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", {"prompt": PROMPT, "best_of": 3}, "best_of"),
+        ("completions", {"prompt": PROMPT, "suffix": "x"}, "suffix"),
+        ("completions", {"prompt": [1, 99999]}, "prompt"),
+        ("completions", {"prompt": ""}, "prompt"),
+        ("completions", {"prompt": PROMPT, "temperature": -1}, "temperature"),
+        ("completions", {"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
+        ("chat/completions", {"messages": []}, "messages"),
+        ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ("chat/completions", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+        ("chat/completions", {"messages": MESSAGES, "guided_json": {}}, "guided_json"),
+        ("chat/completions", {"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
+        ("chat/completions", {"messages": MESSAGES, "reasoning_effort": "low"}, "reasoning_effort"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template": "{{ x }}"}, "chat_template"),
+        ("chat/completions", {"messages": MESSAGES, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs"),
+    ],
+)
+def test_what_is_refused_is_named(client: openai.OpenAI, path: str, body: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post(f"/{path}", body={"model": MODEL, **body}, cast_to=object)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+    assert param.split("[", maxsplit=1)[0] in caught.value.message

@@ -1,0 +1,180 @@
+"""`compiled-engine serve` as a process of its own: options, readiness, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from compiled_engine.cli.app import app
+
+SMALL = {
+    "mode": "eager",
+    "device": "cpu",
+    "max_model_len": 128,
+    "num_blocks": 256,
+    "max_num_seqs": 8,
+    "uvicorn_log_level": "error",
+}
+
+
+class Served:
+    """A server in a process of its own; url is where it listens."""
+
+    def __init__(self, *arguments: str, **variables: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COMPILED_ENGINE_PORT": "0", **variables}
+        code = "from compiled_engine.cli.app import app; app()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", "--quiet", *arguments],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        self.log: list[str] = []
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if found := re.search(r"is served at (http://\S+)/v1", line):
+                self.url = found[1]
+                break
+        assert hasattr(self, "url"), "".join(self.log)
+        threading.Thread(target=lambda: self.log.extend(self.process.stderr or ()), daemon=True).start()
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+            assert client.get(f"{self.url}/ready", timeout=30).status_code == 200
+
+    def stream(self, max_tokens: int = 120) -> httpx.Response:
+        asked = {"prompt": "x", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        return httpx.post(f"{self.url}/v1/completions", json=asked, timeout=60)
+
+
+@contextlib.contextmanager
+def served(*arguments: str, **variables: str) -> Iterator[Served]:
+    server = Served(*arguments, **variables)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "server.yaml"
+    lines = (f"{key.replace('_', '-')}: {value}" for key, value in SMALL.items())
+    path.write_text("\n".join([*lines, "served_model_name: [of-the-file, second]", "strict: true"]))
+    return path
+
+
+def test_options_come_from_the_command_line_the_environment_and_a_file(config: Path) -> None:
+    variables = {"COMPILED_ENGINE_MAX_MODEL_LEN": "100", "COMPILED_ENGINE_API_KEY": "one"}
+    with served("--config", str(config), "--max-model-len", "64", **variables) as server:
+        headers = {"authorization": "Bearer one"}
+        models = httpx.get(f"{server.url}/v1/models", headers=headers).json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in models] == [("of-the-file", 64), ("second", 64)]
+        response = httpx.post(f"{server.url}/v1/completions", headers=headers, json={"prompt": "x", "strange": 1})
+        assert response.status_code == 400
+
+
+def test_a_signal_lets_requests_end_and_a_second_one_does_not(config: Path) -> None:
+    with served("--config", str(config)) as server:
+        answers: list[Any] = []
+        reader = threading.Thread(target=lambda: answers.append(server.stream()))
+        reader.start()
+        wait_for_tokens(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
+        reader.join(60)
+        assert answers[0].text.endswith("data: [DONE]\n\n")
+        assert '"finish_reason":"length"' in answers[0].text
+
+    with served("--config", str(config), "--max-model-len", "2048", "--num-blocks", "1024") as server:
+        reader = threading.Thread(target=lambda: answers.append(attempt(server)))
+        reader.start()
+        wait_for_tokens(server)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for_no_listener(server)  # signals that come at once are one signal
+        server.process.send_signal(signal.SIGTERM)
+        server.process.wait(60)
+        reader.join(60)
+        assert not isinstance(answers[1], httpx.Response) or "[DONE]" not in answers[1].text
+
+
+def attempt(server: Served) -> Any:
+    try:
+        return server.stream(2000)
+    except httpx.HTTPError as error:
+        return error
+
+
+def wait_for_tokens(server: Served) -> None:
+    deadline = time.monotonic() + 30
+    while "num_requests_running{" not in (text := httpx.get(f"{server.url}/metrics").text) or re.search(
+        r"num_requests_running\{.*\} 0", text
+    ):
+        assert time.monotonic() < deadline
+
+
+def wait_for_no_listener(server: Served) -> None:
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(httpx.ConnectError):
+        while httpx.get(f"{server.url}/health"):
+            assert time.monotonic() < deadline
+
+
+def test_the_death_of_the_core_ends_the_server(config: Path) -> None:
+    with served("--config", str(config), "--max-model-len", "2048", "--num-blocks", "1024") as server:
+        answers: list[Any] = []
+        reader = threading.Thread(target=lambda: answers.append(attempt(server)))
+        reader.start()
+        wait_for_tokens(server)
+        (core, *_) = psutil.Process(server.process.pid).children()
+        core.kill()
+        reader.join(60)
+        assert '"error"' in answers[0].text
+        health = httpx.get(f"{server.url}/health")
+        assert health.status_code == 503
+        assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"}).status_code == 500
+        assert server.process.wait(60) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tensor-parallel-size", "2"], "tensor_parallel_size"),
+        (["--data-parallel-size", "2"], "data_parallel_size"),
+        (["--tool-call-parser", "none-such"], "tool_call_parser"),
+        (["--max-completions", "0"], "max_completions"),
+        (["--max-num-seqs", "0"], "max_num_seqs"),
+        (["one", "--model", "another"], "given twice"),
+        (["--host", "256.1.1.1"], "cannot listen at 256.1.1.1"),
+    ],
+)
+def test_options_that_cannot_be_honoured(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["serve", "--port", "0", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("max-modellen: 3", "max_model_len"), ("- a", "option names"), ("port: {a: 1}", "port"), ("a: [", "cannot read")],
+)
+def test_files_that_are_no_configuration(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(app, ["serve", "--config", str(path)])
+    assert result.exit_code == 2
+    assert message in result.stderr

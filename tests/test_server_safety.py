@@ -1,0 +1,326 @@
+"""What a server does with what it should not be asked: it says no, stays up, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from running_server import MODEL, RunningServer, ScriptedEngine, running
+
+from compiled_engine.server.errors import ApiError, without_internals
+from compiled_engine.server.json_body import is_deeper_than
+from compiled_engine.server.options import Limits, ServerOptions
+
+COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
+KEY = "a key"
+LIMITS = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, max_in_flight=4, max_logprobs=5,
+                max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
+                receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def scripted(server: RunningServer) -> ScriptedEngine:
+    return ScriptedEngine(server.engine, ["a", "b"])
+
+
+@pytest.fixture(scope="module")
+def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
+    """A server that allows little, and asks for a key."""
+    with running(scripted, api_key=("another", KEY), limits=LIMITS, strict=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(narrow: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=narrow.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as client:
+        yield client
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error, which has OpenAI's shape."""
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    return error
+
+
+def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
+    wrong = (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": f"Basic {KEY}"},
+        {"authorization": f"Bearer {KEY}x"},
+    )
+    for path in ("/v1/models", "/v1/completions", "/metrics", "/openapi.json", "/version", "/nothing"):
+        for headers in wrong:
+            response = httpx.get(narrow.url + path, headers=headers)
+            assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
+            assert response.headers["www-authenticate"] == "Bearer"
+        assert httpx.get(narrow.url + path, headers={"authorization": f"bearer {KEY}"}).status_code != 401
+    for path in ("/health", "/ready"):
+        assert httpx.get(narrow.url + path).status_code == 200
+
+
+BOUNDS: list[tuple[str, dict[str, Any]]] = [
+    ("n", {"n": 5}),
+    ("n", {"n": 2, "prompt": ["a", "b", "c"]}),
+    ("max_tokens", {"max_tokens": 257}),
+    ("min_tokens", {"min_tokens": 300}),
+    ("logprobs", {"logprobs": 6}),
+    ("logprobs", {"logprobs": -1}),
+    ("prompt_logprobs", {"prompt_logprobs": 6}),
+    ("stop", {"stop": ["a"] * 5}),
+    ("stop", {"stop": "a" * 17}),
+    ("stop_token_ids", {"stop_token_ids": [1] * 9}),
+    ("bad_words", {"bad_words": ["a"] * 9}),
+    ("bad_words", {"bad_words": ["a" * 17]}),
+    ("bad_words_token_ids", {"bad_words_token_ids": [[1]] * 9}),
+    ("logit_bias", {"logit_bias": {str(token): 1 for token in range(9)}}),
+    ("logit_bias", {"logit_bias": {"one": 1}}),
+    ("strange", {"strange": 1}),
+]
+
+
+@pytest.mark.parametrize(("param", "asked"), BOUNDS)
+def test_bounds_of_a_request(client: httpx.Client, param: str, asked: dict[str, Any]) -> None:
+    response = client.post("/v1/completions", json={**COMPLETION, **asked})
+    assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+
+def test_bounds_of_a_conversation(client: httpx.Client) -> None:
+    message = {"role": "user", "content": "x"}
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked: list[tuple[str, Any]] = [("messages", [message] * 5), ("tools", [tool] * 3)]
+    for name, value in asked:
+        response = client.post("/v1/chat/completions", json={"messages": [message], name: value})
+        assert (response.status_code, error_of(response)["param"]) == (400, name)
+
+
+def test_tokens_and_prompts_are_checked_against_the_model(server: RunningServer) -> None:
+    for prompt in ([4096], [-1], [2**40], [1] * 256, "x " * 600):
+        response = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt}, timeout=30)
+        assert (response.status_code, error_of(response)["param"]) == (400, "prompt")
+    assert error_of(response)["code"] == "context_length_exceeded"
+    response = httpx.post(f"{server.url}/detokenize", json={"tokens": [4096]})
+    assert (response.status_code, error_of(response)["param"]) == (400, "tokens")
+
+
+def test_what_a_body_may_be(client: httpx.Client) -> None:
+    def post(content: Any, kind: str = "application/json") -> httpx.Response:
+        return client.post("/v1/completions", content=content, headers={"content-type": kind})
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b" " * 1000
+
+    assert post(b" " * 20_001).status_code == 413
+    assert post(chunks()).status_code == 413
+    assert post(b"{}", "text/plain").status_code == 415
+    for body in (b"[" * 1000, b'{"a":' * 9 + b"1" + b"}" * 9, b"[]", b"", b"{", b'{"a": NaN}', b'"\xff"'):
+        response = post(body)
+        assert response.status_code == 400
+        error_of(response)
+    assert "8 arrays and objects" in error_of(post(b'{"a":' * 9 + b"1" + b"}" * 9))["message"]
+
+
+@given(st.recursive(st.text() | st.integers(), lambda each: st.lists(each) | st.dictionaries(st.text(), each)))
+def test_depth_is_found_without_parsing(value: Any) -> None:
+    def depth(value: Any) -> int:
+        inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+        return 0 if inner is None else 1 + max(map(depth, inner), default=0)
+
+    body = json.dumps(value).encode()
+    for most in (0, 1, depth(value) - 1, depth(value)):
+        assert is_deeper_than(body, most) == (depth(value) > most) or most < 0
+
+
+def raw(server: RunningServer, data: bytes, wait_s: float = 5) -> bytes:
+    """What comes back on a connection until the server closes it."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
+        connection.sendall(data)
+        received = b""
+        while chunk := connection.recv(65536):
+            received += chunk
+        return received
+
+
+def test_headers_have_a_bound(narrow: RunningServer) -> None:
+    for header in (
+        b"a: " + b"x" * 5000,
+        b"\r\n".join(b"a%d: x" % number for number in range(900)),
+        b"a: " + b"x" * 100_000,
+    ):
+        answer = raw(narrow, b"GET /health HTTP/1.1\r\nhost: x\r\n" + header + b"\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert b'"invalid_request_error"' in answer
+    answer = raw(narrow, b"GET /" + b"x" * 5000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert raw(narrow, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost:", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                                  b"authorization: Bearer a key\r\ncontent-length: 50\r\n\r\n{"])  # fmt: skip
+def test_a_connection_that_sends_nothing_more_is_closed(narrow: RunningServer, sent: bytes) -> None:
+    assert raw(narrow, sent, wait_s=20).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_reader_that_stops_is_cut_off(narrow: RunningServer, scripted: ScriptedEngine) -> None:
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+    head += f"content-length: {len(body)}\r\n\r\n"
+    scripted.chunks, scripted.num_given = ["x" * (1 << 20)] * 200, 0
+    host, port = narrow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        deadline = time.monotonic() + 20
+        while scripted.num_given == 0 or narrow.serving.admission.in_flight:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert scripted.num_given < 50  # nothing was made that nobody takes
+    scripted.chunks = ["a"]
+
+
+def test_request_ids_are_words(client: httpx.Client) -> None:
+    assert client.get("/version", headers={"x-request-id": "an-id.7"}).headers["x-request-id"] == "an-id.7"
+    for strange in ("two words", "x" * 200, "<script>", "a;b"):
+        assert re.fullmatch(
+            "[0-9a-f]{32}", client.get("/version", headers={"x-request-id": strange}).headers["x-request-id"]
+        )
+
+
+def test_paths_and_methods_that_there_are_not(client: httpx.Client) -> None:
+    for method, path, status in (("GET", "/v2", 404), ("PUT", "/v1/models", 405), ("GET", "/v1/completions", 405)):
+        response = client.request(method, path)
+        assert response.status_code == status
+        error_of(response)
+    response = client.post("/v1/completions", json={**COMPLETION, "model": "another"})
+    assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+
+
+def test_a_busy_server_says_so(narrow: RunningServer, client: httpx.Client, scripted: ScriptedEngine) -> None:
+    async def run() -> list[httpx.Response]:
+        headers = {"authorization": f"Bearer {KEY}"}
+        async with httpx.AsyncClient(base_url=narrow.url, headers=headers, timeout=30) as many:
+            body = {**COMPLETION, "n": 2, "temperature": 1}
+            return await asyncio.gather(*(many.post("/v1/completions", json=body) for _ in range(12)))
+
+    scripted.chunks, scripted.pause_s = ["a"], 0.3
+    responses = asyncio.run(run())
+    scripted.pause_s = 0.0
+    busy = [response for response in responses if response.status_code == 503]
+    assert {response.status_code for response in responses} == {200, 503}
+    assert all(response.headers["retry-after"] == "1" for response in busy)
+    assert error_of(busy[0])["code"] == "server_busy"
+    assert client.post("/v1/completions", json=COMPLETION).status_code == 200
+
+
+def test_unexpected_errors_tell_nothing(client: httpx.Client, scripted: ScriptedEngine) -> None:
+    scripted.error = RuntimeError("at 0x7f001234 in /home/someone/file.py")
+    try:
+        response = client.post("/v1/completions", json=COMPLETION)
+        assert response.status_code == 500
+        assert error_of(response)["message"] == "the server failed; its log has the reason"
+        stream = client.post("/v1/completions", json={**COMPLETION, "stream": True})
+        assert "home" not in stream.text
+    finally:
+        scripted.error = None
+    assert without_internals("it is <f at 0x7f001234> in '/a/b.py'") == "it is <f at ...> in '...'"
+
+
+def test_a_request_that_forbids_every_token(server: RunningServer) -> None:
+    asked = {"prompt": "x", "allowed_token_ids": [5], "bad_words_token_ids": [[5]], "max_tokens": 2}
+    response = httpx.post(f"{server.url}/v1/completions", json=asked)
+    assert (response.status_code, error_of(response)["code"]) == (400, "no_token_allowed")
+    stream = httpx.post(f"{server.url}/v1/completions", json={**asked, "stream": True})
+    assert "no_token_allowed" in stream.text
+
+
+def test_long_values_do_not_come_back(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json={**COMPLETION, "user_": "x" * 10_000, "temperature": "x" * 5000})
+    assert response.status_code == 400
+    assert len(response.content) < 3000
+
+
+def test_errors_are_valid_unicode() -> None:
+    assert b"?" in ApiError(400, "\ud800").body()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"port": 70000}, {"tool_call_parser": "x"}, {"reasoning_parser": "x"}, {"uvicorn_log_level": "loud"},
+     {"api_key": ("",)}, {"api_key": ("é",)}, {"ssl_keyfile": "x"}, {"shutdown_timeout": -1.0},
+     {"limits": Limits(max_completions=0)}],
+)  # fmt: skip
+def test_options_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options)) if "limits" not in options else "max_completions"):
+        ServerOptions(**options)
+
+
+def test_loopback_is_the_default() -> None:
+    assert ServerOptions().host == "127.0.0.1"
+
+
+async def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_a_client_that_goes_ends_its_requests(server: RunningServer, path: str, stream: bool) -> None:
+    asked: dict[str, Any] = {"max_tokens": 200, "ignore_eos": True, "stream": stream, "temperature": 1}
+    if path == "completions":
+        asked |= {"prompt": ["x", "y"], "n": 2}
+    elif path == "responses":
+        del asked["max_tokens"]
+        asked |= {"input": "x"}
+    else:
+        asked |= {"messages": [{"role": "user", "content": "x"}], "n": 3}
+
+    async def run() -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            request = asyncio.ensure_future(
+                client.send(client.build_request("POST", f"/v1/{path}", json=asked), stream=True)
+            )
+            await wait_until(lambda: server.engine.num_unfinished)
+            if stream:
+                await (await request).aclose()
+            request.cancel()
+        await wait_until(lambda: not server.engine.num_unfinished)
+        await wait_until(lambda: not server.serving.admission.in_flight)
+
+    asyncio.run(run())
+
+
+NAMES = (
+    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "min_tokens", "logprobs", "echo"),
+    *("presence_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "stream"),
+    *("prompt_logprobs", "ignore_eos", "detokenize"),
+)
+values = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=3), st.lists(st.integers(-1, 5000), max_size=3), st.lists(st.text(max_size=3), max_size=3),
+    st.dictionaries(st.integers(0, 5000).map(str), st.integers(-5, 5), max_size=3),
+)  # fmt: skip
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(asked=st.dictionaries(st.sampled_from(NAMES), values, max_size=6))
+def test_no_combination_of_parameters_is_an_error_of_the_server(server: RunningServer, asked: dict[str, Any]) -> None:
+    body = {"prompt": "x = 1", **{"max_tokens": 3}, **asked}
+    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert re.split(r"[.\[]", error_of(response)["param"])[0] in body

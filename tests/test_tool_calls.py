@@ -1,0 +1,220 @@
+"""Tool calls and reasoning, as OpenAI's client puts them together, of an engine whose answers are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from running_server import MODEL, RunningServer, ScriptedEngine, running
+
+TEMPLATE = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
+    '<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% endfor %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}"
+)
+MESSAGES: Any = [{"role": "user", "content": "What is 1 + 2?"}]
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+ANSWER = f"<think>\nI can add.\n</think>\n\nLet me add.\n{CALL}\n{CALL}"
+
+
+@pytest.fixture(scope="module")
+def scripted(server: RunningServer) -> Iterator[tuple[openai.OpenAI, ScriptedEngine]]:
+    engine = ScriptedEngine(server.engine)
+    with (
+        running(engine, chat_template=TEMPLATE, tool_call_parser="hermes") as own,
+        openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client, engine
+
+
+@pytest.fixture
+def client(scripted: tuple[openai.OpenAI, ScriptedEngine]) -> openai.OpenAI:
+    client, engine = scripted
+    engine.chunks, engine.finish_reason = list(ANSWER), "stop"
+    engine.asked.clear()
+    return client
+
+
+@pytest.fixture
+def engine(scripted: tuple[openai.OpenAI, ScriptedEngine]) -> ScriptedEngine:
+    return scripted[1]
+
+
+def check_message(message: Any) -> None:
+    assert message.content == "Let me add."
+    assert message.model_extra["reasoning_content"] == message.model_extra["reasoning"] == "I can add."
+    assert [call.function.name for call in message.tool_calls] == ["add", "add"]
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [{"a": 1, "b": 2}] * 2
+    assert len({call.id for call in message.tool_calls}) == 2
+
+
+def test_a_whole_answer(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    assert answer.choices[0].finish_reason == "tool_calls"
+    check_message(answer.choices[0].message)
+
+
+def test_a_stream_that_the_client_puts_together(client: openai.OpenAI) -> None:
+    reasoning = ""
+    with client.chat.completions.stream(model=MODEL, messages=MESSAGES, tools=TOOLS) as stream:
+        for event in stream:
+            if event.type == "chunk" and event.chunk.choices:
+                reasoning += (event.chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
+        answer = stream.get_final_completion()
+    assert answer.choices[0].finish_reason == "tool_calls"
+    message = answer.choices[0].message
+    assert reasoning == "I can add."
+    assert message.content == "Let me add."
+    assert [call.function.name for call in message.tool_calls or ()] == ["add", "add"]
+    assert [json.loads(call.function.arguments) for call in message.tool_calls or ()] == [{"a": 1, "b": 2}] * 2
+
+
+def test_arguments_are_streamed_in_parts(client: openai.OpenAI) -> None:
+    chunks = list(client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS, stream=True))
+    calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    begins = [call for call in calls if call.id is not None]
+    assert [(call.index, call.type, call.function.name, call.function.arguments) for call in begins] == [
+        (0, "function", "add", ""),
+        (1, "function", "add", ""),
+    ]
+    assert len(calls) > 20
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert chunks[-1].choices[0].delta.tool_calls is None
+
+
+def test_the_prompt_has_tools_and_what_was_called_before(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    history: Any = [
+        {"role": "developer", "content": "Calculate."},
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": "hm", "refusal": None},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "3", "extra": 1}]},
+    ]
+    client.chat.completions.create(model=MODEL, messages=history, tools=TOOLS)
+    prompt = engine.asked[0][0]["prompt"]
+    assert "<|im_start|>system\nCalculate.<|im_end|>" in prompt
+    assert '"name": "add"' in prompt.split("</tools>")[0]
+    assert '<think>hm</think><tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>' in prompt
+    assert "<|im_start|>tool\n3<|im_end|>" in prompt
+
+
+def test_without_tools_calls_are_text(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **more)
+        assert answer.choices[0].message.tool_calls is None
+        assert answer.choices[0].finish_reason == "stop"
+        assert CALL in (answer.choices[0].message.content or "")
+        assert "<tools>" not in engine.asked[-1][0]["prompt"]
+
+
+def test_a_single_call_and_no_reasoning(client: openai.OpenAI) -> None:
+    extra = {"include_reasoning": False}
+    answer = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, tools=TOOLS, parallel_tool_calls=False, extra_body=extra
+    )
+    message = answer.choices[0].message
+    assert len(message.tool_calls or ()) == 1
+    assert "reasoning_content" not in (message.model_extra or {})
+
+
+def test_the_prompt_may_close_the_reasoning(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.chunks = ["<think> is a tag"]
+    extra = {"chat_template_kwargs": {"enable_thinking": False}}
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body=extra)
+    assert answer.choices[0].message.content == "<think> is a tag"
+
+
+def test_a_cut_call_ends_by_length(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.chunks, engine.finish_reason = ['<tool_call>{"name": "add", "argum', 'ents": {"a": '], "length"
+    answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.choices[0].message.tool_calls[0].function.arguments == '{"a": '  # type: ignore[index, union-attr]
+
+
+def test_an_engine_that_fails(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.finish_reason = "error"
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model=MODEL, messages=MESSAGES)
+    with pytest.raises(openai.APIError):
+        list(client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
+
+
+FUNCTION: Any = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": True}]
+
+
+def check_response(response: Any) -> None:
+    assert (response.status, response.object) == ("completed", "response")
+    reasoning, message, *calls = response.output
+    assert reasoning.content[0].text == "I can add."
+    assert message.content[0].text == response.output_text == "Let me add."
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("add", {"a": 1, "b": 2})] * 2
+    assert all(item.status == "completed" for item in response.output)
+    assert 0 < response.usage.output_tokens_details.reasoning_tokens < response.usage.output_tokens
+
+
+def test_a_response(client: openai.OpenAI) -> None:
+    tools = [*FUNCTION, {"type": "web_search"}]
+    raw = client.responses.with_raw_response.create(model=MODEL, input="What is 1 + 2?", tools=tools)
+    check_response(raw.parse())
+    assert "web_search" in raw.headers["x-compiled-engine-warning"]
+
+
+def test_a_response_that_is_streamed(client: openai.OpenAI) -> None:
+    with client.responses.stream(model=MODEL, input="What is 1 + 2?", tools=FUNCTION) as stream:
+        events = list(stream)
+        check_response(stream.get_final_response())
+    assert [event.sequence_number for event in events] == list(range(len(events)))  # type: ignore[union-attr]
+    kinds = [event.type for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
+    assert kinds.count("response.output_item.done") == 4
+    assert kinds[-1] == "response.completed"
+
+
+def test_a_conversation_of_responses(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    first = client.responses.create(model=MODEL, input="What is 1 + 2?", tools=FUNCTION)
+    items: Any = [{"role": "user", "content": [{"type": "input_text", "text": "What is 1 + 2?"}]}, *first.output]
+    items += [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "3"}
+        for item in first.output
+        if item.type == "function_call"
+    ]
+    client.responses.create(model=MODEL, input=items, instructions="Calculate.", tools=FUNCTION)
+    prompt = engine.asked[-1][0]["prompt"]
+    assert "<|im_start|>system\nCalculate.<|im_end|>" in prompt
+    assert "Let me add.<think>I can add.</think><tool_call>" in prompt
+    assert prompt.count("<|im_start|>assistant") == 2
+    assert prompt.count("<|im_start|>tool\n3<|im_end|>") == 2
+
+
+def test_a_response_that_is_cut(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    engine.chunks, engine.finish_reason = ["One, ", "two"], "length"
+    response = client.responses.create(model=MODEL, input="Count.", max_output_tokens=2)
+    assert response.status == "incomplete"
+    assert response.incomplete_details is not None
+    assert response.incomplete_details.reason == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+    ],
+)
+def test_what_a_response_cannot_be(client: openai.OpenAI, asked: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(**{"model": MODEL, "input": "Hello.", **asked})
+    assert caught.value.param == param
