@@ -94,7 +94,7 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
     """The engine. Its core's process imports what it needs while this one does."""
     from compiled_engine.core_process.core_child import CoreChild
 
-    core = CoreChild()
+    core = CoreChild(str(engine.get("device", "auto")))
     try:
         with bad_input_is_reported():
             from compiled_engine.async_llm import AsyncLLM
