@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -255,12 +255,33 @@ def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype
     return not torch.equal(*outputs)
 
 
+def depends_on_neighbours(backend_name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a decode or a chunk of a prompt changes in any bit with the other requests of a batch of the same size.
+
+    The host knows of no decodes, as when a graph of any batch is captured.
+    """
+    first, others = (Request(700, 1), Request(90, 40)), (*decodes(900, 300), Request(400, 37), Request(500, 50))
+    case = Case("", (*first, *others), num_heads=8, bound=4096)
+    batch = build(case, dtype, device)
+    host_3 = torch.tensor([0, 129, 4096], dtype=torch.int32)
+    starts_R1, seq_lens_R = batch.inputs.query_start_loc_R1, batch.inputs.seq_lens_R
+    outputs = []
+    for lens, seq_lens in (((1, 1, 37, 50), (900, 300, 400, 500)), ((1, 86, 1, 1), (1, 299, 330, 33))):
+        ends = torch.tensor((1, 40, *lens), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        seq_lens_R[2:] = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        starts_R1[1:] = ends
+        changed = replace(batch, inputs=replace(batch.inputs, host_3=host_3))
+        outputs.append(step(backend_name, case, changed)[:41])
+    return not torch.equal(*outputs)
+
+
 def main(backend_name: str) -> None:
     """Run the table in both types that Triton's interpreter computes rightly: they use different tiles."""
     outcomes = {
         str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in CASES}
         for dtype in (torch.float32, torch.float16)
     }
+    outcomes["neighbours"] = depends_on_neighbours(backend_name)
     outcomes["garbage"] = {case.name: depends_on_garbage(backend_name, case) for case in WITH_GARBAGE}
     print(json.dumps(outcomes))
 

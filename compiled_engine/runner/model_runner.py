@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -29,7 +31,7 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
+from compiled_engine.runner.input_batch import InputBatch, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
@@ -105,12 +107,16 @@ class Runner:
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
+        case = AttentionCase.of(config.model, config.cache.block_size, config.device)
         self.buffers = InputBuffers(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
             self.states.block_table_SB.shape[1],
             self.states.writes,
             config.device,
+            get_backend(config.attention_backend).work_length(
+                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, case
+            ),
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._kv_caches = kv_cache.allocate(config, 1)
@@ -122,6 +128,7 @@ class Runner:
             self.buffers,
             self._kv_caches,
             config.attention_backend,
+            case,
             scheduler.max_model_len,
         )
         self.graphs = None
@@ -186,14 +193,15 @@ class Runner:
             output = self.step.forward(batch, hidden_wanted=hidden_wanted) if eager else self._replay(batch)
             if hidden_wanted:
                 prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model)
+            count = batch.num_requests  # padding rows need no logits here
             if not batch.samples.any():
                 nobody_R = self.buffers.sample_positions_R
-                advance(self.states, self.buffers, nobody_R, batch.num_rows, decodes_only=batch.decodes_only)
+                advance(self.states, self.buffers, nobody_R, count, decodes_only=batch.decodes_only)
                 self.pending.launched()
                 return self.pending.step(batch, None, prompt)
-            wanted = output.tensor[self.buffers.logits_index_R[: batch.num_rows]]
+            wanted = output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
-            sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
+            sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()
         return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
 
@@ -202,7 +210,7 @@ class Runner:
         assert batch.key is not None
         inputs = None  # attention is in a full graph
         if batch.key.kind is not GraphKind.FULL:
-            inputs = attention_inputs(batch, self.buffers, self._config.attention_backend)
+            inputs = self.step.planned_inputs(batch)
         output = self.step.output(batch.key, self.graphs.replay(batch.key, inputs))
         self._counters.replay(batch.key, batch.num_tokens)
         return output
