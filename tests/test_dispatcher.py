@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -50,7 +52,7 @@ def test_default_sizes() -> None:
 def test_padding_beyond_the_small_sizes_is_a_fifth_at_most(limit: int) -> None:
     sizes = default_token_sizes(limit)
     assert sizes[-1] == limit
-    assert all((size - smaller - 1) * 5 <= size for smaller, size in zip(sizes, sizes[1:], strict=False) if size > 32)
+    assert all((size - smaller - 1) * 5 <= size for smaller, size in pairwise(sizes) if size > 32)
 
 
 def expected_size(graph: GraphConfig, tokens: int, requests: int, uniform: int | None) -> tuple[bool, int] | None:

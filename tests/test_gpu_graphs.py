@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from other_padding import prepare_with
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.runner import padded_step
 from compiled_engine.runner.model_runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -115,7 +117,7 @@ def test_every_mode_gives_the_same_greedy_tokens_in_fp32(
         assert tokens_of(workload(llm, held_out_ids)) == eager_tokens
         metrics = llm.metrics()
         assert (metrics["graph_replays"] > 0) == (graph_mode != "none")
-        assert metrics["captures"] == len(runner_of(llm).dispatcher.keys)
+        assert metrics["captures"] == len(runner_of(llm).captured.dispatcher.keys)
 
 
 def teacher_forced(llm: LLM, sequences: list[list[int]]) -> list[float]:
@@ -172,22 +174,27 @@ def test_each_backend_that_supports_a_mode(graph_mode: str, backend: str, held_o
 def test_padding_changes_no_bit(
     mode: str, graph_mode: str, held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    padding_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
+    monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
     with engine(mode, graph_mode, "bfloat16") as llm:
         runner = runner_of(llm)
-        graphs = runner.graphs
+        graphs = runner.captured.graphs
         assert graphs is not None
         replay, checked = graphs.replay, Counter[str]()
 
         def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
-            if key.is_decode:  # padding is made in the graph
+            if key.is_decode:  # a replay is a step
                 return replay(key, inputs)
             buffers = runner.buffers
-            real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
             result = replay(key, inputs)
+            real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
             expected = result[:real].clone()
-            buffers.input_ids_T[real : key.num_tokens] = 77
-            buffers.positions_T[real : key.num_tokens] = 5
+            padding_1.fill_(5)
+            if key.kind is not GraphKind.FULL:  # its inputs are made before the replay
+                buffers.input_ids_T[real : key.num_tokens] = 5
+                buffers.positions_T[real : key.num_tokens] = 5
             assert torch.equal(replay(key, inputs)[:real], expected), key.name
+            padding_1.zero_()
             result[real:] = torch.nan
             checked[key.name] += key.num_tokens > real
             return result

@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from other_padding import prepare_with
 
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
 from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import model_runner
+from compiled_engine.runner import model_runner, padded_step
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
@@ -112,12 +113,12 @@ def test_replayed_batches_give_the_tokens_of_plain_ones(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]
 ) -> None:
     core = make_core(make_config(mode))
-    assert core.metrics()["captures"] == len(runner_of(core).dispatcher.keys)
+    assert core.metrics()["captures"] == len(runner_of(core).captured.dispatcher.keys)
     assert run(core, make_requests(14, 1)) == plain_tokens
     metrics = core.metrics()
     replays = metrics["graph_replays_by_key"]
     kinds = {name.split()[0] for name in replays}
-    assert kinds == {key.name.split()[0] for key in runner_of(core).dispatcher.keys}
+    assert kinds == {key.name.split()[0] for key in runner_of(core).captured.dispatcher.keys}
     assert metrics["graph_replays"] == sum(replays.values())
     assert metrics["graph_replays"] + metrics["graph_fallbacks"] == metrics["steps"]
     assert metrics["graph_padded_tokens"] > 0
@@ -148,24 +149,29 @@ def test_what_stands_in_unused_slots_changes_nothing(
 def test_padding_rows_change_no_bit(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffers of a padded batch are filled with other padding behind the runner's back, and replayed again."""
+    """A padded batch is replayed again with other padding."""
+    padding_1 = torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
     core = make_core(make_config(mode))
     runner = runner_of(core)
-    graphs = runner.graphs
+    graphs = runner.captured.graphs
     assert graphs is not None
     checked: Counter[str] = Counter()
     replay = graphs.replay
 
     def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
-        if key.is_decode:  # padding is made in the graph
+        if key.is_decode:  # a replay is a step
             return replay(key, inputs)
         buffers = runner.buffers
-        real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
         result = replay(key, inputs)
+        real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
         expected = result[:real].clone()
-        buffers.input_ids_T[real : key.num_tokens] = 77
-        buffers.positions_T[real : key.num_tokens] = 5
+        padding_1.fill_(5)
+        if key.kind is not GraphKind.FULL:  # its inputs are made before the replay
+            buffers.input_ids_T[real : key.num_tokens] = 5
+            buffers.positions_T[real : key.num_tokens] = 5
         assert torch.equal(replay(key, inputs)[:real], expected), key.name
+        padding_1.zero_()
         result[real:] = torch.nan
         checked[key.name] += key.num_tokens > real
         return result
@@ -204,10 +210,10 @@ def test_capture_in_the_background(mode: GraphMode, plain_tokens: dict[str, tupl
     assert core.metrics()["captures"] == 0
     for _ in range(30):
         assert run(core, make_requests(14, 1)) == plain_tokens
-        if core.metrics()["captures"] == len(runner.dispatcher.keys):
+        if core.metrics()["captures"] == len(runner.captured.dispatcher.keys):
             break
     metrics = core.metrics()
-    assert metrics["captures"] == len(runner.dispatcher.keys)
+    assert metrics["captures"] == len(runner.captured.dispatcher.keys)
     assert metrics["graph_fallbacks"] > 0
     assert run(core, make_requests(14, 1)) == plain_tokens
 

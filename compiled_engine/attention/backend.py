@@ -52,11 +52,11 @@ class AttentionBackend(Protocol):
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        """How long `work_W` must be for batches of up to so many tokens and rows; 0 for a backend that plans nothing."""
+        """How long `work_W` must be for batches of up to so many tokens and rows; 0 if the backend plans nothing."""
         ...
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        """Once a step, when the lengths are on the device: write into `inputs.work_W` what each layer's `attend` reads."""
+        """Once a step, when the lengths are on the device: write into `inputs.work_W` what every `attend` reads."""
         ...
 
     def write_kv(

@@ -43,8 +43,8 @@ class InputBuffers:
 
     Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
     and query_start_loc_R1. Made by kernels from these and the states: all else; logits_index_R is each request's last
-    token, work_W AttentionInputs' (work_length elements). tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last steps by
-    request (-1 for none), after the number of the step.
+    token, work_W (work_length elements) is for attention. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host:
+    the sampled tokens of the last steps by request (-1 for none), after the number of the step.
     """
 
     def __init__(

@@ -25,6 +25,20 @@ def blocks_wanted(config: EngineConfig) -> int:
     return per_request * config.scheduler.max_num_seqs
 
 
+def bytes_available(config: EngineConfig, activation_bytes: int) -> int:
+    """For KV cache and CUDA graphs together. activation_bytes: peak of a step beyond the weights."""
+    if config.device.type == "cuda":
+        free, total = _free_and_total(config.device)
+        return int(total * config.cache.gpu_memory_utilization) - (total - free) - activation_bytes
+    return min(CPU_LIMIT_BYTES, psutil.virtual_memory().available // 2)
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU; what the allocator holds idle is free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
 def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) -> int:
     """Blocks to allocate: what was asked for, or what the memory budget leaves.
 
@@ -35,15 +49,12 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
     """
     size = block_bytes(config)
     if config.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(config.device)
-        reserved_idle = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
-        free += reserved_idle
-        budget = int(total * config.cache.gpu_memory_utilization) - (total - free)
-        available = budget - activation_bytes - graph_bytes
+        free, _ = _free_and_total(config.device)
+        available = bytes_available(config, activation_bytes) - graph_bytes
         count = available // size
     else:
         free = psutil.virtual_memory().available
-        available = min(CPU_LIMIT_BYTES, free // 2)
+        available = bytes_available(config, activation_bytes)
         count = min(available // size, blocks_wanted(config))
     given = config.cache.num_blocks
     if given is not None:

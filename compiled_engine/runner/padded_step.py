@@ -1,4 +1,4 @@
-"""The step that CUDA graphs capture: of decodes all of it, of other batches the forward."""
+"""The step that CUDA graphs capture: of decodes all of it, of other batches the forward, with its inputs if whole."""
 
 from __future__ import annotations
 
@@ -37,16 +37,14 @@ class PaddedStep:
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
         self.states.writes.apply()
-        prepare(batch, self.states, self.buffers)
-        if key.kind is not GraphKind.FULL:
-            self.planned_inputs(batch)
+        self.prepared_inputs(batch)
 
     def run(self, key: GraphKey) -> torch.Tensor:
         """A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states.
-        Any other: the forward of inputs that are there."""
+        Another full key: input preparation and forward. Any other: the forward of inputs that are there."""
         batch = self._empty(key)
         self.states.writes.discard()  # `fill` made these writes
-        if key.is_decode:
+        if key.kind is GraphKind.FULL:
             prepare(batch, self.states, self.buffers)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL)
         if not key.is_decode:
@@ -59,21 +57,24 @@ class PaddedStep:
         self, batch: InputBatch, *, hidden_wanted: bool = False, around_attention: bool = False
     ) -> ForwardOutput:
         """The model on the batch in the buffers. around_attention: which is planned already."""
-        planned = attention_inputs(batch, self.buffers, self._backend) if around_attention else self.planned_inputs(batch)
+        inputs = attention_inputs(batch, self.buffers, self._backend)
+        if not around_attention:
+            self._plan(inputs)
         arguments = (
             self.buffers.input_ids_T[: batch.padded_tokens],
             self.buffers.positions_T[: batch.padded_tokens],
-            planned,
+            inputs,
             self.kv_caches,
         )
         return self.model.run(
             batch.padded_tokens, arguments, hidden_wanted=hidden_wanted, around_attention=around_attention
         )
 
-    def planned_inputs(self, batch: InputBatch) -> AttentionInputs:
-        """Attention's inputs after the backend has planned its work on the batch in the buffers."""
+    def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
+        """Make the batch's inputs from what was staged, and plan attention's work."""
+        prepare(batch, self.states, self.buffers)
         inputs = attention_inputs(batch, self.buffers, self._backend)
-        get_backend(self._backend).plan(inputs, self._case)
+        self._plan(inputs)
         return inputs
 
     def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
@@ -85,6 +86,9 @@ class PaddedStep:
         buffers, caches = self.buffers, self.kv_caches
         read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
         return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
+
+    def _plan(self, inputs: AttentionInputs) -> None:
+        get_backend(self._backend).plan(inputs, self._case)
 
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:
@@ -102,7 +106,7 @@ def sample_and_advance(
     batch: InputBatch,
     num_rows: int,
 ) -> None:
-    """Tokens for the first num_rows rows by temperature and seed alone, taken into the states and handed to the host."""
+    """Tokens for num_rows rows by temperature and seed alone, taken into the states and handed to the host."""
     rows = slice(0, num_rows)
     token_ids_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
     if logits_RV.device.type == "cpu":

@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from compiled_engine.graphs.compiled_model import CompiledModel
-from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.captured_steps import CapturedSteps
 
 
 def runner_metrics(
     compiled: CompiledModel | None,
-    graphs: CudaGraphManager | None,
-    counters: GraphCounters,
+    captured: CapturedSteps,
     predicted_graph_bytes: int,
     timeline: Timeline,
 ) -> dict[str, Any]:
     """Counts of traces, compiles, captures and replays, cache status, start-up seconds, graph memory."""
     counts = compiled.counts if compiled else None
+    graphs = captured.graphs
     return {
         "traces": counts.traces if counts else 0,
         "compiles": counts.compiles if counts else 0,
@@ -26,7 +25,7 @@ def runner_metrics(
         "cache": compiled.lookup.status if compiled else "off",
         "cache_entry": str(compiled.lookup.folder) if compiled else None,
         "passes": _pass_counts(compiled),
-        **counters.metrics(),
+        **captured.counters.metrics(),
         "graph_bytes_predicted": predicted_graph_bytes,
         "graph_bytes_used": graphs.bytes_used if graphs else 0,
         "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},

@@ -28,8 +28,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonBackend:
-    """See the module's docstring. A few decodes alone have a grid over their splits; other batches have a work list, and
-    a kernel each for its decodes and its prompts.
+    """See the module's docstring. A few decodes alone have a grid over their splits. Any other batch has a work list,
+    and a kernel each for its decodes and its prompts: a tile of 16 rows needs other registers than one of 128.
 
     Kernels read everything that changes between batches from the device; launches follow from tensor shapes and
     host_3, so every batch can be captured.
@@ -63,13 +63,14 @@ class TritonBackend:
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         queries = SMALLEST_ROWS // (case.num_heads // case.num_kv_heads)
-        return WorkLayout(num_requests, case.num_kv_heads, max(queries, 1)).length(num_tokens)
+        return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
         facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
         if facts.listed:
+            group = case.num_heads // case.num_kv_heads
             tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.num_tokens, facts.max_seq_len)
-            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // (case.num_heads // case.num_kv_heads))
+            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // group)
             write_lists(inputs, inputs.work_W, layout, facts.min_keys)
 
     def write_kv(

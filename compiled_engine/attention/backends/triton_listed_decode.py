@@ -16,8 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_decode import attend_keys
-from compiled_engine.attention.backends.triton_tile import LOWEST
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -25,7 +24,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 
 @dataclass(frozen=True)
 class ListedDecodeTiles:
-    """Keys of a tile, how it is compiled, and how many programs of it a multiprocessor holds."""
+    """Keys of a tile, how it is compiled, and how many programs a multiprocessor holds."""
 
     keys: int
     num_warps: int
@@ -36,10 +35,10 @@ class ListedDecodeTiles:
 def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
     """Tiles by head size (elements) and element size (bytes): small ones, since contexts may be short."""
     if element_size == 4:
-        return ListedDecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2, programs=1)
+        return ListedDecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2, programs=2)
     if head_dim > 128:
-        return ListedDecodeTiles(keys=16, num_warps=4, num_stages=3, programs=2)
-    return ListedDecodeTiles(4096 // max(64, triton.next_power_of_2(head_dim)), num_warps=1, num_stages=3, programs=4)
+        return ListedDecodeTiles(keys=16, num_warps=4, num_stages=3, programs=3)
+    return ListedDecodeTiles(keys=64, num_warps=2, num_stages=3, programs=6 if head_dim <= 64 else 4)
 
 
 @triton.jit(

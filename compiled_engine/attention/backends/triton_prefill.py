@@ -27,8 +27,8 @@ SMALLEST_ROWS = 32
 
 @dataclass(frozen=True)
 class PrefillTiles:
-    """Rows (queries times the heads that share a K/V head) and keys of a tile, how it is compiled, and how many programs
-    of it a multiprocessor holds."""
+    """Rows (queries times the heads that share a K/V head) and keys of a tile, how it is compiled, and how many
+    programs a multiprocessor holds."""
 
     rows: int
     keys: int
@@ -40,17 +40,16 @@ class PrefillTiles:
 def prefill_tiles(head_dim: int, element_size: int, num_tokens: int, max_seq_len: int) -> PrefillTiles:
     """Tiles by head size (elements) and element size (bytes), so that registers and shared memory suffice.
 
-    num_tokens: of the batch. max_seq_len: the host's bound of the contexts; short ones leave large tiles half empty. `rows` is at least the
-    largest group of query heads that the backend allows. On an H200, with 16 query heads on 8 K/V heads of size 128,
-    prompts of 64 x 128, 16 x 512 and 2 x 4000 tokens take 51, 83 and 359 microseconds with the small tiles, 70, 95 and
-    330 with the large ones.
+    num_tokens: of the batch; a few do not fill the device with large tiles. max_seq_len: the host's bound of the
+    contexts; short ones leave large tiles half empty. `rows` is at least the largest group of query heads that the
+    backend allows.
     """
     if element_size == 4:
-        return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2, programs=1)
+        return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2, programs=2)
     if head_dim > 128:
         return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=2, programs=2)
     if num_tokens <= FEW_TOKENS or max_seq_len <= SHORT_CONTEXT:
-        return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3, programs=3)
+        return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3, programs=4 if head_dim <= 64 else 2)
     return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, programs=1)
 
 
