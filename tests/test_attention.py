@@ -30,6 +30,7 @@ from attention_cases import (
     obstacle,
     outcome,
     step,
+    wrong_lists,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,6 +100,7 @@ def test_triton_in_the_interpreter() -> None:
     outcomes = json.loads(process.stdout)
     expected = dict.fromkeys(NAMES, "right")
     expected |= {name: f"unsupported: {reason}" for name, reason in LIMITS_OF_TRITON.items()}
+    assert outcomes.pop("wrong lists") == []
     assert outcomes.pop("neighbours") is False
     assert outcomes.pop("garbage") == {case.name: False for case in WITH_GARBAGE}
     assert outcomes == {"torch.float32": expected, "torch.float16": expected}
@@ -137,6 +139,11 @@ def test_garbage_does_not_matter_on_cuda(backend: str, case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_neighbours_do_not_matter_on_cuda(dtype: torch.dtype) -> None:
     assert not depends_on_neighbours("triton", "cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_work_lists_on_cuda() -> None:
+    assert wrong_lists("cuda") == []
 
 
 @pytest.mark.gpu

@@ -111,7 +111,9 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
     chosen = constants(*shape, TILE_M=tiles.rows, TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
     # With heads of size 256 Triton 3.9 spills some addresses, which 3.6 does not.
-    ptx = check(prefill_kernel, dtype, chosen, spilled=104 if shape[2] == 256 else 0, programs=tiles.programs, **options)
+    ptx = check(
+        prefill_kernel, dtype, chosen, spilled=104 if shape[2] == 256 else 0, programs=tiles.programs, **options
+    )
     assert ("wgmma" in ptx) == (dtype != torch.float32)
     assert "cp.async.cg.shared.global" in ptx
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from other_padding import prepare_with
 
+from compiled_engine.attention.backends.torch_backend import TorchBackend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.core.executor import InProcessExecutor
@@ -179,6 +181,28 @@ def test_padding_rows_change_no_bit(
     monkeypatch.setattr(graphs, "replay", replay_with_other_padding)
     assert run(core, make_requests(14, 1)) == plain_tokens
     assert checked.total() > 3
+
+
+@pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL, GraphMode.BREAKABLE])
+def test_attention_is_planned_once_a_step(mode: GraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer."""
+    counts: Counter[str] = Counter()
+
+    def counted(name: str) -> Callable[..., None]:
+        function = getattr(TorchBackend, name)
+
+        def count(*arguments: Any) -> None:
+            counts[name] += 1
+            function(*arguments)
+
+        return count
+
+    core = make_core(make_config(mode))
+    for name in ("plan", "attend"):
+        monkeypatch.setattr(TorchBackend, name, counted(name))
+    run(core, make_requests(5, 1))
+    steps = core.metrics()["steps"]
+    assert counts == {"plan": steps, "attend": steps * core.config.model.num_layers}
 
 
 def test_prompt_logprobs_are_complete_though_chunks_of_one_token_could_be_replayed() -> None:
