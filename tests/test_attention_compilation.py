@@ -18,7 +18,7 @@ from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_S
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
-from compiled_engine.attention.backends.triton_prefill import FEW_TOKENS, prefill_kernel, prefill_tiles
+from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
 
@@ -103,10 +103,10 @@ def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) 
     }
 
 
-@pytest.mark.parametrize("num_tokens", [FEW_TOKENS, FEW_TOKENS + 1])
+@pytest.mark.parametrize("max_seq_len", [SHORT_CONTEXT, SHORT_CONTEXT + 1])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], num_tokens: int) -> None:
-    tiles = prefill_tiles(shape[2], dtype.itemsize, num_tokens, 4096)
+def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int) -> None:
+    tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
     further = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "OVERLAPS": True, "DEPENDENT_LAUNCH": True}
     chosen = constants(*shape, TILE_M=tiles.rows, TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}

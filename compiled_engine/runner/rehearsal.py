@@ -30,7 +30,7 @@ def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, pro
                 # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
                 ways = ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device)
                 sampling: list[Future[Any]] = [threads.submit(way) for way in ways]
-                for shape in start_up_batches(config):
+                for shape in start_up_batches(config)[1:]:  # the first is the largest, but has no kernel of its own
                     _forward(config, step, shape)
                 _inputs(config, step)
                 jobs = [*sampling, *kernels.load()]

@@ -11,6 +11,9 @@ MAX_SPLITS = 32
 MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
 GRAIN = 32
+# The fewest keys of a listed split: of a mixed batch with few rows, times K/V heads, and of any other.
+FEW_HEADS = 1024
+FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
 # The most keys that one program reads when a few long contexts stand among many short ones.
 LONG_SPLIT = 16384
 
@@ -67,15 +70,8 @@ class BatchFacts:
     def of(cls, inputs: AttentionInputs, num_kv_heads: int, num_sms: int) -> BatchFacts:
         num_decodes, _, max_seq_len = inputs.host_3.tolist()
         num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
-        listed = num_decodes < num_requests or num_requests * num_kv_heads > num_sms
-        return cls(
-            num_tokens, num_requests, num_decodes, max_seq_len, listed, listed_split_keys(num_requests * num_kv_heads)
-        )
-
-
-def listed_split_keys(num_heads: int) -> int:
-    """The fewest keys of a listed split: short where there are few rows, so that they are read side by side.
-
-    num_heads: K/V heads of all rows, padding included.
-    """
-    return 128 if num_heads <= 1024 else 256
+        num_heads = num_requests * num_kv_heads
+        # Of decodes alone, fewer are split evenly, and more even each other out.
+        listed = num_decodes < num_requests or num_sms < num_heads <= 2 * num_sms
+        min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT
+        return cls(num_tokens, num_requests, num_decodes, max_seq_len, listed, min_keys)

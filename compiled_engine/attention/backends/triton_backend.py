@@ -69,7 +69,7 @@ class TritonBackend:
         facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
         if facts.listed:
             group = case.num_heads // case.num_kv_heads
-            tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.num_tokens, facts.max_seq_len)
+            tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
             layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // group)
             write_lists(inputs, inputs.work_W, layout, facts.min_keys)
 
@@ -102,7 +102,7 @@ class TritonBackend:
             splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
             decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, splits, scale, sliding_window)
             return
-        tiles = prefill_tiles(head_dim, q_THd.element_size(), facts.num_tokens, facts.max_seq_len)
+        tiles = prefill_tiles(head_dim, q_THd.element_size(), facts.max_seq_len)
         layout = WorkLayout(facts.num_requests, num_kv_heads, tiles.rows // group)
         work_W = inputs.work_W
         if not work_W.numel():

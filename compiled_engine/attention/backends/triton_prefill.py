@@ -19,8 +19,6 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 
 # Contexts up to this many tokens are short.
 SHORT_CONTEXT = 1024
-# Up to so many tokens large tiles are too few to fill the device.
-FEW_TOKENS = 1024
 # Of all tiles.
 SMALLEST_ROWS = 32
 
@@ -37,18 +35,17 @@ class PrefillTiles:
     programs: int
 
 
-def prefill_tiles(head_dim: int, element_size: int, num_tokens: int, max_seq_len: int) -> PrefillTiles:
+def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> PrefillTiles:
     """Tiles by head size (elements) and element size (bytes), so that registers and shared memory suffice.
 
-    num_tokens: of the batch; a few do not fill the device with large tiles. max_seq_len: the host's bound of the
-    contexts; short ones leave large tiles half empty. `rows` is at least the largest group of query heads that the
-    backend allows.
+    max_seq_len: the host's bound of the contexts; short ones leave large tiles half empty. `rows` is at least the
+    largest group of query heads that the backend allows.
     """
     if element_size == 4:
         return PrefillTiles(rows=32, keys=16, num_warps=8, num_stages=2, programs=2)
     if head_dim > 128:
         return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=2, programs=2)
-    if num_tokens <= FEW_TOKENS or max_seq_len <= SHORT_CONTEXT:
+    if max_seq_len <= SHORT_CONTEXT:
         return PrefillTiles(rows=64, keys=32, num_warps=4, num_stages=3, programs=4 if head_dim <= 64 else 2)
     return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, programs=1)
 
