@@ -203,7 +203,7 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """The two largest keys first, on which the pool depends, since the next may not fit into what the largest left; then
+    """The two largest keys first, on which the pool depends (the second may not fit into what the first left); then
     such from all over the family."""
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
