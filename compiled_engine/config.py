@@ -1,6 +1,6 @@
 """The resolved configuration: frozen, complete, and never rewritten.
 
-`resolve.py` turns what a user asked for into these values; every part of the engine reads them from here.
+`resolve/` turns what a user asked for into these values; every part of the engine reads them from here.
 """
 
 from __future__ import annotations

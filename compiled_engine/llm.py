@@ -21,11 +21,18 @@ from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer import (
+    Tokenizer,
+    find_tokenizer_folder,
+    load_tokenizer,
+    read_eos_token_ids,
+)
 from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.methods import MISSING
 from compiled_engine.other_engines.translate import translate
+from compiled_engine.process.garbage_collection import young_collected_alone
+from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiler import Profiler
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
@@ -57,17 +64,26 @@ class LLM:
         self._progress = RichProgress() if progress else SilentProgress()
         with timeline.span("configuration"):
             self._config = resolve(engine_options, self._progress)
-        if engine_options.mode == "auto" and (obstacle := compiler_obstacle(self._config.device)) is not None:
-            log.warning("mode is eager, which is slower: %s", obstacle)
+        warn_if_eager(engine_options, self._config)
         model_path = self._config.model.path
-        self._tokenizer = None
+        tokenizer_path = None
         if not engine_options.skip_tokenizer_init:
-            with timeline.span("tokenizer"):
-                self._tokenizer = find_tokenizer(self._config.tokenizer, model_path)
+            tokenizer_path = find_tokenizer_folder(self._config.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
-        eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
+        read_eos_token_ids(model_path, None)  # what is wrong with them is said before work starts
         processors = resolve_logits_processors(engine_options.logits_processors)
+        # No text is there before the engine stands, so the tokenizer is loaded beside it.
+        tokenizer = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
+        tokenizer_start_s = timeline.now()
         self._core: EngineCore | None = start_core(self._config, self._progress, processors, timeline)
+        try:
+            with timeline.span("wait for the tokenizer"):
+                self._tokenizer = tokenizer.result()
+        except BaseException:
+            self._core.close()
+            raise
+        timeline.add("tokenizer", tokenizer_start_s, tokenizer.seconds, "configuration")
+        eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
         limits = RequestLimits(
             vocab_size=self._config.model.vocab_size,
             max_model_len=self._config.model.max_model_len,
@@ -149,7 +165,7 @@ class LLM:
         return self._generate(prompts, sampling_params, use_tqdm, priority)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer, as transformers made it."""
+        """The tokenizer as an object of transformers, which the first call imports."""
         return self._require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -230,16 +246,17 @@ class LLM:
         use_tqdm: bool,
         priority: int | Sequence[int] | None,
     ) -> list[RequestOutput]:
-        requests = self._inputs.process(prompts, self._params_or_default(sampling_params), priority)
         finished: dict[str, RequestOutput] = {}
         progress = self._progress if use_tqdm else SilentProgress()
-        with (
-            progress.stage("generate", total=len(requests)) as advance,
-            closing(self._loop.run(requests)) as outputs,
-        ):
-            for output in outputs:
-                finished[output.request_id] = output
-                advance(1)
+        with young_collected_alone():
+            requests = self._inputs.process(prompts, self._params_or_default(sampling_params), priority)
+            with (
+                progress.stage("generate", total=len(requests)) as advance,
+                closing(self._loop.run(requests)) as outputs,
+            ):
+                for output in outputs:
+                    finished[output.request_id] = output
+                    advance(1)
         return [finished[request.request_id] for request in requests]
 
     def _params_or_default(
@@ -267,3 +284,9 @@ def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
         for name, value in translate(keywords, on_gpu=on_gpu).items()
     }
     return EngineOptions(**values)
+
+
+def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
+    """Log it if nothing can be compiled here, unless that was asked for."""
+    if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
+        log.warning("mode is eager, which is slower: %s", obstacle)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ class EngineOutput(NamedTuple):
     """Core to API: what one step added to a request.
 
     `finish_reason` is None while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop token id
-    that ended it, None for an end-of-sequence token, or what the error is. `prompt_logprobs`: (first position,
-    entries), see RunnerOutput. `num_cached_tokens` counts prompt tokens that came from the prefix cache; it comes with
-    the first token or before, and None says nothing new. So does `scheduled_time`: when it was first scheduled, in
-    seconds of time.perf_counter.
+    that ended it, None for an end-of-sequence token, or what the error is. `logprobs`: a row for each new token, if
+    asked for. `prompt_logprobs`: (first position, rows), see RunnerOutput. `num_cached_tokens` counts prompt tokens
+    that came from the prefix cache; it comes with the first token or before, and None says nothing new. So does
+    `scheduled_time`: when it was first scheduled, in seconds of time.perf_counter.
     """
 
     request_id: str
     new_token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-    prompt_logprobs: tuple[int, tuple[TokenLogprobs, ...]] | None = None
+    logprobs: LogprobRows | None = None
+    prompt_logprobs: tuple[int, LogprobRows] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None
@@ -93,19 +93,32 @@ class EngineOutput(NamedTuple):
 class StepOutputs:
     """Core to API: what one step added to requests; iterates over an EngineOutput for each.
 
-    In columns are those that got their next token and nothing else, which nearly all do: `request_ids`, `token_ids`.
+    In columns are those that got their next token and nothing else but its log-probabilities, which nearly all do:
+    `request_ids`, `token_ids`. `logprobs` has a row for each, to be ignored where none was asked for, and with more
+    tokens than asked for where another one asks for more; None if nobody asks.
     """
 
     request_ids: Sequence[str] = ()
     token_ids: Sequence[int] = ()
     others: Sequence[EngineOutput] = ()
+    logprobs: LogprobRows | None = None
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
+    def part(self, columns: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
+        """Some of it: the requests at these places in the columns, and these others."""
+        return StepOutputs(
+            [self.request_ids[index] for index in columns],
+            [self.token_ids[index] for index in columns],
+            others,
+            self.logprobs.select(columns) if self.logprobs is not None and columns else None,
+        )
+
     def __iter__(self) -> Iterator[EngineOutput]:
-        for request_id, token_id in zip(self.request_ids, self.token_ids, strict=True):
-            yield EngineOutput(request_id, (token_id,))
+        for index, (request_id, token_id) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
+            logprobs = None if self.logprobs is None else self.logprobs.select(slice(index, index + 1))
+            yield EngineOutput(request_id, (token_id,), logprobs)
         yield from self.others
 
 
@@ -159,11 +172,13 @@ class RunnerOutput:
 
     token_ids: one for each request that samples, in the order of the step; or why there is none (see
         sampling/no_token.py).
-    logprobs: by request id, of requests that sample and want them.
-    prompt_logprobs: by request id, (position of the first entry, entries): the entry for position p is the
+    logprobs: if any of them asks, as StepOutputs has them: a row for each token.
+    many_logprobs: by request id, the row of one that asks for more than FEW_TOKENS (see sampling/logprobs.py).
+    prompt_logprobs: by request id, (position of the first row, rows): the row for position p is the
         log-probability of prompt token p given those before it, so positions start at 1.
     """
 
     token_ids: Sequence[int] = ()
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
+    logprobs: LogprobRows | None = None
+    many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
+    prompt_logprobs: dict[str, tuple[int, LogprobRows]] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
     python docs/figures.py           rewrite README.md and docs/*.md
     python docs/figures.py --check   exit with code 1 if a document is not up to date
-    python docs/figures.py --plots   draw the pictures of ablations in docs/images again
+    python docs/figures.py --plots   draw the pictures of ablations and curves in docs/images again
 
 Two markers stand in the documents, as HTML comments. Whatever is between a marker and its end is replaced:
 
@@ -30,6 +30,7 @@ import measured_tables
 DOCS = Path(__file__).resolve().parent
 DOCUMENTS = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 MEASUREMENTS = DOCS / "measurements"
+CURVES = "curves"
 ABLATIONS = ("ablation_qwen3-0.6b", "ablation_qwen3-8b")
 FIGURE = re.compile(r"(<!-- figure: (\S+) ([^>]+) (\S+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- table: (\w+) ([^>]+) -->)\n(.*?)(<!-- /table -->)", re.DOTALL)
@@ -88,11 +89,12 @@ def up_to_date(text: str, load: Load = load) -> str:
 
 
 def draw_plots() -> None:
-    from compiled_engine.bench.ablation_plots import draw_all
-    from compiled_engine.bench.plot_style import LIGHT
+    from compiled_engine.bench import ablation_plots, curve_plots
+    from compiled_engine.bench.plot_style import LIGHT, write_pngs
 
+    write_pngs(curve_plots.draw_all(load(CURVES), LIGHT), DOCS / "images")
     for name in ABLATIONS:
-        drawn = draw_all(load(name), LIGHT)
+        drawn = ablation_plots.draw_all(load(name), LIGHT)
         for plot, ending in (("step_by_batch", "by_batch"), ("step_batch_1", "batch_1")):
             (DOCS / "images" / f"{name}_{ending}.png").write_bytes(drawn[plot])
 

@@ -119,29 +119,6 @@ def step_split(*results: Result) -> str:
     return below(markdown(["", *names, "device idle"], rows), *results)
 
 
-def latency(*results: Result) -> str:
-    """Milliseconds per output token, and the bound."""
-    batches = [str(record["batch_size"]) for record in results[0]["results"]]
-    rows = []
-    for result in results:
-        records = result["results"]
-        rows.append([model_name(result), *(median(record["tpot_ms"], 2) for record in records)])
-        rows.append(["bound", *(f"{record['bound_ms']:.2f}" for record in records)])
-    return below(markdown(["", *(f"batch {batch}, ms" for batch in batches)], rows), *results)
-
-
-def rates(*results: Result) -> str:
-    """Tokens per second of throughput or prefill, and the bound."""
-    rows = []
-    for result in results:
-        found = result["results"]
-        name = next(name for name in ("output_tokens_per_s", "tokens_per_s") if name in found)
-        options = "" if result["options"].get("async_scheduling", True) else ", without async scheduling"
-        bound = f"{found['bound_tokens_per_s']:,.0f}"
-        rows.append([model_name(result) + options, median(found[name], 0), bound])
-    return below(markdown(["", "tok/s", "bound"], rows), *results)
-
-
 def start_up(*results: Result) -> str:
     """Seconds of cold and warm starts by stage, parts of a stage indented."""
     starts = [(result, kind) for result in results for kind in ("cold", "warm")]
@@ -196,9 +173,55 @@ def beside_transformers(result: Result) -> str:
     return "\n\n".join([markdown(headings, rows), "\n".join(said), conditions(result)])
 
 
+def performance(result: Result, peers: Result) -> str:
+    """The rows of the table beside a peer's, this engine's before, their bounds, and what was aimed at."""
+    known = {row["id"]: row for row in peers["rows"]}
+    headings = [peers["engines"]["vllm"], "before", "now", "spread", "n", "bound", "share of bound", "aim"]
+    rows = []
+    for row in result["rows"]:
+        if "curve" in row or "error" in row:
+            continue
+        peer, measured = known.get(row["id"], {}), row["measured"]
+        low, high = (_figure(row, value) for value in measured["spread"])
+        rows.append(
+            [
+                f"`{row['id']}` {row['what']}, {row['unit']}",
+                *(_range(row, peer.get(name)) for name in ("vllm", "compiled_engine")),
+                f"**{_figure(row, measured['median'])}**",
+                low if low == high else f"{low} to {high}",
+                str(measured["n"]),
+                _figure(row, row["bound"]),
+                f"{row['share_of_bound']:.0%}",
+                _range(row, peer.get("aim")),
+            ]
+        )
+    return below(markdown(["", *headings], rows), result)
+
+
+def curves(result: Result) -> str:
+    """The plots of a table's curves, which `figures.py --plots` draws."""
+    names = dict.fromkeys((row["model"], row["curve"]) for row in result["rows"] if "curve" in row)
+    pictures = [
+        f"![{model}: time and throughput against {curve}](images/curve_{model.lower().replace(' ', '_')}_{curve}.png)"
+        for model, curve in names
+    ]
+    return below("\n".join(pictures), result)
+
+
+def _figure(row: Result, value: float) -> str:
+    digits = {"ms": 2, "s": 1}.get(row["unit"], 0)
+    return f"{value:,.{digits}f}"
+
+
+def _range(row: Result, value: float | Sequence[float] | None) -> str:
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    return " to ".join(_figure(row, number) for number in values)
+
+
 def peers(result: Result) -> str:
-    """Each engine's figures, and the bound."""
-    return _compared(result, result["rows"], {**result["engines"], "bound": "bound"})
+    """Each engine's figures, and the bound, of the rows that other engines have too."""
+    rows = [row for row in result["rows"] if len(row.keys() & result["engines"].keys()) > 1]
+    return _compared(result, rows, {**result["engines"], "bound": "bound"})
 
 
 def highlights(result: Result) -> str:

@@ -19,7 +19,6 @@ from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -61,10 +60,9 @@ class CompiledModel:
     counts: CompileCounts
 
     @property
-    def layout(self) -> ParameterLayout:
-        """The packed parameters of all compile ranges."""
-        packed = {p.name: p for compiled_range in self.ranges for p in compiled_range.plan.layout().packed}
-        return ParameterLayout(tuple(packed.values()))
+    def packed(self) -> dict[str, tuple[str, ...]]:
+        """The packed parameters of all compile ranges, each with its members."""
+        return {name: members for r in self.ranges for name, members in r.plan.packed().items()}
 
     def bind(self, parameters: Mapping[str, torch.Tensor], on_attention: OnAttention | None = None) -> Forwards:
         """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`."""

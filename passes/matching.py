@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 from compiled_engine.passes.graph_pass import PassResult, Replacement
 
@@ -45,7 +46,7 @@ def arg(node: fx.Node, index: int) -> Any:
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
     """The mode of the first fake tensor in a value or nested sequence of values."""
-    return next(tensor.fake_mode for tensor in _fake_tensors(value))
+    return next(leaf.fake_mode for leaf in tree_leaves(value) if isinstance(leaf, FakeTensor))
 
 
 def is_call(node: object, *targets: Callable[..., Any]) -> bool:
@@ -96,14 +97,6 @@ def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:
     node = graph.call_function(operator.getitem, (sequence, index))
     node.meta["val"] = sequence.meta["val"][index]
     return node
-
-
-def _fake_tensors(value: Any) -> list[FakeTensor]:
-    if isinstance(value, FakeTensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        return [tensor for item in value for tensor in _fake_tensors(item)]
-    return []
 
 
 def always_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:

@@ -2,8 +2,7 @@
 
 Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch; Inductor by itself finds
 the same fusion as two loops over the row, this kernel keeps the row in registers. With few tokens small_batch_linear
-takes both in. On an H200, leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8 and 64 tokens 127,
-232 and 214 microseconds of 597, 789 and 1420.
+takes both in.
 """
 
 from __future__ import annotations
@@ -17,7 +16,9 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import (
@@ -34,8 +35,9 @@ from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.rms_norm import match_rms_norm
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps"])
-def _kernel(
+def residual_rms_norm_kernel(
     x_ptr: tl.tensor,
     residual_ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -78,8 +80,8 @@ def launch(
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     hidden_size = x_TD.shape[-1]
-    block = triton.next_power_of_2(hidden_size)
-    _kernel[(x_TD.shape[0],)](
+    block = next_power_of_2(hidden_size)
+    residual_rms_norm_kernel[(x_TD.shape[0],)](
         x_TD,
         residual_TD,
         weight_D,

@@ -1,9 +1,7 @@
 """q and k become one kernel from the linear to the cache: norm (Qwen3 has one), rotation, and the write of k and v.
 
 Why: at decode sizes these are a few kilobytes that a pointwise kernel or two and the write handle one after another,
-and each launch costs more than the work. Of attention what remains is `attend`, which reads the cache. On an H200,
-leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8 and 64 tokens 219, 276 and 303 microseconds
-of 597, 789 and 1420.
+and each launch costs more than the work. Of attention what remains is `attend`, which reads the cache.
 """
 
 from __future__ import annotations

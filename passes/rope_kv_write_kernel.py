@@ -7,14 +7,18 @@ and after their sum. So it returns what the separate ops return, up to the order
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16
@@ -81,6 +85,7 @@ def _normed_and_rotated(
     return (first_cos_HP - second_sin_HP).to(dtype), (second_cos_HP + first_sin_HP).to(dtype)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride"],
     do_not_specialize_on_alignment=["slot_mapping_ptr"],
@@ -173,11 +178,10 @@ def launch(
     rows = {"q_THd": q_THd, "k_TKd": k_TKd, "v_TKd": v_TKd, "cos_T1d": cos_T1d, "sin_T1d": sin_T1d}
     require_dense(kv_cache_N2PKd, **rows)
     num_tokens, num_heads, head_dim = q_THd.shape
-    block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
-    out_THd = torch.empty((num_tokens, num_heads, head_dim), dtype=q_THd.dtype, device=q_THd.device)
-    strides = [tensor.stride(0) for tensor in rows.values()]
-    tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
-    rope_kv_write_kernel[(num_tokens * (triton.cdiv(num_heads, tile_h) + triton.cdiv(num_kv_heads, tile_h)),)](
+    out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+    strides = q_THd.stride(), k_TKd.stride(), v_TKd.stride(), cos_T1d.stride(), sin_T1d.stride()
+    programs, token_strides, constants = _constants(num_heads, head_dim, kv_cache_N2PKd.shape[2:4], strides)
+    rope_kv_write_kernel[(num_tokens * programs,)](
         q_THd,
         k_TKd,
         v_TKd,
@@ -189,26 +193,40 @@ def launch(
         slot_mapping_T,
         out_THd,
         eps,
-        *strides,
-        STRIDE_MULTIPLE=math.gcd(8, *strides),
-        Q_HEAD_STRIDE=q_THd.stride(1),
-        K_HEAD_STRIDE=k_TKd.stride(1),
-        V_HEAD_STRIDE=v_TKd.stride(1),
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_SIZE=block_size,
-        TILE_H=tile_h,
-        TILE_P=tile_p,
-        num_warps=num_warps,
-        enable_fp_fusion=False,
+        *token_strides,
+        **constants,
         **dependent_launch(q_THd.device),
     )
     return out_THd
 
 
+@cache
+def _constants(
+    num_heads: int, head_dim: int, block: tuple[int, int], strides: tuple[tuple[int, ...], ...]
+) -> tuple[int, tuple[int, ...], dict[str, Any]]:
+    """Programs of a token, strides of tokens, and what the kernel is compiled with. block: its slots and K/V heads."""
+    block_size, num_kv_heads = block
+    tile_h, tile_p, num_warps = tiles(num_heads, head_dim)
+    token_strides = tuple(stride[0] for stride in strides)
+    constants = {
+        "STRIDE_MULTIPLE": math.gcd(8, *token_strides),
+        "Q_HEAD_STRIDE": strides[0][1],
+        "K_HEAD_STRIDE": strides[1][1],
+        "V_HEAD_STRIDE": strides[2][1],
+        "NUM_HEADS": num_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE_H": tile_h,
+        "TILE_P": tile_p,
+        "num_warps": num_warps,
+        "enable_fp_fusion": False,
+    }
+    return cdiv(num_heads, tile_h) + cdiv(num_kv_heads, tile_h), token_strides, constants
+
+
 def tiles(num_heads: int, head_dim: int) -> tuple[int, int, int]:
     """Heads of a program, pairs of a head (a power of two), and warps."""
-    pairs = triton.next_power_of_2(head_dim // 2)
-    heads = min(triton.next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
+    pairs = next_power_of_2(head_dim // 2)
+    heads = min(next_power_of_2(num_heads), max(1, MAX_WARPS * ELEMENTS_PER_WARP // (2 * pairs)))
     return heads, pairs, max(1, heads * 2 * pairs // ELEMENTS_PER_WARP)

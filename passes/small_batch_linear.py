@@ -3,8 +3,6 @@ neighbours in: the norm before it, and the silu * up or the residual add after i
 
 Why: with few tokens a linear costs its weight's bytes, and what a general matrix product adds to that, together with
 the launches around it, is most of a decode step. It runs last: it absorbs what residual_rms_norm and silu_mul made.
-On an H200, leaving the pass out costs a decode step of the Qwen3-0.6B shape at 1, 8 and 64 tokens 711, 433 and 257
-microseconds of 597, 789 and 1420.
 """
 
 from __future__ import annotations

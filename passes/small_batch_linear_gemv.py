@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.launcher import quick_launches
+
 
 @triton.jit
-def _finish(
+def finish(
     y: tl.tensor,
     up: tl.tensor,
     out_ptr: tl.tensor,
@@ -23,7 +25,10 @@ def _finish(
     SILU_MUL: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store."""
+    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store.
+
+    y, up: float32, of the shape of offsets and mask; up is read with SILU_MUL alone.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:
         y = y.to(dtype).to(tl.float32)
@@ -54,6 +59,7 @@ def _rows_of(
         return tl.load(pointers_NK, mask=mask_NK, other=0.0, eviction_policy="evict_first")
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps", "num_outputs"])
 def one_token_kernel(
     x_ptr: tl.tensor,
@@ -111,4 +117,4 @@ def one_token_kernel(
         y_N += tl.load(bias_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
         if SILU_MUL:
             up_N += tl.load(bias_ptr + num_outputs + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    _finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)
+    finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)

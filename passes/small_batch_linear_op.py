@@ -11,12 +11,13 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.profile import load_profile
+from compiled_engine.passes.silu_mul import reference as silu_mul_reference
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
@@ -66,7 +67,7 @@ def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: 
     measured: dict[str, Any] | None = profile.tiles.get((bucket, num_rows, k, silu_mul)) if profile else None
     if measured is not None and num_tokens <= bucket:
         return Tiles(**measured)
-    width = triton.next_power_of_2(k)
+    width = next_power_of_2(k)
     outputs = num_rows // 2 if silu_mul else num_rows
     if bucket == 1:
         # Too few rows for large tiles to reach every multiprocessor want more warps.
@@ -103,8 +104,7 @@ def reference(
         x_TK = rms_norm.reference(x_TK, norm_weight_K, eps)
     y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     if silu_mul:
-        gate_TM, up_TM = y_TN.chunk(2, dim=-1)
-        y_TN = torch.nn.functional.silu(gate_TM) * up_TM
+        y_TN = silu_mul_reference(y_TN)
     return y_TN if residual_TM is None else residual_TM + y_TN
 
 
@@ -119,7 +119,7 @@ def launch(
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """The kernels behind `reference`; x with rows of consecutive elements, the others contiguous."""
-    if x_TK.stride(1) != 1:
+    if x_TK.stride()[1] != 1:
         x_TK = x_TK.contiguous()
     if residual_TM is not None and not residual_TM.is_contiguous():
         residual_TM = residual_TM.contiguous()
@@ -128,8 +128,8 @@ def launch(
     if tiles is None:
         tiles = choose_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, _device_name(x_TK.device))
     outputs = num_rows // 2 if silu_mul else num_rows
-    row_tiles, token_tiles = triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_tokens, tiles.tokens)
-    out_TM = torch.empty((num_tokens, outputs), dtype=x_TK.dtype, device=x_TK.device)
+    row_tiles, token_tiles = cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens)
+    out_TM = x_TK.new_empty((num_tokens, outputs))
     if norm_weight_K is not None and tiles.tokens > 1 and not tiles.norm_inside:
         x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps), None
     options: dict[str, Any] = {
@@ -164,7 +164,7 @@ def launch(
         eps,
         outputs,
         num_tokens,
-        x_TK.stride(0),
+        x_TK.stride()[0],
         TOKENS=tiles.tokens,
         GROUPS=tiles.groups,
         SPLIT_K=tiles.split_k,
@@ -181,7 +181,7 @@ def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int
     if k * element_size % 16:
         return 0
     step = tiles.groups * tiles.block_k
-    part = triton.cdiv(k, tiles.split_k * step) * step
+    part = cdiv(k, tiles.split_k * step) * step
     if num_rows * k * element_size <= WHOLE_AHEAD_BYTES:
         return part
     return min(part, FIRST_AHEAD_BYTES // (tiles.rows * element_size) // 8 * 8)

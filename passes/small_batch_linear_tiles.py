@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.small_batch_linear_gemv import finish
+
 
 @triton.jit
 def _weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
@@ -24,36 +27,6 @@ def _weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, S
         return tl.minimum(first + row_N // 2, num_outputs - 1) + row_N % 2 * num_outputs
     else:
         return tl.minimum(first + row_N, num_outputs - 1)
-
-
-@triton.jit
-def _finish(
-    y: tl.tensor,
-    row_N: tl.tensor,
-    offsets: tl.tensor,
-    mask: tl.tensor,
-    bias_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    SILU_MUL: tl.constexpr,
-) -> None:
-    """Bias, then silu(gate) * up or residual + y, rounded where the textbook rounds; then the store.
-
-    y: float32 products [N] or [T, N] with the rows row_N; offsets and mask: of the outputs, [M] or [T, M].
-    """
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if BIAS:
-        y += tl.load(bias_ptr + row_N).to(tl.float32)
-    if SILU_MUL:
-        gate, up = tl.split(tl.reshape(y, offsets.shape + [2]))  # noqa: RUF005 (Triton has no star)
-        gate = gate.to(dtype).to(tl.float32)
-        y = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
-    if RESIDUAL:
-        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        y = residual + y.to(dtype).to(tl.float32)
-    tl.store(out_ptr + offsets, y.to(dtype), mask=mask)
 
 
 @triton.jit
@@ -184,6 +157,7 @@ def _sum_of_partials(
     return y_TN
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["eps", "num_outputs", "num_tokens"])
 def few_tokens_kernel(
     x_ptr: tl.tensor,
@@ -273,4 +247,10 @@ def few_tokens_kernel(
     output_M = first + tl.arange(0, OUTPUTS)
     offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
     mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
-    _finish(y_TN, row_N, offsets_TM, mask_TM, bias_ptr, residual_ptr, out_ptr, BIAS, RESIDUAL, SILU_MUL)
+    if BIAS:
+        y_TN += tl.load(bias_ptr + row_N).to(tl.float32)
+    if SILU_MUL:
+        gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
+        finish(gate_TM, up_TM, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, RESIDUAL)
+    else:
+        finish(y_TN, None, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, RESIDUAL)

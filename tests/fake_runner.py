@@ -15,7 +15,7 @@ import numpy as np
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask
 
 VOCAB_SIZE = 11
@@ -62,8 +62,8 @@ def mask_of(token_mask: TokenMask | None, output_ids: Sequence[int]) -> np.ndarr
 
 
 def logprobs_of(prefix_hash: int, token_id: int) -> TokenLogprobs:
-    """The fake model's log-probability of a token after a prefix."""
-    return TokenLogprobs((token_id,), (-(hash((prefix_hash, token_id)) % 1000) / 100,), 1)
+    """The fake model's log-probability of a token after a prefix: a float32."""
+    return TokenLogprobs((token_id,), (-(hash((prefix_hash, token_id)) % 1000) / 64,), 1)
 
 
 @dataclass
@@ -108,7 +108,9 @@ class FakeRunner:
         assert len(set(written)) == len(written), "two requests write to one slot"
         self.written[step.step] = written
         token_ids: list[int] = []
-        logprobs, prompt_logprobs = {}, {}
+        logprobs: list[TokenLogprobs] = []
+        prompt_logprobs = {}
+        wanted = False
         for share in shares_of(step):
             row = self.rows[share.request_id]
             end = share.num_computed_tokens + share.num_tokens
@@ -118,7 +120,7 @@ class FakeRunner:
                 positions = range(share.num_computed_tokens + 1, min(end + 1, row.num_prompt_tokens))
                 prompt_logprobs[share.request_id] = (
                     positions.start,
-                    [logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions],
+                    LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
             if share.samples:
                 output_ids = row.token_ids[row.num_prompt_tokens :]
@@ -129,10 +131,10 @@ class FakeRunner:
                 assert sent == (None if mask is None else mask.tobytes()), "a mask for other tokens"
                 token_id = next_token(row.hashes[-1], token_mask, output_ids)
                 token_ids.append(token_id)
-                if row.params.logprobs is not None:
-                    logprobs[share.request_id] = logprobs_of(row.hashes[-1], token_id)
+                wanted |= row.params.logprobs is not None
+                logprobs.append(logprobs_of(row.hashes[-1], token_id))
                 row.append(token_id)
-        return RunnerOutput(token_ids, logprobs, prompt_logprobs)
+        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs)
 
     def receive(self, step: SchedulerOutput) -> None:
         """Take in a step's messages without computing anything."""

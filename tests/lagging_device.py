@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,19 +19,6 @@ from compiled_engine.messages import RunnerOutput
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.history import History
-
-# What the sampler's host code decides by, at the launch.
-FLAGS = (
-    "_present_N",
-    "_filtered_N",
-    "_penalised_N",
-    "_added_to_N",
-    "_processed_N",
-    "_edited_N",
-    "_general_N",
-    "_remembered_N",
-    "_num_logprobs_N",
-)
 
 
 class LaunchedStep:
@@ -44,35 +32,47 @@ class LaunchedStep:
         return self.step.result()
 
 
+def host_state(*owners: object) -> Callable[[], None]:
+    """A function that puts back what the owners hold now: arrays by their content, tensors, lists and switches."""
+    held = [
+        (owner, name, value.copy() if isinstance(value, np.ndarray) else value)
+        for owner in owners
+        for name, value in vars(owner).items()
+        if isinstance(value, np.ndarray | torch.Tensor | list | bool)
+    ]
+
+    def put_back() -> None:
+        for owner, name, value in held:
+            if isinstance(value, np.ndarray):
+                vars(owner)[name][:] = value
+            else:
+                setattr(owner, name, value)
+
+    return put_back
+
+
 def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
-    """A function that puts everything as it is now, and returns one that puts it back."""
+    """A function that puts all that the host decides by as it is now, and returns one that puts it back."""
     sampler, writes = runner.sampler, runner.states.writes
 
-    def values() -> tuple[Any, ...]:
-        additions = sampler._additions
-        flags = {name: getattr(sampler, name).copy() for name in FLAGS}
-        return (
-            writes._writes,
-            sampler._table._host.clone(),
-            (additions.additions_NC, additions.prefixes_P, additions._changed),
-            flags,
-        )
+    def state() -> Callable[[], None]:
+        table = {name: values.copy() for name, values in sampler.table.host.items()}
+        put_others_back = host_state(sampler, sampler.additions, writes)
 
-    def put(then: tuple[Any, ...]) -> None:
-        writes._writes = then[0]
-        sampler._table._host.copy_(then[1])
-        additions = sampler._additions
-        additions.additions_NC, additions.prefixes_P, additions._changed = then[2]
-        for name, flags_N in then[3].items():
-            getattr(sampler, name)[:] = flags_N
+        def put_back() -> None:
+            for name, values in table.items():
+                sampler.table.host[name][:] = values
+            put_others_back()
 
-    sampler._additions.publish()
-    at_launch = values()
+        return put_back
+
+    sampler.additions.publish()
+    put_as_at_launch = state()
 
     def restore() -> Callable[[], None]:
-        now = values()
-        put(at_launch)
-        return lambda: put(now)
+        put_as_now = state()
+        put_as_at_launch()
+        return put_as_now
 
     return restore
 
@@ -80,12 +80,12 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
 @contextmanager
 def lagging_device() -> Iterator[None]:
     """Engines run so meanwhile; they have to finish their steps inside."""
-    run, start_counts, start_tail = Runner._run, History.start_counts, History.start_tail
+    run, start_counts, start_tail = Runner.run, History.start_counts, History.start_tail
     queue: deque[Callable[[], None]] = deque()
 
     def lagging_run(runner: Runner, batch: InputBatch, hidden_wanted: bool) -> LaunchedStep:
         restore = take_snapshot(runner)
-        runner.states.writes._writes = []
+        runner.states.writes.discard()
         launched = LaunchedStep(queue)
 
         def execute() -> None:
@@ -105,7 +105,7 @@ def lagging_device() -> Iterator[None]:
         return lagging
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Runner, "_run", lagging_run)
+        patch.setattr(Runner, "run", lagging_run)
         patch.setattr(History, "start_counts", later(start_counts))
         patch.setattr(History, "start_tail", later(start_tail))
         yield

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
+from tiny_models import tiny_config
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -15,12 +16,10 @@ from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.options import EngineOptions
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.resolve.engine import resolve
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -61,17 +60,10 @@ FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN)
 
 @cache
 def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[ModelConfig, TracedGraph]:
-    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8))
-    model = replace(
-        config.model,
-        architecture=family.architecture,
-        num_layers=num_layers,
-        hidden_size=64,
-        intermediate_size=96,
+    config = tiny_config(
+        family.architecture,
+        num_layers,
         num_heads=6,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=101,
         rms_norm_eps=3e-4,
         rope=family.rope,
         tie_word_embeddings=family.tied,
@@ -81,8 +73,7 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
         sliding_windows=(family.sliding_window,) * num_layers,
         dtype=dtype,
     )
-    inputs = example_inputs(replace(config, model=model))
-    return model, trace(without_storage(build_model(model), CPU), inputs)
+    return config.model, trace(without_storage(build_model(config.model), CPU), example_inputs(config))
 
 
 def run_all(

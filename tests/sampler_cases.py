@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.sampling.logprobs import NO_LOGPROBS, batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 64
@@ -27,9 +28,31 @@ class Output:
 
 def sample(sampler: Sampler, logits_SV: torch.Tensor, rows: np.ndarray, positions: np.ndarray) -> Output:
     row_index_S, positions_S = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions.astype(np.int64))
-    sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S)
-    logprobs = sampled.logprobs.entries() if sampled.logprobs else [None] * len(rows)
-    return Output(sampled.token_ids_S.tolist(), logprobs)
+    token_ids_S = sampler.sample(logits_SV, rows, row_index_S, positions_S)
+    return Output(token_ids_S.tolist(), logprob_entries(logits_SV, token_ids_S, sampler.num_logprobs(rows)))
+
+
+def logprob_entries(
+    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs_S: np.ndarray | None, triton: bool | None = None
+) -> list[TokenLogprobs | None]:
+    """What batch_logprobs has for each row, cut to what that asks for, once it has come from the device."""
+    entries: list[TokenLogprobs | None] = [None] * len(logits_SV)
+    if num_logprobs_S is None:
+        return entries
+    found = batch_logprobs(logits_SV, token_ids_S.int().clamp(min=0), num_logprobs_S, triton)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    few = [] if found.few_SW is None else [*LogprobRows.of_array(found.few_SW.numpy())]
+    for index, wanted in enumerate(num_logprobs_S.tolist()):
+        if wanted == NO_LOGPROBS:
+            continue
+        if index in found.many:
+            (entry,) = LogprobRows.of_array(found.many[index].numpy())
+        else:
+            entry = few[index]
+        count = 1 + (logits_SV.shape[1] if wanted == -1 else wanted)
+        entries[index] = TokenLogprobs(entry.token_ids[:count], entry.logprobs[:count], entry.rank)
+    return entries
 
 
 def make_sampler(vocab_size: int = VOCAB_SIZE, max_num_rows: int = 16) -> Sampler:

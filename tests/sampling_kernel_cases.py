@@ -7,17 +7,19 @@ read is left finite: padding rows, gaps between rows and what outputs held befor
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from sampler_cases import logprob_entries
 from token_masks import ByLastToken
 
-from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbel_triton, logprobs_triton, penalties
+from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbel_triton, penalties
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
 from compiled_engine.sampling.history import IN_PROMPT, MAX_COUNT, record_
 from compiled_engine.sampling.logit_additions import LogitAdditions, add_, row_additions
-from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
+from compiled_engine.sampling.logprobs import FEW_TOKENS, NO_LOGPROBS
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
@@ -60,7 +62,14 @@ def row_indices(num_samples: int, seed: int, padding: bool = True) -> torch.Tens
     return torch.from_numpy(rows)
 
 
-def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype, filtered: bool) -> None:
+def choose_matches(
+    device: str,
+    num_samples: int,
+    vocab_size: int,
+    dtype: torch.dtype,
+    filtered: bool,
+    sample: Callable[..., None] = gumbel_triton.sample,
+) -> None:
     logits_SV = strided_logits(num_samples, vocab_size, dtype, vocab_size, ties=True)
     row_index_S = row_indices(num_samples, vocab_size)
     if not filtered:  # a threshold always keeps some token
@@ -79,7 +88,7 @@ def choose_matches(device: str, num_samples: int, vocab_size: int, dtype: torch.
     gumbel.sample(logits_SV.float(), row_index_S, positions_S, inverse_N, seeds_N, threshold_S, expected_S)
     arguments = (row_index_S, positions_S, inverse_N, seeds_N, threshold_S)
     on_device = [None if each is None else each.to(device) for each in arguments]
-    gumbel_triton.sample(to_device(logits_SV, device), *on_device, got_S)
+    sample(to_device(logits_SV, device), *on_device, got_S)
     assert got_S.tolist() == expected_S.tolist()
     got_S = got_S.cpu()
     assert (got_S[row_index_S < 0] == 0).all()
@@ -220,31 +229,30 @@ def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
 
 
 def logprobs_match(device: str, num_samples: int, vocab_size: int, dtype: torch.dtype) -> None:
+    """For few and many tokens, in a batch and alone, with ties and minus infinity."""
     logits_SV = strided_logits(num_samples, vocab_size, dtype, 5, ties=True)
     logits_SV[0] = -torch.inf
     logits_SV[0, 1] = 4.0
     token_ids_S = torch.arange(num_samples) % vocab_size
-    logsumexp_S, rank_S = logprobs_triton.normalisers(to_device(logits_SV, device), token_ids_S.to(device))
-    expected_SV = logits_SV.double()
-    torch.testing.assert_close(logsumexp_S.cpu().double(), expected_SV.logsumexp(1), rtol=1e-5, atol=1e-5)
-    chosen_S1 = expected_SV.gather(1, token_ids_S[:, None])
-    assert rank_S.tolist() == ((expected_SV > chosen_S1).sum(1) + 1).tolist()
-    wanted = np.arange(0, num_samples, 2)
-    counts = np.array([0, 3, 20, -1])[np.arange(len(wanted)) % 4]
-    arguments = (wanted, counts)
-    got = token_logprobs(to_device(logits_SV, device), token_ids_S.to(device), *arguments, triton=True)
-    for one, other in zip(entries(got), token_logprobs(logits_SV, token_ids_S, *arguments).entries(), strict=True):
+    wanted = [NO_LOGPROBS, 0, NO_LOGPROBS, 3, 20, min(FEW_TOKENS, vocab_size), -1]
+    for counts_S in (np.resize(wanted, num_samples), np.full(num_samples, 5), np.zeros(num_samples, np.int64)):
+        got = logprob_entries(to_device(logits_SV, device), token_ids_S.to(device), counts_S, triton=True)
+        expected = logprob_entries(logits_SV, token_ids_S, counts_S, triton=False)
+        same_logprobs(got, expected)
+        for entry, logits_V in zip(got, logits_SV.double(), strict=True):
+            if entry is not None:
+                logprobs_V = logits_V - logits_V.logsumexp(0)
+                np.testing.assert_allclose(entry.logprobs, logprobs_V[list(entry.token_ids)], rtol=1e-5, atol=1e-5)
+
+
+def same_logprobs(got: list[TokenLogprobs | None], expected: list[TokenLogprobs | None]) -> None:
+    """But for which of equally likely tokens come first."""
+    for one, other in zip(got, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
             assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
+            assert len(set(one.token_ids[1:])) == len(one.token_ids) - 1
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
-
-
-def entries(logprobs: BatchLogprobs) -> list[TokenLogprobs | None]:
-    """Once they have come from the device."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return logprobs.entries()
 
 
 def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) -> None:
@@ -297,15 +305,11 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         given = to_device(logits_SV, device)
         got = samplers[1].sample(given, rows, index.to(device), at.to(device), on_device)
         torch.testing.assert_close(given.cpu(), logits_SV, rtol=0, atol=0, equal_nan=True)
-        token_ids = expected.token_ids_S.tolist()
-        assert got.token_ids_S.tolist() == token_ids
-        assert (expected.logprobs is None) == (got.logprobs is None)
-        if expected.logprobs is not None and got.logprobs is not None:
-            for one, other in zip(entries(got.logprobs), expected.logprobs.entries(), strict=True):
-                assert (one is None) == (other is None)
-                if one is not None and other is not None:
-                    assert (one.token_ids[0], one.rank) == (other.token_ids[0], other.rank)
-                    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        token_ids = expected.tolist()
+        assert got.tolist() == token_ids
+        by_device = zip((samplers[1], samplers[0]), (given, logits_SV), (got, expected), (True, False), strict=True)
+        found = [logprob_entries(logits, chosen, each.num_logprobs(rows), on) for each, logits, chosen, on in by_device]
+        same_logprobs(*found)
         for row, token_id, mask in zip(rows[:-1].tolist(), token_ids, asked, strict=False):
             assert mask is None or mask[token_id // 32] >> token_id % 32 & 1
             outputs[row].append(token_id)
@@ -322,7 +326,7 @@ def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) 
     def tokens(rows: list[int], places: list[int]) -> list[int]:
         index = torch.tensor(rows, dtype=torch.int32, device=device)
         positions = torch.tensor([row % 7 for row in rows], device=device)
-        return sampler.sample(logits_SV[places].to(device), np.array(rows), index, positions).token_ids_S.tolist()
+        return sampler.sample(logits_SV[places].to(device), np.array(rows), index, positions).tolist()
 
     rows = row_indices(num_samples, 3, padding=False).tolist()
     places = list(range(num_samples))
@@ -346,15 +350,13 @@ def degenerate_logits(device: str, vocab_size: int, triton: bool) -> None:
     single_V = torch.full((vocab_size,), -torch.inf)
     single_V[11] = -1e30
     sampled = sampler.sample(single_V.expand(len(rows), -1).to(device), rows, index, positions)
-    assert sampled.token_ids_S.tolist() == [11] * len(rows)
+    assert sampled.tolist() == [11] * len(rows)
     mixed_V = torch.tensor([-torch.inf, -3e38, -1.0, -0.0, 0.0, 1.0, 3e38, torch.inf]).repeat(vocab_size)[:vocab_size]
     uniform = [torch.full((vocab_size,), value) for value in (torch.inf, 1e30, 3.4e38)]
     last_V = torch.arange(vocab_size) == vocab_size - 1
 
     def tokens(logits_V: torch.Tensor) -> set[int]:
-        return set(
-            sampler.sample(logits_V.expand(len(rows), -1).to(device), rows, index, positions).token_ids_S.tolist()
-        )
+        return set(sampler.sample(logits_V.expand(len(rows), -1).to(device), rows, index, positions).tolist())
 
     for logits_V in (*uniform, mixed_V, mixed_V[torch.arange(vocab_size) % 7]):
         assert tokens(logits_V) <= set(range(vocab_size))
@@ -376,7 +378,7 @@ def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.nda
     for position in range(1, 1 + draws // NUM_ROWS):
         positions = torch.full((NUM_ROWS,), position, device=device)
         drawn = sampler.sample(logits_V.expand(NUM_ROWS, -1).to(device), rows, index, positions)
-        counts += np.bincount(drawn.token_ids_S.cpu().numpy(), minlength=25)
+        counts += np.bincount(drawn.cpu().numpy(), minlength=25)
     fields = {name: np.array([value], np.float32) for name, value in filter_fields(requested).items()}
     threshold = thresholds(logits_V[None], Filters.from_table(fields, np.array([0])))
     weights = np.exp(logits_V.double().numpy() / requested.temperature) * (logits_V >= threshold).numpy()

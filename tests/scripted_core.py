@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask
 
 
@@ -73,11 +73,11 @@ class ScriptedCore:
             del self.live[request.request_id]
         prompt_logprobs = None
         if first and params.prompt_logprobs is not None:
-            prompt_logprobs = (1, tuple(logprobs_of(token_id) for token_id in request.prompt_token_ids[1:]))
+            prompt_logprobs = (1, LogprobRows.of(map(logprobs_of, request.prompt_token_ids[1:])))
         return EngineOutput(
             request_id=request.request_id,
             new_token_ids=tuple(new),
-            logprobs=None if params.logprobs is None else tuple(map(logprobs_of, new)),
+            logprobs=None if params.logprobs is None else LogprobRows.of(map(logprobs_of, new)),
             prompt_logprobs=prompt_logprobs,
             finish_reason=finish_reason,
             stop_reason=stop_reason,

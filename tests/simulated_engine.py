@@ -264,7 +264,9 @@ class SimulatedEngine:
             if output.num_cached_tokens is not None or not record.token_ids:
                 assert output.num_cached_tokens == record.num_cached_tokens
             record.token_ids += output.new_token_ids
-            record.logprobs += output.logprobs or ()
+            if params.logprobs is not None:
+                assert output.logprobs is not None or not output.new_token_ids
+                record.logprobs += output.logprobs or ()
             if output.prompt_logprobs is not None:
                 first, entries = output.prompt_logprobs
                 assert first == len(record.prompt_logprobs) + 1

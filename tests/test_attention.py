@@ -35,9 +35,11 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compiled_engine.attention.backends.cpp_backend import HEAD_DIMS
 from compiled_engine.attention.backends.torch_backend import write_kv_without_waiting
 from compiled_engine.attention.registry import BACKENDS
 
+ON_A_GPU = tuple(name for name in BACKENDS if name != "cpp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [case.name for case in CASES]
 LIMITS_OF_TRITON = {
@@ -75,9 +77,18 @@ def test_torch_on_cpu(case: Case, dtype: torch.dtype) -> None:
     assert outcome("torch", case, "cpu", dtype) == "right"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_cpp(case: Case, dtype: torch.dtype) -> None:
+    left_out = "unsupported: head_dim is 20; allowed: 16, 32, 64, 80, 96, 128, 192, 256"
+    assert outcome("cpp", case, "cpu", dtype) == (left_out if case.head_dim == 20 else "right")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_only_torch_runs_on_a_cpu(dtype: torch.dtype) -> None:
+def test_only_torch_runs_every_case_on_a_cpu(dtype: torch.dtype) -> None:
     assert unsupported("torch", "cpu", dtype) == {}
+    no_cuda = "device is cuda; allowed: cpu"
+    assert unsupported("cpp", "cuda", dtype) == dict.fromkeys(NAMES, no_cuda)
     assert unsupported("triton", "cpu", dtype) == dict.fromkeys(NAMES, "device is cpu; allowed: cuda")
     if not torch.cuda.is_available():
         assert unsupported("triton", "cuda", dtype) == LIMITS_OF_TRITON
@@ -108,7 +119,7 @@ def test_triton_in_the_interpreter() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_A_GPU)
 def test_on_cuda(backend: str, dtype: torch.dtype) -> None:
     """The table on a GPU, and exactly which cases a backend leaves out there."""
     reasons = unsupported(backend, "cuda", dtype)
@@ -175,7 +186,7 @@ def test_triton_on_random_batches() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_A_GPU)
 def test_captured_decodes_follow_the_device_data(backend: str) -> None:
     """A graph captured with padding rows alone, for contexts of up to 512 tokens, then serves a real batch."""
     case = Case("", (*decodes(300, 2, 129), PADDING), block_size=256)
@@ -245,7 +256,7 @@ def test_triton_compiles_nothing_after_its_first_batches() -> None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, head_dims: tuple[int, ...] = (1, 8, 20, 32)) -> Case:
     """Batches as a scheduler could make them: decodes first, then others, then padding."""
     group, num_kv_heads = draw(st.integers(1, 7)), draw(st.integers(1, 3))
     ragged = st.integers(1, 60).flatmap(lambda n: st.builds(Request, st.just(n), st.integers(1, n)))
@@ -259,7 +270,7 @@ def cases(draw: st.DrawFn) -> Case:
         tuple(requests) or decodes(1),
         num_heads=group * num_kv_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=draw(st.sampled_from([1, 8, 20, 32])),
+        head_dim=draw(st.sampled_from(head_dims)),
         block_size=draw(st.sampled_from([1, 3, 8, 16, 40])),
         sliding_window=draw(st.sampled_from([0, 0, 1, 2, 9, 100])),
     )
@@ -272,10 +283,38 @@ def test_torch_on_drawn_batches(case: Case, seed: int) -> None:
     assert mistake(case, batch, step("torch", case, batch)) is None
 
 
+@settings(max_examples=100, deadline=None)
+@given(case=cases(HEAD_DIMS), seed=st.integers(0, 2**31), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_cpp_on_drawn_batches(case: Case, seed: int, dtype: torch.dtype) -> None:
+    batch = build(case, dtype, seed=seed)
+    assert mistake(case, batch, step("cpp", case, batch)) is None
+
+
 @settings(max_examples=30, deadline=None)
-@given(case=cases())
-def test_garbage_does_not_matter_to_torch(case: Case) -> None:
-    assert not depends_on_garbage("torch", case)
+@given(case=cases((16, 32)))
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_garbage_does_not_matter_on_a_cpu(backend: str, case: Case) -> None:
+    assert not depends_on_garbage(backend, case)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_cpp_gives_a_request_the_same_bits_whatever_stands_beside_it(threads: int) -> None:
+    """Also with contexts that are split, and whatever the number of threads."""
+    alone = Case("", decodes(2500), num_heads=4, num_kv_heads=1)
+    batch = build(alone)
+    expected_THd = step("cpp", alone, batch)
+    torch.set_num_threads(threads)
+    beside = Case("", decodes(2500, 70, 1025, 1024), num_heads=4, num_kv_heads=1)
+    other = build(beside)
+    table_B = batch.inputs.block_table_RB[0]
+    blocks = other.inputs.block_table_RB[0, : len(table_B)].long()
+    other.kv_cache_N2PKd[blocks] = batch.kv_cache_N2PKd[table_B.long()]
+    for name in ("q_THd", "k_TKd", "v_TKd"):
+        getattr(other, name)[0] = getattr(batch, name)[0]
+    out_THd = step("cpp", beside, other)
+    torch.set_num_threads(1)
+    assert torch.equal(out_THd[0], expected_THd[0])
+    assert mistake(alone, batch, expected_THd) is None
 
 
 @settings(max_examples=30, deadline=None)
@@ -291,15 +330,16 @@ def test_both_ways_of_writing_agree(case: Case, seed: int) -> None:
     torch.testing.assert_close(batch.kv_cache_N2PKd, batch.expected_cache_N2PKd, rtol=0, atol=0, equal_nan=True)
 
 
-def test_padding_rows_leave_real_rows_bit_identical() -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_padding_rows_leave_real_rows_bit_identical(backend: str) -> None:
     """On the CPU, whatever the number of padding rows added to a batch of decodes."""
     case = Case("", decodes(5, 33, 200, 64))
     batch = build(case)
-    expected_THd = step("torch", case, batch)
+    expected_THd = step(backend, case, batch)
     for padding in (1, 4, 12):
         padded = Case("", (*case.requests, *[PADDING] * padding))
         padded_batch = build(padded)
-        out_THd = step("torch", padded, padded_batch)
+        out_THd = step(backend, padded, padded_batch)
         assert torch.equal(out_THd[:4], expected_THd)
         assert not out_THd[4:].any()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,16 +25,16 @@ def test_backends_are_imported_when_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("name", ["torch", "cpp", "triton"])
 def test_a_backend_knows_its_name_and_is_made_once(name: str) -> None:
     assert get_backend(name).name == name
     assert get_backend(name) is get_backend(name)
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="'fa4'; known backends: torch, triton, flash_attn"):
+    with pytest.raises(ValueError, match="'fa4'; known backends: torch, cpp, triton, flash_attn"):
         get_backend("fa4")
-    with pytest.raises(ValueError, match="'fa4'; allowed: auto, torch, triton, flash_attn"):
+    with pytest.raises(ValueError, match="'fa4'; allowed: auto, torch, cpp, triton, flash_attn"):
         resolve_backend("fa4", "auto", ON_CPU)
 
 
@@ -46,17 +48,17 @@ def test_a_missing_package_is_named() -> None:
 
 
 def test_defaults() -> None:
-    assert default_backend("cpu") == ("torch", "cpu: the backend that runs on every device")
+    assert default_backend("cpu")[0] == "cpp"
     assert default_backend("cuda")[0] == "triton"
 
 
 def test_auto_gives_reasons() -> None:
     assert resolve_backend("auto", "auto", ON_CPU) == (
-        "torch",
+        "cpp",
         16,
         {
-            "attention_backend": "cpu: the backend that runs on every device",
-            "cache.block_size": "the default of attention backend torch",
+            "attention_backend": "cpu: the engine's own kernel, which needs a C++ compiler",
+            "cache.block_size": "the default of attention backend cpp",
         },
     )
     assert resolve_backend("torch", 20, ON_CPU) == ("torch", 20, {})
@@ -73,6 +75,22 @@ def test_auto_falls_back_to_torch_with_the_obstacle() -> None:
     assert (name, block_size) == ("torch", 20)
     assert reasons == {"attention_backend": "triton cannot run this model: block_size is 20; allowed: multiples of 16"}
     assert resolve_backend("auto", "auto", on_cuda)[0] == "triton"
+
+
+def test_without_a_compiler_a_cpu_gets_torch(tmp_path: Path) -> None:
+    code = (
+        "import torch; from compiled_engine.attention.backend import AttentionCase; "
+        "from compiled_engine.attention.registry import resolve_backend; "
+        "print(resolve_backend('auto', 'auto', AttentionCase('cpu', torch.float32, 4, 2, 64, 0, None)))"
+    )
+    for compiler, obstacle in (("/no/such", "no C++ compiler (/no/such) was found"), ("false", "cannot compile")):
+        environment = {**os.environ, "CXX": compiler, "COMPILED_ENGINE_CACHE_DIR": str(tmp_path)}
+        process = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert process.stdout.startswith("('torch', 16, ")
+        assert "cpp cannot run this model: " in process.stdout
+        assert obstacle in process.stdout
 
 
 def test_what_a_requested_backend_cannot_run_is_an_error() -> None:

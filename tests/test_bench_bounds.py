@@ -9,6 +9,7 @@ import torch
 
 from compiled_engine.bench.bounds import (
     Chunk,
+    Job,
     ModelSizes,
     Rates,
     model_sizes,
@@ -61,12 +62,26 @@ def test_tpot_takes_the_mean_context_of_all_decodes() -> None:
 
 
 def test_a_workload_is_its_prompts_and_then_its_decodes() -> None:
-    prompts, outputs = [5, 9], [3, 2]
+    jobs = [Job(5, [3]), Job(9, [2])]
     decodes = step_bytes(SIZES, [Chunk(5, 1), Chunk(9, 1)]) + step_bytes(SIZES, [Chunk(6, 1)])
-    expected = prefill_seconds(SIZES, RATES, prompts) + decodes / 1e3
-    assert workload_seconds(SIZES, RATES, prompts, outputs, max_num_seqs=8) == pytest.approx(expected)
-    one_by_one = workload_seconds(SIZES, RATES, prompts, outputs, max_num_seqs=1)
+    expected = prefill_seconds(SIZES, RATES, [5, 9]) + decodes / 1e3
+    assert workload_seconds(SIZES, RATES, jobs, max_num_seqs=8) == pytest.approx(expected)
+    one_by_one = workload_seconds(SIZES, RATES, jobs, max_num_seqs=1)
     assert one_by_one == pytest.approx(expected + 1.0)
+
+
+def test_what_requests_have_in_common_is_computed_once_and_read_once_a_step() -> None:
+    # Seven tokens of all prompts, then two requests of 5 + 3 and 5 + 2: steps of two decodes and of one.
+    found = workload_seconds(SIZES, RATES, [Job(5, [3]), Job(5, [2])], max_num_seqs=8, common=7)
+    own = 2 * 4 * (5 + 6 + 5)
+    assert found == pytest.approx((1000 + 2 * (1000 + 2 * 4 * 7) + own) / 1e3)
+    # A prompt of two completions likewise: 3 steps of the one, 1 of the other.
+    found = workload_seconds(SIZES, RATES, [Job(5, [4, 2])], max_num_seqs=8)
+    assert found == pytest.approx((1000 + 3 * (1000 + 2 * 4 * 5) + 2 * 4 * (0 + 1 + 2 + 0)) / 1e3)
+    # A window may have left it behind.
+    sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, 3))
+    found = workload_seconds(sizes, RATES, [Job(5, [3, 3])], max_num_seqs=8)
+    assert found == pytest.approx((1000 + 2 * (1000 + 4 * 5) + 2 * 2 * 4 * (0 + 1)) / 1e3)
 
 
 def test_a_mixed_step_has_its_decodes_and_one_prompt() -> None:

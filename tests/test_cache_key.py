@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
 from compiled_engine.config import EngineConfig, GraphMode, RopeConfig, flat_fields
 from compiled_engine.graphs.cache.diff import differences
@@ -28,8 +29,6 @@ from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.options import EngineOptions
-from compiled_engine.resolve.engine import resolve
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},
@@ -43,22 +42,8 @@ ENVIRONMENT = Environment(
 
 def base_config() -> EngineConfig:
     """One tiny layer whose every field can matter: yarn scales cos and sin, and small batches end at the logits."""
-    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, compile_ranges=(8,)))
-    model = replace(
-        config.model,
-        num_layers=1,
-        hidden_size=64,
-        intermediate_size=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=101,
-        rope=RopeConfig(
-            10000.0, "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5
-        ),
-        sliding_windows=(None,),
-    )
-    return replace(config, model=model)
+    rope = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5)
+    return tiny_config(num_layers=1, compile_ranges=(8,), rope=rope)
 
 
 # Another value for every field.

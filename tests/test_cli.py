@@ -173,7 +173,6 @@ BAD_INPUT = [
     ),
     (["config", "--capture-size", "8"], "capture_sizes is (8,), but the mode captures no"),
     (["bench", "step", "--profile", "README.md"], "profile is 'README.md', a file; allowed: a folder"),
-    (["bench", "throughput", "--workload", "T"], "(workload T has max_num_seqs 256, max_model_len 4096)"),
 ]
 
 

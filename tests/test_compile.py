@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, RopeConfig
+from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
@@ -20,34 +21,9 @@ from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.options import EngineOptions
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.engine import resolve
-
-
-def tiny_config(
-    architecture: str = "Qwen3ForCausalLM", num_layers: int = 2, dtype: torch.dtype = torch.float32
-) -> EngineConfig:
-    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8))
-    window = 8 if architecture == "MistralForCausalLM" else None
-    model = replace(
-        config.model,
-        architecture=architecture,
-        num_layers=num_layers,
-        hidden_size=64,
-        intermediate_size=96,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=16,
-        vocab_size=101,
-        rope=RopeConfig(10000.0),
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        sliding_windows=(window,) * num_layers,
-        dtype=dtype,
-    )
-    return replace(config, model=model)
 
 
 def traced(config: EngineConfig) -> TracedGraph:
@@ -64,7 +40,7 @@ def compiled(config: EngineConfig) -> CompiledModel:
 def test_each_range_has_three_pieces_however_deep_the_model(
     architecture: str, num_layers: int, dtype: torch.dtype
 ) -> None:
-    config = tiny_config(architecture, num_layers, dtype)
+    config = tiny_config(architecture, num_layers, dtype=dtype)
     config = replace(config, compile=replace(config.compile, ranges=((1, 8),), strict=True))
     graph = traced(config)
     for compile_range in compile_ranges(config):
@@ -137,7 +113,7 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     warm = compile_model(config, no_model, SilentProgress(), Timeline())
     assert (warm.lookup.status, warm.counts.traces, warm.counts.compiles) == ("hit", 0, 0)
     model = build_model(config.model)
-    parameters = materialize(model, warm.layout, config.device)
+    parameters = materialize(model, warm.packed, config.device)
     fill_with_random_weights(model, seed=0)
     forward = warm.bind(dict(model.named_parameters(remove_duplicate=False)) | parameters).hidden
     for num_tokens in (1, 2, 17, 256):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -17,15 +18,18 @@ tl = pytest.importorskip("triton.language")
 
 from compiled_engine.kernels.compile_ahead import compiled_by  # noqa: E402
 from compiled_engine.kernels.workers import KernelWorkers  # noqa: E402
-from compiled_engine.passes.silu_mul import _kernel as silu_mul_kernel  # noqa: E402
+from compiled_engine.passes.silu_mul import silu_mul_kernel  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("kernels are interpreted, not compiled", allow_module_level=True)
 
 
-def processes_of(workers: KernelWorkers) -> list[subprocess.Popen[str]]:
-    assert workers._pool is not None
-    return [worker._process for worker in workers._pool._workers]
+def started(workers: KernelWorkers) -> list[psutil.Process]:
+    """Start the workers; their processes, in the order of their numbers."""
+    before = psutil.Process().children()
+    workers.start()
+    new = [process for process in psutil.Process().children() if process not in before]
+    return sorted(new, key=lambda process: (process.create_time(), process.pid))
 
 
 def make_kernel(module: str = "compiled_engine.nowhere") -> Any:
@@ -162,9 +166,9 @@ def test_workers_that_end_are_done_without(
     monkeypatch.setattr("compiled_engine.process.worker_process.sys.executable", "/bin/false")
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(count, hopper) as workers, ThreadPoolExecutor(3) as threads:
-        workers.start()
-        for worker in processes_of(workers):
-            worker.wait()
+        for process in started(workers):
+            while process.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
         with compiled_by(workers, threads) as kernels:
             for block in (32, 64, 128, 256):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=16 + count, BLOCK=block, DEPENDENT_LAUNCH=False)
@@ -176,13 +180,13 @@ def test_the_others_go_on_when_one_ends(hopper: Path, caplog: pytest.LogCaptureF
     caplog.set_level("DEBUG", "compiled_engine")
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(4) as threads:
-        workers.start()
-        processes_of(workers)[0].kill()
+        first, second = started(workers)
+        first.kill()
         with compiled_by(workers, threads) as kernels:
             for block in (16, 32, 64, 128, 256, 512):
                 silu_mul_kernel[(1, 1)](x, x, WIDTH=48, BLOCK=block, DEPENDENT_LAUNCH=False)
             assert None not in [loading.result() for loading in kernels.load()]
-        assert processes_of(workers)[1].poll() is None
+        assert second.status() != psutil.STATUS_ZOMBIE
     assert sum("worker 0 did not start" in record.getMessage() for record in caplog.records) == 1
 
 

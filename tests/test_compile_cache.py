@@ -18,7 +18,8 @@ from cache_cases import FACTORS, LOADED, Builder, build_once, changed, load
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.graphs.cache.entry import factors_key, read_factors
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
-from compiled_engine.graphs.cache.lookup import default_root, find_or_build
+from compiled_engine.graphs.cache.lookup import find_or_build
+from compiled_engine.kernels.cache_folder import default_root
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from compiled_engine.cli.errors import written_to
 
 FULL = Path("/dev/full")  # every write to it fails like that
 SMALL = ("--mode", "eager", "--device", "cpu", "--max-model-len", "64", "--num-blocks", "64")
-BRIEF = ("--batch", "1", "--prompt-len", "8", "--output-len", "4", "--repeats", "1", "--warm-up", "0")
+BRIEF = ("--rows", "bundled-tpot-1", "--repeats", "1")
 GENERATE = ("generate", *SMALL, "--quiet", "--prompt", "import", "--max-tokens", "3")
 
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full")
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full
         GENERATE,
         (*GENERATE, "--json"),
         ("inspect", *SMALL, "--json"),
-        ("bench", "latency", *SMALL, *BRIEF, "--json"),
+        ("bench", "table", *SMALL, *BRIEF, "--json"),
         ("cache", "ls"),
     ],
     ids=lambda command: " ".join(part for part in command if part in ("generate", "inspect", "bench", "--json", "ls")),

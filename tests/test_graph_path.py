@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from other_padding import prepare_with
 
 from compiled_engine.attention.backends.torch_backend import TorchBackend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
@@ -19,7 +18,6 @@ from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
 from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
@@ -29,6 +27,7 @@ from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling import scheduler
+from tests.other_padding import prepare_with, replay_with_other_padding
 from tests.recorded_capture import RecordedCapture
 
 MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
@@ -155,30 +154,7 @@ def test_padding_rows_change_no_bit(
     padding_1 = torch.zeros(1, dtype=torch.int64)
     monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
     core = make_core(make_config(mode))
-    runner = runner_of(core)
-    graphs = runner.captured.graphs
-    assert graphs is not None
-    checked: Counter[str] = Counter()
-    replay = graphs.replay
-
-    def replay_with_other_padding(key: GraphKey, inputs: Any) -> torch.Tensor:
-        if key.is_decode:  # a replay is a step
-            return replay(key, inputs)
-        buffers = runner.buffers
-        result = replay(key, inputs)
-        real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
-        expected = result[:real].clone()
-        padding_1.fill_(5)
-        if key.kind is not GraphKind.FULL:  # its inputs are made before the replay
-            buffers.input_ids_T[real : key.num_tokens] = 5
-            buffers.positions_T[real : key.num_tokens] = 5
-        assert torch.equal(replay(key, inputs)[:real], expected), key.name
-        padding_1.zero_()
-        result[real:] = torch.nan
-        checked[key.name] += key.num_tokens > real
-        return result
-
-    monkeypatch.setattr(graphs, "replay", replay_with_other_padding)
+    checked = replay_with_other_padding(runner_of(core), padding_1, monkeypatch)
     assert run(core, make_requests(14, 1)) == plain_tokens
     assert checked.total() > 3
 
@@ -244,7 +220,7 @@ def test_capture_in_the_background(mode: GraphMode, plain_tokens: dict[str, tupl
 
 def test_decodes_are_captured_first_in_the_background() -> None:
     core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE, background=True))
-    graphs = runner_of(core).graphs
+    graphs = runner_of(core).captured.graphs
     assert graphs is not None
     while not graphs.complete:
         run(core, make_requests(14, 1))
@@ -295,7 +271,7 @@ def test_a_capture_that_fails_in_the_background_is_given_up(
     metrics = core.metrics()
     assert metrics["captures"] == 0
     assert metrics["graph_fallbacks_by_reason"]["its capture failed"] > 0
-    graphs = runner_of(core).graphs
+    graphs = runner_of(core).captured.graphs
     assert graphs is not None
     assert graphs.complete
 
@@ -309,18 +285,22 @@ def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:
 
 
 def test_closing_resets_every_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE))
-    graphs = runner_of(core).graphs
-    assert graphs is not None
-    capture: Any = graphs._capture
-    core.close()
-    assert capture.num_reset == 6
+    captures: list[RecordedCapture] = []
+
+    def make_capture(device: torch.device) -> RecordedCapture:
+        captures.append(RecordedCapture(device))
+        return captures[-1]
+
+    monkeypatch.setattr(model_runner, "CudaCapture", make_capture)
+    make_core(make_config(GraphMode.FULL_AND_PIECEWISE)).close()
+    assert [capture.num_reset for capture in captures] == [6]
 
 
 def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(make_config())
     runner = runner_of(core)
-    expected = run(core, make_requests(3, 1))
+    requests = make_requests(6, 1)  # which need every row
+    expected = run(core, requests)
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("injected")
@@ -347,6 +327,5 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
                 pass
         for request_id in ("0", "1", "2"):
             core.abort(request_id)
-        assert run(core, make_requests(3, 1)) == expected, name
+        assert run(core, requests) == expected, name
         assert core.metrics()["blocks_free"] == core.metrics()["blocks_total"]
-        assert len(runner.states._row_of) <= 3

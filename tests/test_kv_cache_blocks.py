@@ -12,7 +12,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner.kv_cache import allocate, block_bytes, count_blocks
+from compiled_engine.runner.kv_cache import allocate, block_bytes, size_cache
 
 
 def config_of(**options: Any) -> EngineConfig:
@@ -21,7 +21,7 @@ def config_of(**options: Any) -> EngineConfig:
 
 @pytest.mark.parametrize(("options", "count"), [({}, 7), ({"max_num_seqs": 3}, 21), ({"num_blocks": 4}, 4)])
 def test_every_request_can_reach_max_model_len(options: dict[str, Any], count: int) -> None:
-    assert count_blocks(config_of(**{"max_num_seqs": 1} | options), 0, 0) == count
+    assert size_cache(config_of(**{"max_num_seqs": 1} | options), 0, 0, 0).num_blocks == count
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_what_does_not_fit_is_an_error(
     memory = SimpleNamespace(available=blocks_free * block_bytes(config))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
     with pytest.raises(InsufficientMemoryError, match=message):
-        count_blocks(config, 0, 0)
+        size_cache(config, 0, 0, 0)
 
 
 def test_a_block_has_the_bytes_that_it_is_said_to_have() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request
 
@@ -191,7 +191,7 @@ def test_a_prompt_is_computed_as_long_as_its_logprobs_are_owed() -> None:
     request = make_request(range(12), prompt_logprobs=0)
     entry = TokenLogprobs((0,), (0.0,), 1)
     for delivered, num_cached in [(0, 0), (5, 0), (6, 8)]:
-        request.take_prompt_logprobs(request.next_prompt_logprob, [entry] * delivered)
+        request.take_prompt_logprobs(request.next_prompt_logprob, LogprobRows.of([entry] * delivered))
         assert cache.admit(request, reserve=0)
         assert request.num_computed_tokens == num_cached
         cache.free(request)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import pickle
@@ -15,6 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.sampling.token_mask import num_words
 
@@ -363,3 +365,25 @@ def test_the_fall_back_to_eager_is_said(
     caplog.clear()
     LLM(**SMALL | {"mode": "eager"}).close()
     assert caplog.messages == []
+
+
+def cores() -> int:
+    gc.collect()
+    return sum(type(found) is EngineCore for found in gc.get_objects())
+
+
+def test_a_tokenizer_that_fails_beside_the_start_frees_what_stands(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    before = cores()
+    with pytest.raises(ValueError, match=r"tokenizer: cannot load .*tokenizer\.json: the field model is missing"):
+        LLM(tokenizer=tmp_path, **SMALL)
+    assert cores() == before
+
+
+def test_a_tokenizer_that_was_cut_off_is_an_error_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
+    monkeypatch.delattr("compiled_engine.llm.start_core")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is damaged, it is not JSON"):
+        LLM(tokenizer=tmp_path, **SMALL)

@@ -19,27 +19,27 @@ from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError, materialize
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
 from compiled_engine.process.progress import SilentProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INDEX = "model.safetensors.index.json"
 CPU = torch.device("cpu")
-NOTHING_PACKED = ParameterLayout()
+Packed = dict[str, tuple[str, ...]]
+NOTHING_PACKED: Packed = {}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
-def attention_layout(num_layers: int) -> ParameterLayout:
+def packed_linears(num_layers: int) -> Packed:
     """q, k and v packed, weights and biases, and gate and up, in every layer."""
-    packed = []
+    packed = {}
     for layer in range(num_layers):
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
         for kind in ("weight", "bias"):
             members = tuple(f"{attention}.{name}_proj.{kind}" for name in "qkv")
-            packed.append(PackedParameter(f"layer_{layer}.qkv.{kind}", members))
+            packed[f"layer_{layer}.qkv.{kind}"] = members
         members = (f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight")
-        packed.append(PackedParameter(f"layer_{layer}.gate_up.weight", members))
-    return ParameterLayout(tuple(packed))
+        packed[f"layer_{layer}.gate_up.weight"] = members
+    return packed
 
 
 def read(path: Path, dtype: str = "auto", load_format: str = "auto") -> ModelConfig:
@@ -49,9 +49,9 @@ def read(path: Path, dtype: str = "auto", load_format: str = "auto") -> ModelCon
     return config
 
 
-def load(config: ModelConfig, layout: ParameterLayout = NOTHING_PACKED, device: torch.device = CPU) -> nn.Module:
+def load(config: ModelConfig, packed: Packed = NOTHING_PACKED, device: torch.device = CPU) -> nn.Module:
     model = build_model(config)
-    materialize(model, layout, device)
+    materialize(model, packed, device)
     load_weights(model, config, SilentProgress())
     return model
 
@@ -124,23 +124,23 @@ def test_files_outside_the_index_are_not_read(sharded: Path) -> None:
 def test_packed_parameters_share_memory_with_their_members(tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, "qwen2", num_key_value_heads=1, max_shard_size="50KB")
     config = read(tmp_path)
-    layout = attention_layout(config.num_layers)
+    packed = packed_linears(config.num_layers)
     model = build_model(config)
-    tensors = materialize(model, layout, CPU)
+    tensors = materialize(model, packed, CPU)
     load_weights(model, config, SilentProgress())
     assert_holds(model, oracle)
-    for packed in layout.packed:
-        members = [model.get_parameter(name) for name in packed.members]
-        assert torch.equal(tensors[packed.name], torch.cat(members))
+    for packed_name, names in packed.items():
+        members = [model.get_parameter(name) for name in names]
+        assert torch.equal(tensors[packed_name], torch.cat(members))
         row = 0
         for member in members:
-            assert member.data_ptr() == tensors[packed.name][row:].data_ptr()
+            assert member.data_ptr() == tensors[packed_name][row:].data_ptr()
             row += len(member)
 
-    members = {name for packed in layout.packed for name in packed.members}
+    members = {name for names in packed.values() for name in names}
     alone = {name: parameter for name, parameter in model.named_parameters() if name not in members}
     buffers = dict(model.named_buffers())
-    assert tensors.keys() == {packed.name for packed in layout.packed} | alone.keys() | buffers.keys()
+    assert tensors.keys() == packed.keys() | alone.keys() | buffers.keys()
     assert all(tensors[name] is tensor for name, tensor in (alone | buffers).items())
 
 
@@ -158,21 +158,17 @@ def test_a_tied_parameter_is_one_under_both_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("packed", "part"),
     [
-        ((PackedParameter("p", ("model.norm.weight", "model.norm.bias")),), "model.norm.bias"),
-        (
-            (PackedParameter("p", ("model.norm.weight", "model.norm.weight")),),
-            "more than once: model.norm.weight",
-        ),
-        ((PackedParameter("p", (EMBEDDING, "model.norm.weight")),), "agree"),
-        ((PackedParameter("p", ()),), "agree"),
-        ((PackedParameter(HEAD, (EMBEDDING,)),), f"taken: {HEAD}"),
-        ((PackedParameter("p", (EMBEDDING,)), PackedParameter("p", (HEAD,))), "taken: p"),
+        ({"p": ("model.norm.weight", "model.norm.bias")}, "model.norm.bias"),
+        ({"p": ("model.norm.weight", "model.norm.weight")}, "more than once: model.norm.weight"),
+        ({"p": (EMBEDDING, "model.norm.weight")}, "agree"),
+        ({"p": ()}, "agree"),
+        ({HEAD: (EMBEDDING,)}, f"taken: {HEAD}"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused(packed: tuple[PackedParameter, ...], part: str, single: Path) -> None:
+def test_packed_parameters_that_do_not_fit_are_refused(packed: Packed, part: str, single: Path) -> None:
     model = build_model(read(single))
     with pytest.raises(ValueError, match=part):
-        materialize(model, ParameterLayout(packed), CPU)
+        materialize(model, packed, CPU)
     assert all(parameter.is_meta for parameter in model.parameters())
 
 
@@ -316,7 +312,7 @@ def test_dummy_weights_follow_from_seed_and_name_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     config = read(tmp_path, load_format="dummy")
     model = load(config)
-    assert_holds(load(config, attention_layout(config.num_layers)), model)
+    assert_holds(load(config, packed_linears(config.num_layers)), model)
     shallow = load(replace(config, num_layers=1))
     for name, parameter in shallow.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name
@@ -342,7 +338,7 @@ def cuda_checkpoint(path: Path) -> nn.Module:
 def test_cuda_gets_the_same_values(wanted: str, tmp_path: Path) -> None:
     oracle = cuda_checkpoint(tmp_path)
     config = read(tmp_path, wanted)
-    model = load(config, attention_layout(config.num_layers), torch.device("cuda", 0))
+    model = load(config, packed_linears(config.num_layers), torch.device("cuda", 0))
     assert {parameter.device.type for parameter in model.parameters()} == {"cuda"}
     assert_holds(model, oracle)
     check_progress(config, torch.device("cuda", 0))

@@ -257,7 +257,7 @@ def test_a_large_batch_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     logits_SV[rows < 0] = torch.nan
     before = logits_SV.clone()
     positions_S = torch.arange(len(rows))
-    sampled = sampler.sample(logits_SV, rows, torch.from_numpy(rows).int(), positions_S).token_ids_S.tolist()
+    sampled = sampler.sample(logits_SV, rows, torch.from_numpy(rows).int(), positions_S).tolist()
     expected = [0 if row < 0 or row % 3 == 0 else row + position for position, row in enumerate(rows.tolist())]
     assert sampled == expected
     torch.testing.assert_close(logits_SV, before, rtol=0, atol=0, equal_nan=True)

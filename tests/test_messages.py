@@ -16,7 +16,7 @@ from compiled_engine.messages import (
     StepOutputs,
 )
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 
 PARAMS = SamplingParams(
     temperature=0.5,
@@ -29,16 +29,16 @@ PARAMS = SamplingParams(
     bad_words_token_ids=((1, 2), (3,)),
     extra_args={"schema": {"type": "object", "depth": [1, 2.5, None, True]}},
 )
-LOGPROBS = TokenLogprobs((5, 7), (-0.25, -1.5), 1)
+LOGPROBS = LogprobRows.of([TokenLogprobs((5, 7), (-0.25, -1.5), 1)])
 NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), (4, 5), masked=True)
 STEP = SchedulerOutput(7, ("gone",), (NEW,), ["r", "s"], [3, 0], [1, 5], [True, False], {"s": (6,)}, {"r": b"\x05\x00"})
 MESSAGES = (
     EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5),
-    EngineOutput("r", (5,), (LOGPROBS,), (1, (LOGPROBS,)), "stop", 5, 2),
-    StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")]),
+    EngineOutput("r", (5,), LOGPROBS, (1, LOGPROBS), "stop", 5, 2),
+    StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")], LOGPROBS),
     NEW,
     STEP,
-    RunnerOutput([5], {"r": LOGPROBS}, {"s": (1, [LOGPROBS])}),
+    RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}, {"s": (1, LOGPROBS)}),
 )
 
 

@@ -286,8 +286,8 @@ def test_an_iterator_that_is_closed_while_another_moves_aborts_its_request_with_
 
 def test_nothing_is_kept_of_a_request_that_has_ended() -> None:
     class Watched(OutputProcessor):
-        def add(self, request: PreparedRequest) -> RunningRequest:
-            state = super().add(request)
+        def add(self, request: PreparedRequest, *, partial: bool = True) -> RunningRequest:
+            state = super().add(request, partial=partial)
             states.append(weakref.ref(state))
             return state
 

@@ -19,16 +19,24 @@ from triton.compiler import ASTSource
 from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
+from tests.small_batch_linear_cases import Case, arguments_of
 
 SHAPES = [(1, 8), (2, 64), (7, 100), (64, 1024), (3, 4096), (513, 640), (5, 5120)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 LINEAR_SHAPES = [(1, 70, 96), (1, 64, 1024), (2, 96, 2048), (7, 70, 96), (16, 64, 256), (17, 48, 512), (70, 64, 136)]
-# silu * up, norm, residual, bias
-LINEAR_KINDS = [(0, 0, 0, 0), (0, 1, 0, 1), (1, 1, 0, 0), (1, 0, 0, 1), (0, 0, 1, 0), (0, 1, 1, 1)]
+LINEAR_KINDS: list[dict[str, bool]] = [
+    {},
+    {"norm": True, "bias": True},
+    {"silu_mul": True, "norm": True},
+    {"silu_mul": True, "bias": True},
+    {"residual": True},
+    {"norm": True, "residual": True, "bias": True},
+]
 
 INTERPRETED = """
 import torch
-from tests.test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_case, linear_tiles
+from tests.test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_tiles
+from tests.small_batch_linear_cases import Case, arguments_of
 from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
 from compiled_engine.passes.small_batch_linear_op import launch
@@ -45,38 +53,18 @@ for tokens, width in [(1, 8), (3, 100), (5, 256)]:
     same(rope_angles.launch(*angles), rope_angles.reference(*angles))
 for shape in LINEAR_SHAPES[:4]:
     for kind in LINEAR_KINDS:
-        arguments = linear_case(shape, kind, torch.float32, "cpu")
+        arguments = arguments_of(Case(*shape, **kind), torch.float32).values()
         for tiles in linear_tiles(shape, kind):
             same(launch(*arguments, tiles), linear_op.reference(*arguments))
 print("right")
 """
 
 
-def linear_case(shape: tuple[int, int, int], kind: tuple[int, ...], dtype: torch.dtype, device: str) -> tuple[Any, ...]:
-    """Arguments of the op, from a seed that the shape gives."""
-    tokens, rows, k = shape
-    silu, norm, residual, bias = kind
-    generator = torch.Generator().manual_seed(sum(shape))
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator).to(device, dtype)
-
-    return (
-        normal(tokens, k),
-        normal(rows, k) / k**0.5,
-        normal(rows) if bias else None,
-        1 + normal(k) / 8 if norm else None,
-        1e-6,
-        normal(tokens, rows // 2 if silu else rows) if residual else None,
-        bool(silu),
-    )
-
-
-def linear_tiles(shape: tuple[int, int, int], kind: tuple[int, ...]) -> list[Tiles | None]:
+def linear_tiles(shape: tuple[int, int, int], kind: dict[str, bool]) -> list[Tiles | None]:
     """The default tiles, those of half precision, and, where they may be, small ones that split K."""
     tokens, rows, k = shape
-    half = choose_tiles(tokens, rows, k, bool(kind[0]), torch.bfloat16)
-    split = [Tiles(half.tokens, 16, 32, split_k=3, num_stages=2)] if tokens > 1 and not kind[0] else []
+    half = choose_tiles(tokens, rows, k, "silu_mul" in kind, torch.bfloat16)
+    split = [Tiles(half.tokens, 16, 32, split_k=3, num_stages=2)] if tokens > 1 and "silu_mul" not in kind else []
     # The interpreter knows no streams, which tell the counters of split tiles apart.
     return [None, half] if half.split_k == 1 else [None] if not torch.cuda.is_available() else [None, half, *split]
 
@@ -92,10 +80,10 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (residual_rms_norm._kernel, {"HIDDEN_SIZE": 4096, "BLOCK": 4096}),
-        (silu_mul._kernel, {"WIDTH": 3072, "BLOCK": 1024}),
+        (residual_rms_norm.residual_rms_norm_kernel, {"HIDDEN_SIZE": 4096, "BLOCK": 4096}),
+        (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024}),
         (rms_norm.rms_norm_kernel, {"K": 4096, "BLOCK_K": 4096}),
-        (rope_angles._kernel, {"NUM_PAIRS": 64, "BLOCK": 64}),
+        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64}),
     ],
 )
 def test_compiled_for_hopper(kernel: Any, constants: dict[str, int]) -> None:
@@ -152,9 +140,9 @@ def test_norms_and_silu_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", LINEAR_KINDS)
 @pytest.mark.parametrize("shape", [*LINEAR_SHAPES, (1, 4096, 1024), (8, 1024, 3072), (32, 1024, 2048)])
-def test_small_batch_linear_on_a_gpu(shape: tuple[int, int, int], kind: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_small_batch_linear_on_a_gpu(shape: tuple[int, int, int], kind: dict[str, bool], dtype: torch.dtype) -> None:
     """Right, the same whenever it is repeated, and the same for a row whatever stands in the others."""
-    arguments = linear_case(shape, kind, dtype, "cuda")
+    arguments = arguments_of(Case(*shape, **kind), dtype, "cuda").values()
     wide = [value.float() if isinstance(value, torch.Tensor) else value for value in arguments]
     expected = linear_op.reference(*wide)
     for tiles in linear_tiles(shape, kind):

@@ -24,7 +24,7 @@ def test_defaults_on_a_cpu_have_reasons() -> None:
     assert config.model.dtype is torch.float32
     assert (config.compile.enabled, config.graph.mode) == (True, GraphMode.NONE)
     assert config.compile.passes == tuple(graph_pass.name for graph_pass in registered_passes())
-    assert config.attention_backend == "torch"
+    assert config.attention_backend == "cpp"
     for name in ("model.path", "model.dtype", "compile.enabled", "attention_backend", "scheduler.max_num_seqs"):
         assert config.reasons[name]
 
@@ -100,8 +100,8 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
         ({"seed": "x"}, TypeError, "seed is 'x'; allowed: an integer"),
         ({"seed": 1.5}, TypeError, "seed is 1.5; allowed: an integer"),
         ({"seed": True}, TypeError, "seed is True; allowed: an integer"),
-        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; allowed: an integer of 64 bits"),
-        ({"seed": -(2**63) - 1}, ValueError, "seed is -9223372036854775809; allowed: an integer of 64 bits"),
+        ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; allowed: an integer from -"),
+        ({"seed": -(2**63) - 1}, ValueError, "seed is -9223372036854775809; allowed: an integer from -"),
         ({"load_format": "pt"}, ValueError, "load_format"),
         ({"attention_backend": "xformers"}, ValueError, "xformers.*torch, triton, flash_attn"),
         ({"disable_passes": ("magic",)}, ValueError, "disable_passes is 'magic'; allowed: no_op_elimination"),
@@ -122,8 +122,8 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
             r"compile_ranges has 128; allowed: less than max_num_batched_tokens \(64\)",
         ),
         ({"compile_ranges": (8,), "mode": "eager"}, ValueError, r"compile_ranges is \(8,\), but the mode is eager"),
-        ({"compile_workers": -1}, ValueError, "compile_workers is -1; allowed: an integer from 0 on"),
-        ({"compile_workers": True}, TypeError, "compile_workers is True; allowed: an integer from 0 on"),
+        ({"compile_workers": -1}, ValueError, "compile_workers is -1; allowed: an integer of at least 0"),
+        ({"compile_workers": True}, TypeError, "compile_workers is True; allowed: an integer of at least 0"),
         ({"compile_workers": 2, "mode": "eager"}, ValueError, "compile_workers is 2, but the mode is eager"),
         ({"capture_sizes": 8}, TypeError, "capture_sizes is 8; allowed: a list"),
         ({"capture_sizes": (8,)}, ValueError, "the mode captures no CUDA graphs"),

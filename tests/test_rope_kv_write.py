@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import tiny_config
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -24,14 +24,12 @@ from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.models.textbook.layers import rotate
-from compiled_engine.options import EngineOptions
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.random_inputs import RandomInputs
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
-from compiled_engine.resolve.engine import resolve
 
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default
@@ -46,25 +44,9 @@ def count(module: fx.GraphModule, target: Callable[..., object]) -> int:
 
 def traced_model(architecture: str, dtype: torch.dtype, num_layers: int = 3, **changes: Any) -> fx.GraphModule:
     """The graph of a small model that returns hidden states."""
-    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=8))
-    model = replace(
-        config.model,
-        architecture=architecture,
-        num_layers=num_layers,
-        hidden_size=64,
-        intermediate_size=96,
-        num_heads=6,
-        num_kv_heads=2,
-        vocab_size=101,
-        rms_norm_eps=3e-4,
-        qkv_bias=architecture == "Qwen2ForCausalLM",
-        sliding_windows=(8 if architecture == "MistralForCausalLM" else None,) * num_layers,
-        dtype=dtype,
-        **{"head_dim": 16, "rope": RopeConfig(10000.0)} | changes,
-    )
-    config = replace(config, model=model)
-    inputs = example_inputs(config)
-    return trace(without_storage(build_model(model), CPU), inputs).for_range(CompileRange(1, 256))
+    config = tiny_config(architecture, num_layers, num_heads=6, rms_norm_eps=3e-4, dtype=dtype, **changes)
+    model = without_storage(build_model(config.model), CPU)
+    return trace(model, example_inputs(config)).for_range(CompileRange(1, 256))
 
 
 def run(module: fx.GraphModule, num_tokens: int = 7) -> list[torch.Tensor]:

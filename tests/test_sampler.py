@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sampler_cases import EOS, VOCAB_SIZE, make_sampler, random_logits, sample, sample_once
 
-from compiled_engine.sampling.logprobs import token_logprobs
+from compiled_engine.sampling.logprobs import logprob_rows
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 
 
 def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:
@@ -127,10 +127,9 @@ def test_logprobs_are_the_raw_log_softmax(dtype: torch.dtype) -> None:
         )
 
 
-def all_logprobs(logits_TV: torch.Tensor, token_ids_T: torch.Tensor, k: int) -> list[TokenLogprobs | None]:
+def all_logprobs(logits_TV: torch.Tensor, token_ids_T: torch.Tensor, k: int) -> list[TokenLogprobs]:
     """As of a prompt: every position's, k each."""
-    count = len(token_ids_T)
-    return token_logprobs(logits_TV, token_ids_T, np.arange(count), np.full(count, k)).entries()
+    return [*LogprobRows.of_array(logprob_rows(logits_TV, token_ids_T.int(), k).numpy())]
 
 
 def test_prompt_logprobs_are_the_log_softmax() -> None:

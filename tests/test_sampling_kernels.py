@@ -16,6 +16,7 @@ import torch
 from interpreter import loops_to_a_loaded_bound
 
 from compiled_engine.sampling.history import History, penalty_bytes
+from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
@@ -105,7 +106,7 @@ TYPES = {
     "row_index_ptr": "*i32", "positions_ptr": "*i64", "seeds_ptr": "*i64", "best_token_ptr": "*i32",
     "token_ids_ptr": "*i64", "top_k_ptr": "*i32", "additions_ptr": "*i32", "prefixes_ptr": "*i32",
     "additions_start_ptr": "*i32", "additions_count_ptr": "*i32", "prefixes_start_ptr": "*i32", "tail_ptr": "*i32",
-    "counts_ptr": "*i16", "rank_ptr": "*i32", "masks_ptr": "*i32", "mask_index_ptr": "*i32",
+    "counts_ptr": "*i16", "above_ptr": "*i32", "rows_ptr": "*i32", "masks_ptr": "*i32", "mask_index_ptr": "*i32",
     "logits_stride": "i32", "tail_length": "i32",
 }
 
@@ -124,9 +125,10 @@ for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
         compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, threshold_ptr=None, **large)
         large = {"VOCAB_SIZE": vocab, "BLOCK_V": filters_triton.BLOCK_V, "CANDIDATES": filters_triton.CANDIDATES}
         compile_for_hopper(filters_triton.threshold_kernel, filters_triton.NUM_WARPS, logits, **large)
-        compile_for_hopper(
-            logprobs_triton.normaliser_kernel, 8, logits, VOCAB_SIZE=vocab, BLOCK_V=logprobs_triton.BLOCK_V
-        )
+        types = logits | {"token_ids_ptr": "*i32", "best_ptr": "*i64", "num_top": "i32"}
+        large = {"VOCAB_SIZE": vocab, "BLOCK_V": logprobs_triton.BLOCK_V}
+        compile_for_hopper(logprobs_triton.block_logprobs_kernel, 4, types, **large)
+        compile_for_hopper(logprobs_triton.row_logprobs_kernel, 8, types, NUM_BLOCKS=75, TILE_B=128, **large)
 compile_for_hopper(gumbel_triton.row_best_kernel, NUM_BLOCKS=75, TILE_B=128)
 for vocab in (151_936, 4099):
     compile_for_hopper(edits_triton.forbid_kernel, VOCAB_SIZE=vocab, BLOCK_V=edits_triton.BLOCK_V)
@@ -159,7 +161,7 @@ def test_compiled_for_hopper() -> None:
         ({"top_k": 5}, False),
         ({"top_p": 0.5}, False),
         ({"min_p": 0.5}, False),
-        ({"temperature": 0, "logprobs": 0}, False),
+        ({"temperature": 0, "logprobs": 0}, True),
         ({"temperature": 0, "presence_penalty": 1}, False),
         ({"logit_bias": {3: 1.0}}, False),
         ({"min_tokens": 1}, False),
@@ -186,7 +188,7 @@ def test_plain_sampling_gives_the_tokens_of_sample() -> None:
     logits_SV = cases.strided_logits(9, 40, torch.float32, 0)
     rows = np.array([5, 0, 3, -1, 5, 1, 7, 2, -1])
     row_index_S, positions_S = torch.from_numpy(rows.astype(np.int32)), torch.arange(9)
-    expected = sampler.sample(logits_SV, rows, row_index_S, positions_S).token_ids_S
+    expected = sampler.sample(logits_SV, rows, row_index_S, positions_S)
     token_ids_S = torch.full((9,), -1)
     sampler.sample_by_temperature(logits_SV, row_index_S, positions_S, token_ids_S)
     assert torch.equal(token_ids_S, expected)
@@ -198,11 +200,11 @@ def test_one_request_may_have_several_rows_of_logits() -> None:
     sampler.add_row(3, SamplingParams(top_p=0.9, logit_bias={1: 2.0}, logprobs=1), 5, [1], 1, set())
     logits_SV = cases.strided_logits(4, 40, torch.float32, 0)
     rows, positions_S = np.full(4, 3), torch.arange(4) + 1
-    together = sampler.sample(logits_SV, rows, torch.from_numpy(rows.astype(np.int32)), positions_S).token_ids_S
+    together = sampler.sample(logits_SV, rows, torch.from_numpy(rows.astype(np.int32)), positions_S)
     for i in range(4):
         one = torch.tensor([3], dtype=torch.int32)
         alone = sampler.sample(logits_SV[i : i + 1], rows[:1], one, positions_S[i : i + 1])
-        assert alone.token_ids_S.tolist() == [int(together[i])]
+        assert alone.tolist() == [int(together[i])]
 
 
 def test_penalties_take_memory_when_they_are_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,9 +233,7 @@ def test_longer_bad_words_leave_other_tails_alone() -> None:
     )
     rows, row_index_S = np.array([0, 1]), torch.tensor([0, 1], dtype=torch.int32)
     drawn = [
-        sampler.sample(
-            logits_V.expand(2, -1), rows, row_index_S, torch.tensor([2 + step, 5 + step])
-        ).token_ids_S.tolist()
+        sampler.sample(logits_V.expand(2, -1), rows, row_index_S, torch.tensor([2 + step, 5 + step])).tolist()
         for step in range(2)
     ]
     assert drawn == [[8, 8], [7, 7]]
@@ -312,16 +312,19 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
                 sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID}, masked=row % 4 == 3)
             for step in range(3):
                 masks = StepMasks.of(asked, torch.device("cuda"))
-                sampled = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)
-                assert sampled.logprobs is not None
-                logprobs = sampled.logprobs
+                token_ids_S = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)
+                num_logprobs_S = sampler.num_logprobs(rows)
+                assert num_logprobs_S is not None
+                logprobs = batch_logprobs(logits_SV, token_ids_S.int(), num_logprobs_S)
             sampler.remove_row(3)
             sampler.add_row(3, requests[2], 9, [1, 2, 3], 2, {EOS_ID})
             sampler.sample(logits_SV, rows, row_index_S, positions_S)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-        assert sum(entry is not None for entry in logprobs.entries()) == num_rows // 2
+        assert logprobs.few_SW is not None
+        assert (logprobs.few_SW[:, 0] > 0).all()  # ranks
+        assert [*logprobs.many] == [*range(3, num_rows, 4)]
 
 
 @pytest.mark.gpu
@@ -348,7 +351,7 @@ def test_plain_sampling_in_a_cuda_graph() -> None:
         token_ids_S.fill_(-1)
         sampler.publish()
         graph.replay()
-        expected = sampler.sample(logits_SV, rows, row_index_S, positions_S).token_ids_S
+        expected = sampler.sample(logits_SV, rows, row_index_S, positions_S)
         assert token_ids_S.tolist() == expected.tolist()
         assert token_ids_S[10 + step :].tolist() == [0] * (6 - step)
 
@@ -377,6 +380,6 @@ def test_a_step_in_flight_keeps_its_parameters() -> None:
             sampler.remove_row(row)
             sampler.add_row(row, second, row, [1, 2], 1, set())
         later = sampler.sample(logits_SV, rows, row_index_S, positions_S)
-        expected.append((sampled.token_ids_S.tolist(), later.token_ids_S.tolist()))
+        expected.append((sampled.tolist(), later.tolist()))
     assert expected[0] == expected[1]
     assert expected[0][1] == [8] * 4

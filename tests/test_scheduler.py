@@ -11,6 +11,7 @@ from simulated_engine import SimulatedEngine, new_ids, outputs_of
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.scheduling.scheduler import Scheduler
 
 
@@ -293,7 +294,7 @@ class TestPromptLogprobs:
         step = engine.scheduler.schedule()
         assert step is not None
         with pytest.raises(RuntimeError, match="prompt_logprobs of 'a' start at 2, but 1 is next"):
-            engine.scheduler.update(step, RunnerOutput([1], prompt_logprobs={"a": (2, [])}))
+            engine.scheduler.update(step, RunnerOutput([1], prompt_logprobs={"a": (2, LogprobRows(0, b""))}))
 
 
 def bare_scheduler(**changes: Any) -> Scheduler:

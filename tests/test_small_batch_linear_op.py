@@ -21,6 +21,7 @@ from compiled_engine.passes.profile import load_profile
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
 from compiled_engine.passes.small_batch_linear_op import Tiles, choose_tiles, columns_ahead, launch, reference
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
+from tests.small_batch_linear_cases import Case, arguments_of
 
 WAYS = {
     "one token, one step": Tiles(1, 4, 128),
@@ -36,12 +37,17 @@ WAYS = {
 }
 # tokens, rows of the weight, columns: not multiples of the tiles, more tokens than a tile
 SHAPES = [(1, 70, 128), (3, 70, 104), (11, 34, 128), (70, 36, 72)]
-# silu * up, norm, residual, bias
-KINDS = [(0, 0, 0, 0), (0, 1, 1, 0), (1, 1, 0, 1), (1, 0, 1, 0)]
+KINDS: list[dict[str, bool]] = [
+    {},
+    {"norm": True, "residual": True},
+    {"silu_mul": True, "norm": True, "bias": True},
+    {"silu_mul": True, "residual": True},
+]
 
 INTERPRETED = """
 import torch
-from tests.test_small_batch_linear_op import KINDS, SHAPES, WAYS, arguments_of
+from tests.test_small_batch_linear_op import KINDS, SHAPES, WAYS
+from tests.small_batch_linear_cases import Case, arguments_of
 from compiled_engine.passes.small_batch_linear_op import launch
 from compiled_engine.passes.small_batch_linear_op import reference
 
@@ -50,7 +56,7 @@ for name, tiles in WAYS.items():
     for shape in SHAPES:
         if (tiles.tokens == 1) == (shape[0] == 1):
             for kind in KINDS:
-                arguments = arguments_of(shape, kind, torch.float32, "cpu")
+                arguments = arguments_of(Case(*shape, **kind), torch.float32).values()
                 expected = reference(*arguments)
                 torch.full_like(expected, float("nan"))
                 got = launch(*arguments, tiles)
@@ -58,28 +64,6 @@ for name, tiles in WAYS.items():
                 count += 1
 print(count)
 """
-
-
-def arguments_of(
-    shape: tuple[int, int, int], kind: tuple[int, ...], dtype: torch.dtype, device: str
-) -> tuple[Any, ...]:
-    """Random arguments of the op; the rows of x are parts of longer ones."""
-    tokens, rows, k = shape
-    silu, norm, residual, bias = kind
-    generator = torch.Generator().manual_seed(sum(shape))
-
-    def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator).to(device, dtype)
-
-    return (
-        normal(tokens, k + 8)[:, :k],
-        normal(rows, k) / k**0.5,
-        normal(rows) if bias else None,
-        1 + normal(k) / 8 if norm else None,
-        1e-5,
-        normal(tokens, rows // 2 if silu else rows) if residual else None,
-        bool(silu),
-    )
 
 
 def test_every_way_in_the_interpreter() -> None:
@@ -176,7 +160,7 @@ def test_every_way_in_a_graph_on_a_gpu(way: str, dtype: torch.dtype) -> None:
         if (tiles.tokens == 1) != (shape[0] == 1):
             continue
         for kind in KINDS:
-            arguments = arguments_of(shape, kind, dtype, "cuda")
+            arguments = arguments_of(Case(*shape, **kind), dtype, "cuda").values()
             expected = reference(*(value.float() if isinstance(value, torch.Tensor) else value for value in arguments))
             first = launch(*arguments, tiles)
             graph = torch.cuda.CUDAGraph()

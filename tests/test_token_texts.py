@@ -15,8 +15,9 @@ from compiled_engine.frontend.output_processor import RunningRequest
 from compiled_engine.frontend.outputs import CompletionOutput
 from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.frontend.tokenizer import Tokenizer
-from compiled_engine.messages import EngineOutput, EngineRequest, TokenLogprobs
+from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 
 EMOJI = ("ð", "Ł", "ĺ", "ģ")  # the four bytes of 😁, as byte-level tokenizers write them
 
@@ -33,8 +34,8 @@ def complete(
     completion = Completion(0, tuple(prompt), params, tokenizer)
     for index, token_id in enumerate(token_ids):
         reason = "length" if index == len(token_ids) - 1 else None
-        entry = TokenLogprobs((token_id, 5, 6), (-1.0, -0.5, -0.7), rank=3)
-        completion.update(EngineOutput("0", (token_id,), (entry,), finish_reason=reason))
+        entry = TokenLogprobs((token_id, 5, 6), (-1.0, -0.5, -0.75), rank=3)
+        completion.update(EngineOutput("0", (token_id,), LogprobRows.of([entry]), finish_reason=reason))
     return completion.snapshot()
 
 
@@ -86,7 +87,7 @@ def test_what_is_incomplete_at_the_end_is_the_last_tokens() -> None:
 def test_a_token_keeps_its_space_and_a_special_one_is_named() -> None:
     tokenizer = byte_fallback()
     ids = ids_of(tokenizer, "▁the", "▁a", "</s>", "▁hello")
-    params = SamplingParams(logprobs=0)
+    params = SamplingParams(logprobs=2)
     assert decoded_tokens(complete(tokenizer, ids[:1], ids[1:], params)) == [" a", "</s>", " hello"]
 
 
@@ -111,7 +112,7 @@ def test_those_of_a_prompt_join_to_its_text(text: str, cut: int) -> None:
     state = RunningRequest(PreparedRequest("0", text, tuple(prompt), params, requests), tokenizer, 0.0)
     entries = tuple(TokenLogprobs((token_id,), (-1.0,), rank=1) for token_id in prompt[1:])
     for first, part in ((1, entries[:cut]), (1 + len(entries[:cut]), entries[cut:])):
-        state.update(EngineOutput("0", (), prompt_logprobs=(first, part)), 0.0)
+        state.update(EngineOutput("0", (), prompt_logprobs=(first, LogprobRows.of(part))), 0.0)
     found = state.snapshot().prompt_logprobs
     assert found is not None
     assert "".join(str(entry[i].decoded_token) for i, entry in zip(prompt[1:], found[1:], strict=True) if entry) == text

@@ -21,7 +21,8 @@ WORDS = ["hello", "world", "the", "a", "b", "##s", "##ing", ",", ".", "'", "do",
 
 
 def wrap(backend: Backend, **special_tokens: str) -> Tokenizer:
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **special_tokens))
+    hf = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", **special_tokens)
+    return Tokenizer.of_transformers(hf)
 
 
 @cache

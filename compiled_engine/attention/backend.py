@@ -1,4 +1,4 @@
-"""What an attention backend is: the protocol that torch, triton and flash_attn implement."""
+"""What an attention backend is: the protocol that torch, cpp, triton and flash_attn implement."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ from importlib import import_module
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase
 
-BACKENDS: tuple[str, ...] = ("torch", "triton", "flash_attn")
+BACKENDS: tuple[str, ...] = ("torch", "cpp", "triton", "flash_attn")
 MAX_BLOCK_SIZE = 1 << 16
-PACKAGES = {"torch": "torch", "triton": "triton", "flash_attn": "flash-attn"}
+PACKAGES = {"torch": "torch", "cpp": "torch", "triton": "triton", "flash_attn": "flash-attn"}
 
 
 @cache
@@ -30,7 +30,7 @@ def default_backend(device_type: str) -> tuple[str, str]:
     """The backend to try first on a kind of device, and why."""
     if device_type == "cuda":
         return "triton", "cuda: the engine's own kernels, which need no further package"
-    return "torch", f"{device_type}: the backend that runs on every device"
+    return "cpp", "cpu: the engine's own kernel, which needs a C++ compiler"
 
 
 def resolve_backend(

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from compiled_engine.bench.ablation_subject import WITHOUT, subtitle_of, whole_name
-from compiled_engine.bench.plot_style import Theme, finish, new_figure, short, write_title
+from compiled_engine.bench.plot_style import Theme, finish, log_ticks, new_figure, short, write_title
 
 # Between the labels at the ends of lines, as a share of the axis.
 LABEL_GAP = 0.052
@@ -58,7 +58,7 @@ def draw_lines(
     axes.set_ylim(min(values) / 1.2, max(values) * 1.2)
     axes.set_xticks(xs, list(batches))
     axes.minorticks_off()
-    ticks = _log_ticks(min(values) / 1.2, max(values) * 1.2)
+    ticks = log_ticks(min(values) / 1.2, max(values) * 1.2)
     axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     _label_ends(axes, ends)
     axes.grid(axis="y", color=theme.line, linewidth=0.8)
@@ -103,8 +103,3 @@ def apart(places: Sequence[float]) -> list[float]:
         moved[i] = min(moved[i], ceiling)
         ceiling = moved[i] - LABEL_GAP
     return moved
-
-
-def _log_ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between low and high."""
-    return [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]

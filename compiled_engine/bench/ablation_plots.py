@@ -9,17 +9,12 @@ from typing import Any
 from compiled_engine.bench.ablation_bars import draw_bars
 from compiled_engine.bench.ablation_lines import draw_lines
 from compiled_engine.bench.ablation_subject import measured
-from compiled_engine.bench.plot_style import LIGHT, Theme, png_of
+from compiled_engine.bench.plot_style import LIGHT, Theme, png_of, write_pngs
 
 
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
     """Write step_batch_N.png for the least and the largest batch, and step_by_batch.png; their paths."""
-    paths = []
-    for name, png in draw_all(result, LIGHT).items():
-        path = folder / f"{name}.png"
-        path.write_bytes(png)
-        paths.append(path)
-    return paths
+    return write_pngs(draw_all(result, LIGHT), folder)
 
 
 def draw_all(result: Mapping[str, Any], theme: Theme) -> dict[str, bytes]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from compiled_engine.bench.bounds import Chunk, ModelSizes, Rates, prefill_seconds, step_seconds, tpot_seconds
 from compiled_engine.bench.engine_steps import (
+    PROMPTS_IN_FLIGHT,
     STEP_SAMPLES,
     decode_kernels,
     decode_steps_ms,
@@ -20,8 +21,6 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.llm import LLM
 
 WARM_UP_TOKENS = 4
-# Prompts of mixed steps that may be there at once: one is computed, others wait for their results to be taken in.
-PROMPTS_IN_FLIGHT = 4
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,13 @@ class Chunk(NamedTuple):
     samples: bool = True
 
 
+class Job(NamedTuple):
+    """A prompt and the completions generated from it, in tokens."""
+
+    prompt: int
+    outputs: Sequence[int]
+
+
 def model_sizes(config: ModelConfig) -> ModelSizes:
     """The sizes of a model as its config states it, without any memory for weights."""
     model = build_model(config)
@@ -67,9 +74,18 @@ def model_sizes(config: ModelConfig) -> ModelSizes:
 
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
     """Bytes that a step reads: weights, and the context of each request once."""
-    contexts = [chunk.context for chunk in step]
-    kv_tokens = sum(min(context, window or context) for window in sizes.windows for context in contexts)
-    return sizes.weight_bytes + kv_tokens * sizes.kv_bytes_per_token
+    return sizes.weight_bytes + sum(_context_bytes(sizes, chunk.context) for chunk in step)
+
+
+def _context_bytes(sizes: ModelSizes, context: float) -> float:
+    """Keys and values of a request's context in all layers."""
+    return sum(min(context, window or context) for window in sizes.windows) * sizes.kv_bytes_per_token
+
+
+def _common_bytes(sizes: ModelSizes, context: float) -> float:
+    """The same of a context that several requests have in common. A window may have left it behind, so layers with one
+    do not count."""
+    return sizes.windows.count(None) * context * sizes.kv_bytes_per_token
 
 
 def step_flops(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
@@ -107,19 +123,28 @@ def prefill_seconds(sizes: ModelSizes, rates: Rates, prompt_lens: Sequence[int])
     return step_seconds(sizes, rates, [Chunk(0, length) for length in prompt_lens])
 
 
-def workload_seconds(
-    sizes: ModelSizes, rates: Rates, input_lens: Sequence[int], output_lens: Sequence[int], max_num_seqs: int
-) -> float:
+def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_num_seqs: int, common: int = 0) -> float:
     """The least time of many requests: the prompts, then the decodes, `max_num_seqs` at once.
 
-    Each decode reads its context, and all weights are read as often as there must be steps. Steps that hold prompts and
-    decodes could hide the one's products behind the other's reading, which is not taken into account.
+    common: tokens that all prompts begin with, on top of their own, which are computed once.
+
+    Each decode reads its context, a prompt that several completions have in common once a step for all of them, and
+    all weights are read as often as there must be steps. Steps that hold prompts and decodes could hide the one's
+    products behind the other's reading, which is not taken into account.
     """
-    decodes = max(max(output_lens) - 1, -(-sum(length - 1 for length in output_lens) // max_num_seqs))
-    read = float(decodes * sizes.weight_bytes)
+    lengths = [length for job in jobs for length in job.outputs]
+    steps = max(max(lengths) - 1, -(-sum(length - 1 for length in lengths) // max_num_seqs))
+    read = steps * (sizes.weight_bytes + _common_bytes(sizes, common))
     flops = 0.0
-    for prompt, output in zip(input_lens, output_lens, strict=True):
-        mean = Chunk(prompt + output / 2 - 1, 1)
-        read += (output - 1) * (step_bytes(sizes, [mean]) - sizes.weight_bytes)
-        flops += (output - 1) * step_flops(sizes, [mean])
-    return prefill_seconds(sizes, rates, input_lens) + max(read / rates.bytes_per_s, flops / rates.flops_per_s)
+    for job in jobs:
+        alone = len(job.outputs) == 1
+        read += 0.0 if alone else (max(job.outputs) - 1) * _common_bytes(sizes, job.prompt)
+        for length in job.outputs:
+            own = (job.prompt if alone else 0) + length / 2 - 1
+            whole = Chunk(common + job.prompt + length / 2 - 1, 1)
+            read += (length - 1) * _context_bytes(sizes, own)
+            flops += (length - 1) * step_flops(sizes, [whole])
+    prompts = [Chunk(common, job.prompt) for job in jobs]
+    prompt_flops = step_flops(sizes, [Chunk(0, common, samples=False), *prompts])
+    prefill = max(sizes.weight_bytes / rates.bytes_per_s, prompt_flops / rates.flops_per_s)
+    return prefill + max(read / rates.bytes_per_s, flops / rates.flops_per_s)

@@ -19,6 +19,8 @@ from compiled_engine.sampling.params import SamplingParams
 
 # Steps before the first that counts: the decodes' prompts, and whatever runs ahead.
 SETTLING_STEPS = 4
+# Prompts of mixed steps that may be there at once: one is computed, others wait for their results to be taken in.
+PROMPTS_IN_FLIGHT = 4
 # Of a steady decode step; the first only settles.
 STEP_SAMPLES = 4
 

@@ -18,7 +18,6 @@ from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 
 READ_BYTES = 16 << 20
@@ -72,7 +71,7 @@ def measure(folder: Path, device: torch.device, progress: Progress, repeats: int
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the CUDA context is not part of loading
     model = build_model(config)
-    materialize(model, ParameterLayout(), device)
+    materialize(model, {}, device)
     reads, loads, peaks = [], [], []
     for _ in range(repeats):
         reads.append(total / _timed(lambda: _read_all(files), device))

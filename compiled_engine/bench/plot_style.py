@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -71,8 +73,23 @@ def png_of(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
+def write_pngs(drawn: Mapping[str, bytes], folder: Path) -> list[Path]:
+    """Write each as NAME.png; their paths."""
+    paths = []
+    for name, png in drawn.items():
+        path = folder / f"{name}.png"
+        path.write_bytes(png)
+        paths.append(path)
+    return paths
+
+
 def short(value: float) -> str:
     """Three digits, as far as they are there."""
     if value >= 100:
-        return f"{value:.0f}"
+        return f"{value:,.0f}"
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """1, 2 and 5 times powers of ten between low and high."""
+    return [digit * 10.0**power for power in range(-6, 8) for digit in (1, 2, 5) if low <= digit * 10.0**power <= high]

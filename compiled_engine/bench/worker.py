@@ -19,8 +19,11 @@ BEFORE = "before the engine"
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The result: start_up (spans, see Timeline; those before the engine in parts), cache (hit, miss, off), and, with a
     workload, what that measured, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
+    from compiled_engine.process.cuda_context import cuda_context, index_of
     from compiled_engine.process.timeline import Timeline
 
+    if (index := index_of(task["options"].get("device"))) is not None:  # as `compiled-engine generate` does
+        cuda_context(index)
     timeline = Timeline()
     timeline.add("interpreter", 0.0, timeline.now(), BEFORE)
     with timeline.span("import torch", BEFORE):
@@ -64,11 +67,9 @@ def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
     graphs were predicted to take, and took. None without CUDA."""
     import torch
 
-    from compiled_engine.runner.kv_cache import block_bytes
-
     if config.device.type != "cuda":
         return None
-    kv_cache = metrics["blocks_total"] * block_bytes(config)
+    kv_cache = metrics["kv_cache_bytes"]
     return {
         "kv_cache": kv_cache,
         "without_kv_cache": torch.cuda.max_memory_reserved(config.device) - kv_cache,

@@ -1,7 +1,7 @@
 """The workloads: what is sent through the public `generate` call, as random token ids, and how it is timed.
 
-Every timed call gets prompts of its own, so that no prompt is in the prefix cache. Temperatures are 0, in throughput
-0.6; an end-of-sequence token ends nothing.
+Every timed call gets prompts of its own, so that no prompt is in the prefix cache. An end-of-sequence token ends
+nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from compiled_engine.llm import LLM
 from compiled_engine.process.progress import Progress
 from compiled_engine.sampling.params import SamplingParams
 
-THROUGHPUT_TEMPERATURE = 0.6
-# Prompts of the throughput workload hold token ids up to this one.
+# Prompts of workload T hold token ids up to this one.
 LARGEST_TOKEN_ID = 10_000
 T = TypeVar("T")
 
@@ -42,12 +41,10 @@ def random_prompts(llm: LLM, generator: random.Random, lengths: Sequence[int]) -
     return [[generator.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def generate_seconds(llm: LLM, prompts: list[list[int]], output_lens: Sequence[int], temperature: float = 0.0) -> float:
-    """Seconds of one generate call."""
-    params = [
-        SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, detokenize=False)
-        for length in output_lens
-    ]
+def generate_seconds(llm: LLM, prompts: list[list[int]], output_lens: Sequence[int], **sampling: Any) -> float:
+    """Seconds of one generate call, greedy unless `sampling`, fields of `SamplingParams`, says otherwise."""
+    chosen = {"temperature": 0.0, "ignore_eos": True, "detokenize": False} | sampling
+    params = [SamplingParams(max_tokens=length, **chosen) for length in output_lens]
     start = time.perf_counter()
     llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     return time.perf_counter() - start
@@ -61,77 +58,19 @@ def tpot_ms(llm: LLM, generator: random.Random, batch_size: int, prompt_len: int
     return (many - one) / (output_len - 1) * 1e3
 
 
-def latency(
-    llm: LLM, batch_sizes: Sequence[int], prompt_len: int, output_len: int, rounds: Rounds, progress: Progress
-) -> list[dict[str, Any]]:
-    """TPOT in ms of each batch size: [{"batch_size", "tpot_ms": {"median", "spread"}}]."""
-    generator = random.Random(rounds.seed)
-
-    def once() -> list[float]:
-        return [tpot_ms(llm, generator, batch_size, prompt_len, output_len) for batch_size in batch_sizes]
-
-    columns = zip(*repeated(once, rounds, progress), strict=True)
-    return [
-        {"batch_size": batch_size, "tpot_ms": summary(values)}
-        for batch_size, values in zip(batch_sizes, columns, strict=True)
-    ]
-
-
-def throughput_lengths(num_requests: int, low: int, high: int, seed: int) -> tuple[list[list[int]], list[int]]:
-    """Prompts and output lengths, uniform in [low, high].
+def request_lengths(
+    num_requests: int, prompt_lens: tuple[int, int], output_lens: tuple[int, int], seed: int
+) -> tuple[list[list[int]], list[int]]:
+    """Prompts and output lengths, each uniform from the least to the most.
 
     256 requests of 100 to 1024 tokens with seed 0 are workload T: 142,827 tokens in, 133,966 out.
     """
     generator = random.Random(seed)
     prompts = [
-        [generator.randint(0, LARGEST_TOKEN_ID) for _ in range(generator.randint(low, high))]
+        [generator.randint(0, LARGEST_TOKEN_ID) for _ in range(generator.randint(*prompt_lens))]
         for _ in range(num_requests)
     ]
-    return prompts, [generator.randint(low, high) for _ in range(num_requests)]
-
-
-def throughput(llm: LLM, num_requests: int, low: int, high: int, rounds: Rounds, progress: Progress) -> dict[str, Any]:
-    """Output tokens per second of requests of mixed lengths that are all there at the start.
-
-    {"requests", "input_tokens", "output_tokens", "output_tokens_per_s": {"median", "spread"}}. A round of warm-up is
-    eight short requests.
-    """
-    prompts, output_lens = throughput_lengths(num_requests, low, high, rounds.seed)
-    vocab_size = llm.config.model.vocab_size
-    generator = random.Random(rounds.seed + 1)
-    for _ in range(rounds.warm_up):
-        generate_seconds(llm, random_prompts(llm, generator, [low] * 8), [min(16, high)] * 8, THROUGHPUT_TEMPERATURE)
-
-    def once() -> float:
-        # Other ids of the same lengths each time, the first time those that were drawn.
-        shift = generator.randrange(vocab_size) if rates else 0
-        moved = [[(token + shift) % vocab_size for token in prompt] for prompt in prompts]
-        rates.append(sum(output_lens) / generate_seconds(llm, moved, output_lens, THROUGHPUT_TEMPERATURE))
-        return rates[-1]
-
-    rates: list[float] = []
-    repeated(once, Rounds(0, rounds.repeats), progress)
-    return {
-        "requests": num_requests,
-        "input_tokens": sum(map(len, prompts)),
-        "output_tokens": sum(output_lens),
-        "output_tokens_per_s": summary(rates),
-    }
-
-
-def prefill(llm: LLM, num_prompts: int, prompt_len: int, rounds: Rounds, progress: Progress) -> dict[str, Any]:
-    """Prompt tokens per second from the call to the first token of all prompts.
-
-    {"prompts", "prompt_len", "tokens_per_s": {"median", "spread"}}.
-    """
-    generator = random.Random(rounds.seed)
-
-    def once() -> float:
-        prompts = random_prompts(llm, generator, [prompt_len] * num_prompts)
-        return num_prompts * prompt_len / generate_seconds(llm, prompts, [1] * num_prompts)
-
-    rates = repeated(once, rounds, progress)
-    return {"prompts": num_prompts, "prompt_len": prompt_len, "tokens_per_s": summary(rates)}
+    return prompts, [generator.randint(*output_lens) for _ in range(num_requests)]
 
 
 def repeated(once: Callable[[], T], rounds: Rounds, progress: Progress) -> list[T]:

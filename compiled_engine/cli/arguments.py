@@ -45,8 +45,8 @@ ENGINE_ARGUMENTS = (
     Argument(
         "model",
         str,
-        "Checkpoint folder in Hugging Face layout, or org/name[@revision] of the Hugging Face Hub. Without it: the "
-        "bundled model.",
+        "Checkpoint folder in Hugging Face layout, or org/name or org/name@revision of the Hugging Face Hub. Without "
+        "it: the bundled model.",
     ),
     Argument("tokenizer", str, "Folder or name of the tokenizer, when it is not the model's."),
     Argument("revision", str, "Branch, tag or commit of a model from the hub. Default: its main branch."),

@@ -11,10 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.cli.bench_ablation import ablation, plot
+from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
-from compiled_engine.cli.bench_speed import latency, prefill, startup, throughput
+from compiled_engine.cli.bench_plot import plot
+from compiled_engine.cli.bench_startup import startup
 from compiled_engine.cli.bench_step import step
+from compiled_engine.cli.bench_table import compare, table
 from compiled_engine.cli.errors import bad_input_is_reported
 
 bench = typer.Typer(
@@ -23,7 +25,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (ablation, plot, latency, throughput, prefill, startup, step):
+for command in (table, compare, ablation, plot, startup, step):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]

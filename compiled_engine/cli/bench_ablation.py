@@ -1,10 +1,8 @@
-"""`compiled-engine bench ablation` and `bench plot`: what each part of the engine is worth, as tables and as a page."""
+"""`compiled-engine bench ablation`: what each part of the engine is worth, as tables and as a page."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +18,8 @@ from compiled_engine.cli.bench_engine import (
     engine_options,
     print_json,
 )
+from compiled_engine.cli.bench_plot import make_plot_folder, write_ablation
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
-from compiled_engine.cli.output_folder import make_folder
 
 Output = Annotated[
     Path | None,
@@ -69,14 +67,15 @@ def ablation(
         from compiled_engine.bench.ablation_report import Asked, make_plan, run
         from compiled_engine.process.progress import RichProgress
 
-        _check_output(output)
+        if output is not None:
+            make_plot_folder("output", output)
         asked = Asked(tuple(batch) if batch else None, prompt_len, output_len, tuple(variant or ()), alone, quick)
         plan = make_plan(options, shape, asked)
         result = run(plan, repeats or (1 if quick else 3), RichProgress()) | {"command": command_line()}
         if output is not None:
             with written_to(output):
                 (output / RESULTS).write_text(json.dumps(result, indent=2) + "\n")
-                _write_plots(result, output)
+                write_ablation(result, output)
     if as_json:
         print_json(result)
     else:
@@ -88,54 +87,3 @@ def ablation(
         typer.echo(f"compiled-engine: error: variant {record['name']!r} {record['error']}", err=True)
     if failed:
         raise typer.Exit(1)
-
-
-def plot(
-    results: Annotated[Path, typer.Argument(help="What `bench ablation --json` printed, or ablation.json.")],
-    *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the plots and ablation.html.")],
-) -> None:
-    """Make an ablation's plots and page again from its JSON.
-
-    Example:
-
-      compiled-engine bench plot results/ablation.json --output results
-    """
-    with bad_input_is_reported():
-        if not results.is_file():
-            raise ValueError(f"results is {str(results)!r}; allowed: a JSON file of bench ablation")
-        try:
-            result = json.loads(results.read_text())
-        except ValueError as error:
-            raise ValueError(f"results is {str(results)!r}, which is no JSON: {error}") from error
-        if not isinstance(result, dict) or result.get("benchmark") != "ablation":
-            raise ValueError(f"results is {str(results)!r}; allowed: a JSON file of bench ablation")
-        from compiled_engine.bench.ablation_subject import measured
-
-        if not any(measured(record) for record in result.get("variants", ())):
-            raise ValueError(f"results is {str(results)!r}, which has no variant with figures")
-        _check_output(output)
-        try:
-            with written_to(output):
-                paths = _write_plots(result, output)
-        except KeyError as error:
-            raise ValueError(f"results is {str(results)!r}, which lacks {error}: another version made it") from error
-    for path in paths:
-        typer.echo(str(path))
-
-
-def _check_output(output: Path | None) -> None:
-    if output is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            f"output is {str(output)!r}, but plots need matplotlib: install compiled-engine[bench], or leave it out"
-        )
-    make_folder("output", output)
-
-
-def _write_plots(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    from compiled_engine.bench.ablation_page import write_page
-    from compiled_engine.bench.ablation_plots import write_plots
-
-    return [*write_plots(result, folder), write_page(result, folder)]

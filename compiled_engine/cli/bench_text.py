@@ -16,20 +16,9 @@ BAR_WIDTH = 40
 CACHES = "; a small model may stay in caches, and be faster"
 
 
-def console() -> Console:
-    """Without a terminal nothing says how wide the output may be: wide enough for every column."""
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def figure_table(*first: str, unit: str, repeats: int) -> Table:
-    """Columns for what is measured, its median, the spread of the repeats, the bound, and how far it is away."""
-    return _aligned(Table(*first, unit, *_spread_headings(repeats), "bound", "share of bound"), len(first))
-
-
-def figure_row(measured: Mapping[str, Any], bound: float, rate: bool, digits: int, repeats: int) -> list[str]:
-    """`rate`: more is better, and the bound is an upper one."""
-    share = measured["median"] / bound if rate else bound / measured["median"]
-    return [*_with_spread(measured, digits, repeats), f"{bound:,.{digits}f}", f"{share:.0%}"]
+def console(width: int = 160) -> Console:
+    """Without a terminal nothing says how wide the output may be: `width`, wide enough for every column."""
+    return Console(width=None if sys.stdout.isatty() else width)
 
 
 def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
@@ -43,7 +32,7 @@ def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
         for record in found["transformers"]:
             row = _with_spread(record["tokens_per_s"], 0, repeats)
             table.add_row(f"transformers {record['way']}", str(record["threads"]), *row)
-        out.print(_aligned(table, 1))
+        out.print(aligned(table, 1))
         fastest = found["fastest"]
         if fastest is not None:
             out.print(
@@ -84,7 +73,7 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
     model = result["model"]
     device = result["machine"].get("gpu") or result["machine"]["processor"]
     title = f"{model['name']}, {model['dtype']}, {device}"
-    table = _aligned(Table("variant", *headings, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
+    table = aligned(Table("variant", *headings, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
     for record in result["variants"]:
         if not measured(record):
             table.add_row(record["name"], "failed")
@@ -139,7 +128,7 @@ def _memory(measured: Mapping[str, Any] | None) -> list[str]:
     return [f"{mebibytes['without_kv_cache']:,.0f}", graphs]
 
 
-def _aligned(table: Table, num_names: int) -> Table:
+def aligned(table: Table, num_names: int) -> Table:
     """Figures to the right."""
     for column in table.columns[num_names:]:
         column.justify = "right"

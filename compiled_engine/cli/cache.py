@@ -27,9 +27,9 @@ from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder
-from compiled_engine.graphs.cache.lookup import default_root
 from compiled_engine.graphs.cache.prune import prune as prune_cache
 from compiled_engine.graphs.cache.report import EntryReport, existing_cache, find_key, nearest, report, short
+from compiled_engine.kernels.cache_folder import default_root
 
 cache = typer.Typer(help="Look at the compile cache, and tidy it up.", rich_markup_mode="rich", no_args_is_help=True)
 
@@ -55,7 +55,7 @@ def list_entries(*, cache_dir: CacheDir = None, as_json: AsJson = False) -> None
         root = _root(cache_dir)
         folder = existing_cache(root)
         found = sorted(_reports(folder), key=lambda entry: -entry.last_used)
-        leftovers = [path for key in _all_keys(folder) for path in _leftovers(folder, key)]
+        leftovers = folder.leftovers() if folder else []
     if as_json:
         records = [entry_record(entry) for entry in found]
         _print_json({"cache_dir": str(root), "entries": records, "leftovers": [str(path) for path in leftovers]})
@@ -252,14 +252,6 @@ def _entry(folder: CacheFolder | None, wanted: str) -> EntryReport:
     key = find_key(folder.entry_keys() if folder else [], wanted)
     assert folder is not None
     return report(folder, key)
-
-
-def _all_keys(folder: CacheFolder | None) -> list[str]:
-    return [*folder.entry_keys(), *folder.other_keys()] if folder else []
-
-
-def _leftovers(folder: CacheFolder | None, key: str) -> list[Path]:
-    return [*folder.set_aside(key), *folder.work_folders(key, in_use=False)] if folder else []
 
 
 def _print_json(value: Any) -> None:

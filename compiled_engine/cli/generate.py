@@ -15,6 +15,7 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
+from compiled_engine.process.cuda_context import cuda_context, index_of
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions
@@ -44,6 +45,8 @@ def generate(
 
       compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
     """
+    if (index := index_of(engine.get("device"))) is not None:  # while torch is imported
+        cuda_context(index)
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
@@ -84,7 +87,7 @@ def _checked(
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
-    from compiled_engine.frontend.tokenizer import find_tokenizer
+    from compiled_engine.frontend.tokenizer import find_tokenizer_folder, load_tokenizer
     from compiled_engine.messages import RequestLimits
     from compiled_engine.resolve.engine import resolve
 
@@ -92,6 +95,8 @@ def _checked(
     model = config.model
     params = replace(read_default_sampling_params(model.path, options.generation_config), **sampling)
     limits = RequestLimits(model.vocab_size, model.max_model_len, num_slots=model.max_model_len)
-    inputs = InputProcessor(find_tokenizer(config.tokenizer, model.path), limits, frozenset())
+    folder = find_tokenizer_folder(config.tokenizer, model.path)
+    tokenizer = load_tokenizer(folder) if folder else None
+    inputs = InputProcessor(tokenizer, limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params

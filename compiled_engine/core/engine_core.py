@@ -17,6 +17,7 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.scheduler import Scheduler
 
@@ -57,8 +58,7 @@ class EngineCore:
         if request.sampling_params.token_mask is not None:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
         if request.sampling_params.seed is None:
-            params = request.sampling_params.clone()
-            params.seed = self._seeds.getrandbits(63)
+            params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = replace(request, sampling_params=params)
         self._scheduler.add(request, token_mask)
 

@@ -9,7 +9,9 @@ from typing import Any, Protocol
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.kernels.gpu_ahead import first_matrix_product, triton_digests
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
@@ -52,6 +54,10 @@ class InProcessExecutor:
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
     ):
         self._device = config.device
+        if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
+            cuda_context(config.device.index or 0)
+            triton_digests(config.device)
+            first_matrix_product(config.device, config.model.dtype)
         if not config.compile.enabled:
             import_apart("torch._dynamo")  # as the first call of a custom op does
         with self._own_context():

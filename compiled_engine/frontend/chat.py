@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the tokenizer's chat template (run in the sandbox of transformers)."""
+"""Conversations to prompts, by the tokenizer's chat template rendered in a sandbox."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "Sequence[Message]"
 
+# What a template is given by arguments of their own.
+SETTINGS = {
+    *("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -36,7 +40,7 @@ def read_chat_template(given: str | Path | None, tokenizer: Tokenizer) -> str | 
         return None
     if not isinstance(given, str | Path):
         raise TypeError(f"chat_template must be a Jinja template, the path of a file with one, or None, got {given!r}")
-    own = tokenizer.hf.chat_template
+    own = tokenizer.chat_template
     if isinstance(given, str) and ("{" in given or (isinstance(own, Mapping) and given in own)):
         return given
     if not os.path.isfile(given):  # Path.is_file raises for a text that is too long for a path
@@ -62,27 +66,26 @@ def render_chat(
     """
     from jinja2 import TemplateError
 
-    template = chat_template if chat_template is not None else tokenizer.hf.chat_template
-    if template is None:
-        raise ValueError("chat_template must be given: the tokenizer has none")
+    from compiled_engine.frontend.chat_template import choose_template, render_template
+
     if add_generation_prompt and continue_final_message:
         raise ValueError("add_generation_prompt must be False when continue_final_message is True")
-    settings: dict[str, Any] = {
-        "tools": tools,
-        "chat_template": chat_template,
-        "add_generation_prompt": add_generation_prompt,
-        "continue_final_message": continue_final_message,
-        "tokenize": False,
-    }
+    template = choose_template(tokenizer.chat_template, chat_template, tools)
     further = {} if chat_template_kwargs is None else chat_template_kwargs
     if not isinstance(further, Mapping):
         raise TypeError(f"chat_template_kwargs must be a dict or None, got {further!r}")
-    if taken := sorted(settings.keys() & further.keys()):
+    if taken := sorted(SETTINGS & further.keys()):
         raise ValueError(f"chat_template_kwargs must not have {', '.join(taken)}, got {further!r}")
-    settings |= further
-    checked = _check_conversation(name, conversation, str(template))
+    checked = _check_conversation(name, conversation, template)
     try:
-        text: Any = tokenizer.hf.apply_chat_template(checked, **settings)
+        text = render_template(
+            template,
+            checked,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            variables={**tokenizer.special_tokens, **further},
+        )
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
     return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))

@@ -68,7 +68,7 @@ class Detokenizer:
 
     def leaves_no_text(self, token_id: int) -> bool:
         """Whether a token is skipped, or not known to the tokenizer."""
-        return token_id in self._skipped or token_id not in self._tokenizer.known_ids
+        return token_id in self._skipped or not self._tokenizer.knows(token_id)
 
     def _joins_last(self, token_id: int) -> bool:
         """Whether the token is special like the one before it, and no space may come between them."""

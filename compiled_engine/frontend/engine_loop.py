@@ -14,6 +14,9 @@ from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.messages import EngineRequest, StepOutputs
 from compiled_engine.sampling.token_mask import TokenMask
 
+# Requests that are added before Ctrl-C is heard.
+AT_A_TIME = 32
+
 
 class Core(Protocol):
     """What the loop asks of the engine core."""
@@ -92,13 +95,14 @@ class EngineLoop:
         running: dict[str, RunningRequest] = {}
         added: set[str] = set()
         try:
-            for request in requests:
+            for first in range(0, len(requests), AT_A_TIME):
                 self._require_open()
                 with deferred_interrupt():
-                    running[request.request_id] = self._outputs.add(request)
-                    for engine_request in request.engine_requests:
-                        self._core.add(engine_request, request.sampling_params.token_mask)
-                        added.add(engine_request.request_id)
+                    for request in requests[first : first + AT_A_TIME]:
+                        running[request.request_id] = self._outputs.add(request, partial=partial)
+                        for engine_request in request.engine_requests:
+                            self._core.add(engine_request, request.sampling_params.token_mask)
+                            added.add(engine_request.request_id)
             while running:
                 changed = [request_id for request_id in self._changed if request_id in running]
                 if not changed:

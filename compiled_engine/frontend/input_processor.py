@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.messages import EngineRequest, RequestLimits
-from compiled_engine.sampling.params import SamplingParams, validate_for_model
+from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,18 @@ class PreparedRequest:
 
 
 class InputProcessor:
-    """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run."""
+    """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run.
 
-    def __init__(self, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int]) -> None:
+    id_prefix: how the ids of requests begin.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, limits: RequestLimits, eos_token_ids: frozenset[int], id_prefix: str = ""
+    ) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._id_prefix = id_prefix
         self._numbers = itertools.count()
 
     def process(
@@ -72,7 +78,7 @@ class InputProcessor:
             field = "stop" if params.stop else "bad_words"
             raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
         try:
-            params = replace(params)
+            params = checked_again(params)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
@@ -102,11 +108,11 @@ class InputProcessor:
             given: object = prompt.text if prompt.token_ids is None else []
             raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
         vocab_size = self._limits.vocab_size
-        for index, token_id in enumerate(token_ids):
-            if not 0 <= token_id < vocab_size:
-                raise ValueError(
-                    f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
-                )
+        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+            index, token_id = next((i, each) for i, each in enumerate(token_ids) if not 0 <= each < vocab_size)
+            raise ValueError(
+                f"{prompt.name}: token {index} must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
+            )
         keep = params.truncate_prompt_tokens
         if keep is not None:
             longest = self._limits.max_model_len - 1
@@ -127,7 +133,7 @@ class InputProcessor:
     def _prepare(
         self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams, priority: int
     ) -> PreparedRequest:
-        request_id = str(next(self._numbers))
+        request_id = f"{self._id_prefix}{next(self._numbers)}"
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
@@ -146,12 +152,12 @@ class InputProcessor:
 
 def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> SamplingParams:
     """The parameters of one of n completions: it has a seed of its own; the first has the prompt's logprobs."""
-    own = params.clone()
-    own.n = 1
-    own.token_mask = None  # it is handed over beside the request
-    own.max_tokens = max_tokens
-    if params.seed is not None:
-        own.seed = (params.seed + index) % 2**64  # the same 64 bits, and never -1, which is no seed
-    if index > 0:
-        own.prompt_logprobs = None
-    return own
+    return derived(
+        params,
+        n=1,
+        token_mask=None,  # it is handed over beside the request
+        max_tokens=max_tokens,
+        # The same 64 bits, and never -1, which is no seed.
+        seed=None if params.seed is None else (params.seed + index) % 2**64,
+        prompt_logprobs=None if index > 0 else params.prompt_logprobs,
+    )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from compiled_engine.frontend.completion import Completion, logprob_dict, token_texts
+from compiled_engine.frontend.completion import Completion
 from compiled_engine.frontend.input_processor import PreparedRequest
-from compiled_engine.frontend.outputs import Logprob, RequestMetrics, RequestOutput
+from compiled_engine.frontend.logprob_list import GrowingLogprobs
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, StepOutputs
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 
 class RunningRequest:
@@ -19,14 +19,17 @@ class RunningRequest:
     def __init__(self, request: PreparedRequest, tokenizer: Tokenizer | None, now: float) -> None:
         self.request = request
         params = request.sampling_params
-        self._completions = {
+        self.finished = False
+        self.completions = {
             engine_request.request_id: Completion(index, request.prompt_token_ids, params, tokenizer)
             for index, engine_request in enumerate(request.engine_requests)
         }
-        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: GrowingLogprobs | None = None
         if params.prompt_logprobs is not None:
-            self._prompt_logprobs = [None]
-            self._prompt_texts = token_texts(tokenizer, request.prompt_token_ids[:1], params)
+            first_id = request.prompt_token_ids[:1]
+            self._prompt_logprobs = GrowingLogprobs(params.prompt_logprobs, tokenizer, first_id, params, first=[None])
+        self._num_given_prompt_logprobs = 0  # by `delta`
+        self._prompt_token_ids = list(request.prompt_token_ids)  # one list for all outputs
         self._num_cached_tokens: int | None = None
         self._arrival_time = now
         self._first_scheduled_time: float | None = None
@@ -34,17 +37,12 @@ class RunningRequest:
         self._last_token_time: float | None = None
         self._finished_time: float | None = None
 
-    @property
-    def finished(self) -> bool:
-        return all(completion.finish_reason is not None for completion in self._completions.values())
-
-    def add_token(self, engine_request_id: str, token_id: int, now: float) -> str | None:
-        """Take in one completion's next token; give the finish reason that the completion has now."""
-        completion = self._completions[engine_request_id]
-        completion.add_token(token_id)
+    def look(self, engine_request_id: str, now: float) -> str | None:
+        """A token was appended to one completion; give the finish reason that the completion has now."""
+        completion = self.completions[engine_request_id]
+        completion.look()
         self._last_token_time = now
-        if completion.finish_reason is not None and self.finished:
-            self._finished_time = now
+        self._note_end(completion, now)
         return completion.finish_reason
 
     def update(self, output: EngineOutput, now: float) -> str | None:
@@ -52,49 +50,73 @@ class RunningRequest:
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
-            self._add_prompt_logprobs(*output.prompt_logprobs)
+            first, rows = output.prompt_logprobs
+            assert first == len(self._prompt_logprobs)  # a chunk of the prompt at a time, each once
+            self._prompt_logprobs.add(rows)
         if self._first_scheduled_time is None:
             self._first_scheduled_time = output.scheduled_time
         if output.new_token_ids:
             self._last_token_time = now
             if self._first_token_time is None:
                 self._first_token_time = now
-        completion = self._completions[output.request_id]
+        completion = self.completions[output.request_id]
         completion.update(output)
-        if self.finished:
-            self._finished_time = now
+        self._note_end(completion, now)
         return completion.finish_reason
+
+    def _note_end(self, completion: Completion, now: float) -> None:
+        if completion.finish_reason is not None and not self.unfinished_ids():
+            self.finished, self._finished_time = True, now
 
     def unfinished_ids(self) -> list[str]:
         """Ids of the engine requests that still run."""
-        return [key for key, completion in self._completions.items() if completion.finish_reason is None]
+        return [key for key, completion in self.completions.items() if completion.finish_reason is None]
 
     def snapshot(self) -> RequestOutput:
         """The request as it is now."""
-        completions = self._completions.values()
+        prompt_logprobs = None if self._prompt_logprobs is None else self._prompt_logprobs.snapshot()
+        completions = [completion.snapshot() for completion in self.completions.values()]
+        return self._output(completions, prompt_logprobs, self._metrics())
+
+    def delta(self) -> RequestOutput:
+        """What is new since the last call: of each completion that has grown, and of the prompt's log-probabilities.
+
+        Times come with the end alone: there are many deltas, and they should cost little.
+        """
+        new = None
+        if self._prompt_logprobs is not None:
+            new = self._prompt_logprobs.since(self._num_given_prompt_logprobs)
+            self._num_given_prompt_logprobs += len(new)
+        grown = [delta for completion in self.completions.values() if (delta := completion.delta()) is not None]
+        return self._output(grown, new, self._metrics() if self.finished else None)
+
+    def _output(
+        self,
+        completions: list[CompletionOutput],
+        prompt_logprobs: Sequence[dict[int, Logprob] | None] | None,
+        metrics: RequestMetrics | None,
+    ) -> RequestOutput:
+        request = self.request
         return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self.request.prompt,
-            prompt_token_ids=list(self.request.prompt_token_ids),
-            prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
-            outputs=[completion.snapshot() for completion in completions],
-            finished=self.finished,
-            num_cached_tokens=self._num_cached_tokens,
-            metrics=RequestMetrics(
-                arrival_time=self._arrival_time,
-                first_scheduled_time=self._first_scheduled_time,
-                first_token_time=self._first_token_time,
-                last_token_time=self._last_token_time,
-                finished_time=self._finished_time,
-                num_generation_tokens=max(completion.num_tokens for completion in completions),
-            ),
+            request.request_id,
+            request.prompt,
+            self._prompt_token_ids,
+            prompt_logprobs,
+            completions,
+            self.finished,
+            self._num_cached_tokens,
+            metrics,
         )
 
-    def _add_prompt_logprobs(self, first: int, entries: Sequence[TokenLogprobs]) -> None:
-        """Entries come a chunk of the prompt at a time, each once."""
-        assert self._prompt_logprobs is not None
-        assert first == len(self._prompt_logprobs)
-        self._prompt_logprobs += [logprob_dict(entry, self._prompt_texts) for entry in entries]
+    def _metrics(self) -> RequestMetrics:
+        return RequestMetrics(
+            arrival_time=self._arrival_time,
+            first_scheduled_time=self._first_scheduled_time,
+            first_token_time=self._first_token_time,
+            last_token_time=self._last_token_time,
+            finished_time=self._finished_time,
+            num_generation_tokens=max(len(completion.token_ids) for completion in self.completions.values()),
+        )
 
 
 class OutputProcessor:
@@ -103,17 +125,27 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, RunningRequest] = {}
+        # By engine request: where a token goes that comes with nothing else; its logprobs; who looks at each token.
+        self._token_sinks: dict[str, Callable[[int], None]] = {}
+        self._logprob_sinks: dict[str, GrowingLogprobs] = {}
+        self._watched: dict[str, RunningRequest] = {}
 
-    def add(self, request: PreparedRequest) -> RunningRequest:
-        """Start to follow a request; its arrival is now."""
+    def add(self, request: PreparedRequest, *, partial: bool = True) -> RunningRequest:
+        """Start to follow a request; its arrival is now. partial: every token changes it, not its end alone."""
         state = RunningRequest(request, self._tokenizer, time.perf_counter())
-        for engine_request in request.engine_requests:
-            self._states[engine_request.request_id] = state
+        for engine_request_id, completion in state.completions.items():
+            self._states[engine_request_id] = state
+            self._token_sinks[engine_request_id] = completion.token_ids.append
+            if completion.logprobs is not None:
+                self._logprob_sinks[engine_request_id] = completion.logprobs
+            if partial or request.sampling_params.stop:
+                self._watched[engine_request_id] = state
         return state
 
     def forget(self, engine_request_id: str) -> None:
         """Stop following an engine request: what the core still says of it is dropped."""
-        self._states.pop(engine_request_id, None)
+        for by_id in (self._states, self._token_sinks, self._logprob_sinks, self._watched):
+            by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[RunningRequest], list[str]]:
         """Take in a step's outputs; give the states that changed, and the engine requests to abort.
@@ -121,19 +153,26 @@ class OutputProcessor:
         Those to abort ended by a stop string, which the core knows nothing of.
         """
         now = time.perf_counter()
-        states = self._states
         changed: dict[int, RunningRequest] = {}
         aborts: list[str] = []
+        sinks = self._token_sinks
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
-            state = states.get(request_id)
-            if state is not None:
-                changed[id(state)] = state
-                if state.add_token(request_id, token_id, now) is not None:
-                    self.forget(request_id)
-                    aborts.append(request_id)
+            if (sink := sinks.get(request_id)) is not None:
+                sink(token_id)
+        if outputs.logprobs is not None:
+            data, size = outputs.logprobs.data, outputs.logprobs.row_bytes
+            for index, request_id in enumerate(outputs.request_ids):
+                if (logprobs := self._logprob_sinks.get(request_id)) is not None:
+                    logprobs.add_row(data, index * size, size)
+        if self._watched:
+            for request_id in outputs.request_ids:
+                if (state := self._watched.get(request_id)) is not None:
+                    changed[id(state)] = state
+                    if state.look(request_id, now) is not None:
+                        self.forget(request_id)
+                        aborts.append(request_id)
         for output in outputs.others:
-            state = states.get(output.request_id)
-            if state is not None:
+            if (state := self._states.get(output.request_id)) is not None:
                 changed[id(state)] = state
                 if state.update(output, now) is not None:
                     self.forget(output.request_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -23,17 +24,18 @@ class CompletionOutput:
     """One completion of a prompt; the `index`-th of `SamplingParams.n`.
 
     `token_ids` end with the token that ended generation; `text` leaves out an end-of-sequence or stop token,
-    and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a
-    token: the chosen token first, then the most likely ones. `finish_reason` is None while it runs, then
-    "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token id that ended it, None for an
-    end-of-sequence token, or what the error is: a token mask failed, the logits were NaN, or no token was allowed.
+    and a stop string with what follows it, unless include_stop_str_in_output. `logprobs` has an entry a token, made
+    when it is looked at (see LogprobList): the chosen token first, then the most likely ones. `finish_reason` is None
+    while it runs, then "stop", "length", "abort" or "error"; `stop_reason` is the stop string or stop token id that
+    ended it, None for an end-of-sequence token, or what the error is: a token mask failed, the logits were NaN, or no
+    token was allowed.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Sequence[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: str | int | None
 
@@ -108,15 +110,15 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its completions, whole or as far as they are.
 
-    `prompt` is None for a prompt of token ids. `prompt_logprobs` starts with None: nothing precedes the first
-    token. `num_cached_tokens` counts prompt tokens that came from the prefix cache; None before the first
-    step.
+    `prompt` is None for a prompt of token ids. `prompt_token_ids` is the same list in all outputs of a request.
+    `prompt_logprobs` starts with None: nothing precedes the first token. `num_cached_tokens` counts prompt tokens that
+    came from the prefix cache; None before the first step.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    prompt_logprobs: list[dict[int, Logprob] | None] | None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int | None = None

@@ -13,6 +13,8 @@ PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids")
 
+_LONG_TEXT = 8192  # characters
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -61,6 +63,8 @@ def _parse(name: str, prompt: Any) -> Prompt:
 
 
 def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
+    if set(map(type, token_ids)) <= {int}:  # nearly always, and quickly seen
+        return tuple(token_ids)
     for index, token_id in enumerate(token_ids):
         if not _is_integer(token_id):
             raise TypeError(f"{name}[{index}] must be a token id (an integer), got {token_id!r}")
@@ -68,8 +72,17 @@ def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _is_sequence(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    return isinstance(value, list) or (isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray))
 
 
 def _is_integer(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def is_long(value: Any) -> bool:
+    """Whether a prompt or conversation has so much text that tokenising it would hold up an event loop."""
+    if isinstance(value, Mapping):
+        return any(map(is_long, value.values()))
+    if isinstance(value, list | tuple) and value and not isinstance(value[0], int):
+        return any(map(is_long, value))
+    return isinstance(value, str) and len(value) > _LONG_TEXT

@@ -2,52 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from compiled_engine.frontend.tokenizer_files import (
+    CONFIG_FILE,
+    TOKENIZER_FILE,
+    NotReadHere,
+    Templates,
+    read_tokenizer,
+)
+from compiled_engine.frontend.tokenizer_words import FastWords, SlowWords, Words
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, is_lfs_pointer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+log = logging.getLogger("compiled_engine")
+
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+BYTE_TOKENS = tuple(f"<0x{byte:02X}>" for byte in range(256))
 
 
 class Tokenizer:
-    """A tokenizer of transformers, as the frontend uses it.
+    """A tokenizer, as the frontend uses it.
 
-    hf: the tokenizer itself. known_ids: its ids; a model's vocabulary may be padded beyond them.
+    special_tokens: texts by name, such as eos_token. chat_template: one, or several by name, or None.
     special_ids: ids that skip_special_tokens leaves out. byte_ids: SentencePiece's tokens of a single byte
     (<0x00> to <0xFF>); a run of them is decoded as a whole.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerBase) -> None:
-        self.hf = hf
-        self._backend: Any = hf.backend_tokenizer if hf.is_fast else None
-        if hf.is_fast:
-            special = [index for index, token in hf.added_tokens_decoder.items() if token.special]
-        else:
-            special = hf.all_special_ids
-        self.special_ids = frozenset(special)
-        vocabulary = hf.get_vocab()
-        self.known_ids = frozenset(vocabulary.values())
-        byte_tokens = (f"<0x{byte:02X}>" for byte in range(256))
-        self.byte_ids = frozenset(vocabulary[token] for token in byte_tokens if token in vocabulary)
+    def __init__(
+        self,
+        words: Words,
+        special_tokens: dict[str, str],
+        chat_template: Templates,
+        in_transformers: Callable[[], PreTrainedTokenizerBase],
+    ) -> None:
+        """in_transformers: gives the same tokenizer as an object of transformers."""
+        self._words, self._in_transformers = words, in_transformers
+        self.special_tokens, self.chat_template = special_tokens, chat_template
+        self.special_ids = words.special_ids()
+        self.byte_ids = frozenset(i for token in BYTE_TOKENS if (i := words.token_to_id(token)) is not None)
         self._word = self.encode("a", add_special_tokens=False)
         self._decoded_tokens: dict[int, str] = {}
+        self._known_ids: set[int] = set()
+        self._hf: PreTrainedTokenizerBase | None = None
+
+    @classmethod
+    def of_transformers(cls, hf: PreTrainedTokenizerBase) -> Tokenizer:
+        """What transformers has loaded."""
+        words: Words
+        if hf.is_fast:
+            hf.backend_tokenizer.no_truncation()  # as hf itself does whenever it is called
+            hf.backend_tokenizer.no_padding()
+            words = FastWords(hf.backend_tokenizer)
+        else:
+            words = SlowWords(hf)
+        return cls(words, dict(hf.special_tokens_map), hf.chat_template, lambda: hf)
+
+    @property
+    def hf(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of transformers, which is imported for it."""
+        if self._hf is None:
+            self._hf = self._in_transformers()
+        return self._hf
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token that the tokenizer names."""
+        end = self.special_tokens.get("eos_token")
+        return None if end is None else self._words.token_to_id(end)
+
+    def knows(self, token_id: int) -> bool:
+        """Whether a token has this id; a model's vocabulary may be padded beyond those of its tokenizer."""
+        if token_id in self._known_ids:
+            return True
+        if self._words.id_to_token(token_id) is None:
+            return False
+        self._known_ids.add(token_id)
+        return True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with those that the tokenizer puts around a prompt unless told otherwise."""
-        return self.hf(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return self._words.encode(text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
-        if self._backend is not None:
-            return self._backend.decode(token_ids, skip_special_tokens=False)
-        text = self.hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return cast(str, text)
+        return self._words.decode(token_ids)
 
     def decode_token(self, token_id: int) -> str:
         """The text of one token within a text, where it keeps its leading space; a special token's alone."""
@@ -73,33 +119,59 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
     Raises FileNotFoundError or ValueError, naming the folder, what is wrong, and the file if one is damaged.
     """
-    if not path.is_dir():
-        raise FileNotFoundError(f"tokenizer must be a folder, and there is none at {str(path)!r}")
-    if not has_tokenizer(path):
-        raise FileNotFoundError(f"tokenizer: {str(path)!r} has none of {', '.join(TOKENIZER_FILES)}")
+    find_tokenizer_folder(path, path)
+    try:
+        parts = read_tokenizer(path)
+    except NotReadHere as reason:
+        log.info("tokenizer: transformers reads the one in %s: %s", path, reason)
+        return Tokenizer.of_transformers(load_by_transformers(path))
+    except Exception as error:  # the Rust library raises nothing more special
+        raise _not_loaded(path, error) from error
+    return Tokenizer(
+        FastWords(parts.backend), parts.special_tokens, parts.chat_template, partial(load_by_transformers, path)
+    )
+
+
+def load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
+    """What AutoTokenizer makes of the folder. Raises ValueError as load_tokenizer does."""
     from transformers import AutoTokenizer
 
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        why = _damage(path) or f"{type(error).__name__}: {error}"
-        raise ValueError(f"tokenizer: cannot load the one in {str(path)!r}: {why}") from error
-    return Tokenizer(hf)
+        raise _not_loaded(path, error) from error
 
 
-def _damage(path: Path) -> str:
-    """What is wrong with a file of a tokenizer that could not be loaded; empty if none is damaged for itself."""
+def _not_loaded(path: Path, error: Exception) -> ValueError:
+    why = _damage(path) or f"{type(error).__name__}: {error}"
+    return ValueError(f"tokenizer: cannot load the one in {str(path)!r}: {why}")
+
+
+def _damage(path: Path, *, vocabularies: bool = True) -> str:
+    """What is wrong with a file of a tokenizer; empty if none is damaged for itself.
+
+    vocabularies: read the large files as a whole, whatever their ends look like.
+    """
     for file in (path / name for name in TOKENIZER_FILES if (path / name).is_file()):
         if is_lfs_pointer(file):
             return describe_lfs_pointer(file)
         if file.suffix == ".json":
+            if not vocabularies and file.name != CONFIG_FILE and _ends_as_object(file):
+                continue
             try:
                 fields = JsonFields.from_file(file)
             except ValueError as error:
                 return str(error)
-            if file.name == "tokenizer.json" and "model" not in fields:
+            if file.name == TOKENIZER_FILE and "model" not in fields:
                 return f"{file}: the field model is missing"
     return ""
+
+
+def _ends_as_object(file: Path) -> bool:
+    """Whether the last character is that of an object, which it is not in a file that was cut off."""
+    with file.open("rb") as content:
+        content.seek(max(0, file.stat().st_size - 1024))
+        return content.read().rstrip().endswith(b"}")
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
@@ -107,11 +179,21 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
     return JsonFields.from_file(path).values if path.is_file() else {}
 
 
-def find_tokenizer(given: Path | None, model_path: Path) -> Tokenizer | None:
-    """The tokenizer in the folder `given`, else the checkpoint's; None if that has none."""
-    if given is not None:
-        return load_tokenizer(given)
-    return load_tokenizer(model_path) if has_tokenizer(model_path) else None
+def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
+    """The folder `given`, else the checkpoint's; None if that has no tokenizer.
+
+    Raises as `load_tokenizer`, for all that can be told without reading the vocabulary.
+    """
+    if given is None and not has_tokenizer(model_path):
+        return None
+    path = model_path if given is None else given
+    if not path.is_dir():
+        raise FileNotFoundError(f"tokenizer must be a folder, and there is none at {str(path)!r}")
+    if not has_tokenizer(path):
+        raise FileNotFoundError(f"tokenizer: {str(path)!r} has none of {', '.join(TOKENIZER_FILES)}")
+    if why := _damage(path, vocabularies=False):
+        raise ValueError(f"tokenizer: cannot load the one in {str(path)!r}: {why}")
+    return path
 
 
 def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None) -> frozenset[int]:
@@ -123,8 +205,8 @@ def read_eos_token_ids(model_path: Path, tokenizer: Tokenizer | None) -> frozens
         if not all(isinstance(item, int) and not isinstance(item, bool) for item in values):
             raise ValueError(f"eos_token_id in {str(model_path / name)!r} must be an integer or a list, got {value!r}")
         found.update(values)
-    if tokenizer is not None and tokenizer.hf.eos_token_id is not None:
-        found.add(tokenizer.hf.eos_token_id)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        found.add(tokenizer.eos_token_id)
     return frozenset(found)
 
 

@@ -10,5 +10,5 @@ def require_dense(kv_cache_N2PKd: torch.Tensor, **tensors: torch.Tensor) -> None
     if not kv_cache_N2PKd.is_contiguous():
         raise ValueError(f"kv_cache_N2PKd has strides {kv_cache_N2PKd.stride()}; allowed: those of a contiguous tensor")
     for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1:
+        if tensor.stride()[-1] != 1:
             raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; allowed: 1")

@@ -41,15 +41,10 @@ def _name(value: Any) -> str:
     return str(getattr(value, "name", value))
 
 
-LEVELS = Honoured(
-    "`mode`: 0 is eager, 3 the default",
-    choice("", {0: EAGER, 3: {}, "NONE": EAGER, "VLLM_COMPILE": {}}).translate,
-)
+LEVELS = choice("`mode`: 0 is eager, 3 the default", {0: EAGER, 3: {}, "NONE": EAGER, "VLLM_COMPILE": {}})
 CAPTURE_SIZES = Honoured("`capture_sizes` and `capture_token_sizes`", _capture_sizes)
 LARGEST_CAPTURE = only(
-    "a largest captured size",
-    "list the sizes in cudagraph_capture_sizes",
-    max_cudagraph_capture_size=(),
+    "a largest captured size", "list the sizes in cudagraph_capture_sizes", max_cudagraph_capture_size=()
 )
 
 CONFIG_KEYS: dict[str, Row] = {
@@ -80,9 +75,7 @@ CONFIG_KEYS: dict[str, Row] = {
 COMPILATION_KEYWORDS: dict[str, Row] = {
     "enforce_eager": choice('`mode="eager"`', {True: EAGER, False: {}}),
     "compilation_config": Nested(CONFIG_KEYS, scalar="mode"),
-    "optimization_level": Honoured(
-        "`mode`: 0 is eager, others the default", choice("", {0: EAGER, 1: {}, 2: {}, 3: {}}).translate
-    ),
+    "optimization_level": choice("`mode`: 0 is eager, others the default", {0: EAGER, 1: {}, 2: {}, 3: {}}),
     "cudagraph_capture_sizes": CAPTURE_SIZES,
     "cuda_graph_sizes": CAPTURE_SIZES,
     **LARGEST_CAPTURE,

@@ -93,8 +93,8 @@ HONOURED: dict[str, Row] = {
             ),
         }
     ),
-    "num_gpu_blocks_override": Honoured("`num_blocks`", lambda value, given: {"num_blocks": value}),
-    "kvcache_block_size": Honoured("`block_size`", lambda value, given: {"block_size": value}),
+    "num_gpu_blocks_override": same("num_blocks"),
+    "kvcache_block_size": same("block_size"),
     "num_kvcache_blocks": Honoured(
         "`num_blocks`; -1 is what fits", lambda value, given: {} if value == -1 else {"num_blocks": value}
     ),

@@ -17,3 +17,17 @@ def collection_paused() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def young_collected_alone() -> Iterator[None]:
+    """Within it no collection goes through all objects, of which a process with PyTorch has very many.
+
+    What is new is collected as ever. For work that makes many objects that stay, which would bring such collections on.
+    """
+    young, middle, old = gc.get_threshold()
+    gc.set_threshold(young, middle, 1 << 30)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, middle, old)

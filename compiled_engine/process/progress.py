@@ -6,19 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as RichBar
-
 Advance = Callable[[int], None]
 
 
@@ -46,6 +33,19 @@ class RichProgress:
 
     @contextmanager
     def stage(self, name: str, total: int | None = None, *, in_bytes: bool = False) -> Iterator[Advance]:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            ProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+        from rich.progress import Progress as RichBar
+
         counts: tuple[ProgressColumn, ...] = (MofNCompleteColumn(), TimeElapsedColumn())
         if in_bytes:
             counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(elapsed_when_finished=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,16 +33,20 @@ def seconds_since_process_start() -> float:
 
 
 class Timeline:
-    """Collects spans; those without a parent follow one another and add up to the start-up."""
+    """Collects spans; those without a parent follow one another and add up to the start-up.
 
-    def __init__(self) -> None:
-        self._origin = time.perf_counter() - seconds_since_process_start()
+    origin_s, spans: of the timeline of another process that this one goes on with; `origin_s` is in seconds of
+    time.perf_counter, which the processes of a machine share.
+    """
+
+    def __init__(self, origin_s: float | None = None, spans: Iterable[Span] = ()) -> None:
+        self.origin_s = time.perf_counter() - seconds_since_process_start() if origin_s is None else origin_s
         self._open: list[str] = []
-        self.spans: list[Span] = []
+        self.spans = list(spans)
 
     def now(self) -> float:
         """Seconds since the process began."""
-        return time.perf_counter() - self._origin
+        return time.perf_counter() - self.origin_s
 
     @contextmanager
     def span(self, name: str, parent: str | None = None) -> Iterator[None]:

@@ -18,11 +18,9 @@ MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens
 def check_types(options: EngineOptions) -> None:
     """Raise TypeError or ValueError naming the field, the value and what is allowed."""
     for name, most in MOST.items():
-        require_positive(name, getattr(options, name), optional=True, most=most)
-    if isinstance(options.seed, bool) or not isinstance(options.seed, int):
-        raise TypeError(f"seed is {options.seed!r}; allowed: an integer")
-    if not -(2**63) <= options.seed < 2**64:
-        raise ValueError(f"seed is {options.seed!r}; allowed: an integer of 64 bits, {-(2**63)} to {2**64 - 1}")
+        if (value := getattr(options, name)) is not None:
+            require_integer(name, value, most=most)
+    require_integer("seed", options.seed, -(2**63), 2**64 - 1)
     switches = ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture")
     for name in (*switches, "skip_tokenizer_init"):
         if not isinstance(getattr(options, name), bool):
@@ -46,13 +44,11 @@ def check_types(options: EngineOptions) -> None:
     check_folders(options)
 
 
-def require_positive(name: str, value: Any, optional: bool = False, most: int | None = None) -> None:
-    if value is None and optional:
-        return
-    allowed = "an integer of at least 1" if most is None else f"an integer from 1 to {most}"
+def require_integer(name: str, value: Any, least: int = 1, most: int | None = None) -> None:
+    allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
-    if value < 1 or (most is not None and value > most):
+    if value < least or (most is not None and value > most):
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
 
 

@@ -10,7 +10,7 @@ import torch
 from compiled_engine.config import CompileConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.resolve.checks import require_one_of, require_positive
+from compiled_engine.resolve.checks import require_integer, require_one_of
 from compiled_engine.resolve.folders import resolve_cache_dir
 
 COMPILE_OPTIONS = (
@@ -73,7 +73,7 @@ def _ranges(
         ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES[device.type] if most > 1)
         reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
     for end in ends:
-        require_positive("compile_ranges", end)
+        require_integer("compile_ranges", end)
         if end >= most:
             raise ValueError(f"compile_ranges has {end}; allowed: less than max_num_batched_tokens ({most})")
     ends = tuple(sorted(set(ends)))
@@ -82,10 +82,7 @@ def _ranges(
 
 def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
     if options.compile_workers is not None:
-        if isinstance(options.compile_workers, bool) or not isinstance(options.compile_workers, int):
-            raise TypeError(f"compile_workers is {options.compile_workers!r}; allowed: an integer from 0 on")
-        if options.compile_workers < 0:
-            raise ValueError(f"compile_workers is {options.compile_workers!r}; allowed: an integer from 0 on")
+        require_integer("compile_workers", options.compile_workers, least=0)
         return options.compile_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"

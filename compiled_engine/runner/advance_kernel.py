@@ -7,11 +7,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids_ptr"])
 def advance_kernel(
     rows_ptr: tl.tensor,
@@ -81,7 +84,7 @@ def launch(
         RING=RING,
         DECODES_ONLY=decodes_only,
         AGAIN=again,
-        TILE_R=triton.next_power_of_2(buffers.rows_R.shape[0]),
+        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
         num_warps=4,
         **dependent_launch(buffers.rows_R.device),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import psutil
 import torch
 
@@ -10,6 +12,27 @@ from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 
 GIB = 1 << 30
 CPU_LIMIT_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How large the KV cache is and why, in bytes.
+
+    left_bytes: of gpu_memory_utilization's share of the device, what is there before the cache taken off: weights, the
+    CUDA context, other processes; None without CUDA. activation_bytes: the measured peak of a step beyond that.
+    graph_bytes: what CUDA graphs are predicted to take.
+    """
+
+    num_blocks: int
+    block_bytes: int
+    left_bytes: int | None
+    activation_bytes: int
+    graph_bytes: int
+
+    def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
+        """What it takes, and what there would be for it had everything else been known beforehand."""
+        room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
+        return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
 
 def block_bytes(config: EngineConfig) -> int:
@@ -25,12 +48,12 @@ def blocks_wanted(config: EngineConfig) -> int:
     return per_request * config.scheduler.max_num_seqs
 
 
-def bytes_available(config: EngineConfig, activation_bytes: int) -> int:
-    """For KV cache and CUDA graphs together. activation_bytes: peak of a step beyond the weights."""
-    if config.device.type == "cuda":
-        free, total = _free_and_total(config.device)
-        return int(total * config.cache.gpu_memory_utilization) - (total - free) - activation_bytes
-    return min(CPU_LIMIT_BYTES, psutil.virtual_memory().available // 2)
+def bytes_left(config: EngineConfig) -> int | None:
+    """Of gpu_memory_utilization's share of the device, what nothing has taken; None without CUDA."""
+    if config.device.type != "cuda":
+        return None
+    free, total = _free_and_total(config.device)
+    return int(total * config.cache.gpu_memory_utilization) - (total - free)
 
 
 def _free_and_total(device: torch.device) -> tuple[int, int]:
@@ -39,22 +62,23 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
-def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) -> int:
+def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int) -> CacheSize:
     """Blocks to allocate: what was asked for, or what the memory budget leaves.
 
-    activation_bytes: peak of a step beyond the weights; graph_bytes: what CUDA graphs are predicted to take.
+    set_aside_bytes: for what is allocated later. Others: see CacheSize.
     Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
     gave may be smaller, since requests that cannot fit are then refused one by one, or larger, as long as the device
     has the memory.
     """
     size = block_bytes(config)
-    if config.device.type == "cuda":
+    left = bytes_left(config)
+    if left is not None:
         free, _ = _free_and_total(config.device)
-        available = bytes_available(config, activation_bytes) - graph_bytes
+        available = left - activation_bytes - graph_bytes - set_aside_bytes
         count = available // size
     else:
         free = psutil.virtual_memory().available
-        available = bytes_available(config, activation_bytes)
+        available = min(CPU_LIMIT_BYTES, free // 2)
         count = min(available // size, blocks_wanted(config))
     given = config.cache.num_blocks
     if given is not None:
@@ -63,7 +87,7 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
                 f"num_blocks is {given}, which take {given * size / GIB:.2f} GiB, but {free / GIB:.2f} GiB are free; "
                 f"allowed: at most {free // size}"
             )
-        return given
+        return CacheSize(given, size, left, activation_bytes, graph_bytes)
     needed = -(-config.scheduler.max_model_len // config.cache.block_size)
     if count < needed:
         raise InsufficientMemoryError(
@@ -73,7 +97,7 @@ def count_blocks(config: EngineConfig, activation_bytes: int, graph_bytes: int) 
             f"lower max_model_len or max_num_batched_tokens, or raise gpu_memory_utilization "
             f"(now {config.cache.gpu_memory_utilization})"
         )
-    return count
+    return CacheSize(count, size, left, activation_bytes, graph_bytes)
 
 
 def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:

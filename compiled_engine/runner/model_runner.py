@@ -14,13 +14,13 @@ from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
+from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -41,7 +41,7 @@ from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
-from compiled_engine.sampling.logprobs import BatchLogprobs
+from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 from compiled_engine.sampling.step_masks import StepMasks
 
@@ -59,7 +59,7 @@ class Runner:
     ):
         """Load, compile, size the KV cache, capture.
 
-        Raises what build_processors, the loader, the compiler and kv_cache.count_blocks raise.
+        Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         on_gpu = config.device.type == "cuda"
@@ -85,13 +85,11 @@ class Runner:
             return build_model(config.model)
 
         self._compiled: CompiledModel | None = None
-        layout = ParameterLayout()
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
-            layout = self._compiled.layout
         with timeline.span("load weights"):
             model = build_model(config.model)
-            parameters = materialize(model, layout, config.device)
+            parameters = materialize(model, self._compiled.packed if self._compiled else {}, config.device)
             load_weights(model, config.model, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # One compile range may take a parameter alone that another takes packed: the model's own are views.
@@ -138,13 +136,14 @@ class Runner:
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
-        bytes_left = kv_cache.bytes_available(self._config, activation_bytes + set_aside)
-        graph = affordable(self._config, activation_bytes, bytes_left)
+        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config))
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
-        graphs = self.captured.graphs
-        with self._timeline.span("predict graph memory"):
-            self._predicted_graph_bytes = graphs.predict() if graphs else 0
-        self.num_blocks = kv_cache.count_blocks(self._config, activation_bytes + set_aside, self._predicted_graph_bytes)
+        graphs, graph_bytes = self.captured.graphs, 0
+        if graphs:
+            with self._timeline.span("predict graph memory"):
+                graph_bytes = predicted_bytes(self._config, self._compiled.lookup if self._compiled else None, graphs)
+        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
+        self.num_blocks = self._cache_size.num_blocks
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
         if graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
@@ -173,11 +172,12 @@ class Runner:
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self._run(batch, hidden_wanted)
+        pending = self.run(batch, hidden_wanted)
         self._clock.device_ends()
         return pending
 
-    def _run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+    def run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """All of a step that the device does, launched in its order; `submit` has prepared it."""
         self.states.writes.apply()
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
@@ -201,31 +201,34 @@ class Runner:
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()
-        return self.pending.step(batch, self._sample_generally(batch, logits_RV), prompt)
-
-    def _sample_generally(self, batch: InputBatch, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Where a row asks for more than temperature and seed: other tokens for those that sample, and the
-        log-probabilities that were asked for."""
         rows_R = np.where(batch.samples, batch.rows, -1)
-        if self.sampler.sampler_class(rows_R) is SamplerClass.TEMPERATURE_ONLY:
-            return None
+        if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
+            self._sample_generally(batch, rows_R, logits_RV)
+        return self.pending.step(batch, self._logprobs(batch, rows_R, logits_RV), prompt)
+
+    def _sample_generally(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> None:
+        """Where a row asks for more than temperature and seed: other tokens for those that sample, rows_R."""
         count = batch.num_requests
-        row_index_R = upload(rows_R.astype(np.int32), self._config.device)
+        row_index_R = self.buffers.rows_R[:count]
+        if not batch.samples.all():
+            row_index_R = upload(rows_R.astype(np.int32), self._config.device)
         positions_R = self.buffers.sample_positions_R[:count]
         masks = None
         if batch.token_masks:
             masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self._config.device)
-        sampled = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
-        advance(
-            self.states,
-            self.buffers,
-            sampled.token_ids_S,
-            batch.num_rows,
-            decodes_only=batch.decodes_only,
-            again=True,
-        )
+        token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
+        decodes_only = batch.decodes_only
+        advance(self.states, self.buffers, token_ids_R, batch.num_rows, decodes_only=decodes_only, again=True)
         self.pending.launched()
-        return sampled.logprobs
+
+    def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
+        """Of the tokens that the states have now, where they are asked for."""
+        num_logprobs_R = self.sampler.num_logprobs(rows_R)
+        if num_logprobs_R is None:
+            return None
+        count = batch.num_requests
+        token_ids_R = self.states.last_token_S.index_select(0, self.buffers.rows_R[:count])
+        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R)
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:
@@ -260,7 +263,7 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
-        return runner_metrics(self._compiled, self.captured, self._predicted_graph_bytes, self._timeline)
+        return runner_metrics(self._compiled, self.captured, self._cache_size, self._timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""

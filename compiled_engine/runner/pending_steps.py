@@ -13,18 +13,18 @@ from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import RING, InputBuffers
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows
 
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of one request: the position of the first entry, and the chunks that they come in."""
+    """Of one request: the position of the first row, and the chunks that they come in, see logprob_rows."""
 
     first: int
-    chunks: list[BatchLogprobs]
+    chunks: list[torch.Tensor]
 
-    def entries(self) -> list[TokenLogprobs]:
-        return [entry for chunk in self.chunks for entry in chunk.entries() if entry is not None]
+    def rows(self) -> LogprobRows:
+        return LogprobRows.of_array(torch.cat(self.chunks).numpy())
 
 
 class PendingSteps:
@@ -94,9 +94,12 @@ class PendingStep:
         token_ids = tokens_R.tolist()
         if not samples_R.all():
             token_ids = list(compress(token_ids, samples_R.tolist()))
-        logprobs = {}
-        if self._logprobs is not None:
-            entries = zip(batch.request_ids, self._logprobs.entries(), strict=True)
-            logprobs = {request_id: entry for request_id, entry in entries if entry is not None}
-        prompt = {request_id: (found.first, found.entries()) for request_id, found in self._prompt.items()}
-        return RunnerOutput(token_ids, logprobs, prompt)
+        prompt = {request_id: (found.first, found.rows()) for request_id, found in self._prompt.items()}
+        if self._logprobs is None:
+            return RunnerOutput(token_ids, prompt_logprobs=prompt)
+        few = None
+        if self._logprobs.few_SW is not None:
+            sampled = np.flatnonzero(samples_R) if batch.order is None else batch.order[samples_R]
+            few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
+        many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
+        return RunnerOutput(token_ids, few, many, prompt)

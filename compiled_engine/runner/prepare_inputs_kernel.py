@@ -7,12 +7,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
 TILE = 1024
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["num_rows", "num_tokens"])
 def prepare_kernel(
     rows_ptr: tl.tensor,

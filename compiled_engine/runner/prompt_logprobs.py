@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from compiled_engine.messages import SchedulerOutput
@@ -11,7 +10,7 @@ from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.pending_steps import PromptLogprobs
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.async_copies import upload
-from compiled_engine.sampling.logprobs import token_logprobs
+from compiled_engine.sampling.logprobs import logprob_rows
 
 # Positions whose logits are there at once.
 CHUNK = 256
@@ -39,12 +38,12 @@ def launch_prompt_logprobs(
         count = min(in_step, in_prompt - 1 - first)
         if wanted is None or count <= 0:
             continue
-        targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count].astype(np.int64), hidden_TD.device)
+        targets_T = upload(states.known_ids(row)[first + 1 : first + 1 + count], hidden_TD.device)
         chunks = []
         for begin in range(0, count, CHUNK):
             end = min(count, begin + CHUNK)
             logits_TV = forward.logits(hidden_TD[start + begin : start + end])
-            rows_T, counts_T = np.arange(end - begin), np.full(end - begin, wanted)
-            chunks.append(token_logprobs(logits_TV, targets_T[begin:end], rows_T, counts_T))
+            num_top = logits_TV.shape[1] if wanted == -1 else wanted
+            chunks.append(logprob_rows(logits_TV, targets_T[begin:end], num_top))
         found[request_id] = PromptLogprobs(first + 1, chunks)
     return found

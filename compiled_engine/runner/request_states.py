@@ -48,6 +48,7 @@ class RequestStates:
         self.known_ids_KL = torch.zeros(
             2 * max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
+        self._known_ids_KL = self.known_ids_KL.numpy()
         self._known_rows = np.arange(max_num_rows)
 
         self.num_prompt_tokens = np.zeros(max_num_rows, np.int64)
@@ -83,7 +84,8 @@ class RequestStates:
 
     def known_ids(self, row: int) -> np.ndarray:
         """int32 [max_model_len + 1]: the known tokens of the request that has the row."""
-        return self.known_ids_KL[self._known_rows[row]].numpy()
+        known_ids_L: np.ndarray = self._known_ids_KL[self._known_rows[row]]
+        return known_ids_L
 
     def append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
         start = self._num_blocks[row]

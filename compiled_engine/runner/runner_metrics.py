@@ -7,15 +7,16 @@ from typing import Any
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.captured_steps import CapturedSteps
+from compiled_engine.runner.kv_cache import CacheSize
 
 
 def runner_metrics(
     compiled: CompiledModel | None,
     captured: CapturedSteps,
-    predicted_graph_bytes: int,
+    cache_size: CacheSize,
     timeline: Timeline,
 ) -> dict[str, Any]:
-    """Counts of traces, compiles, captures and replays, cache status, start-up seconds, graph memory."""
+    """Counts of traces, compiles, captures and replays, cache status, start-up seconds, memory of cache and graphs."""
     counts = compiled.counts if compiled else None
     graphs = captured.graphs
     return {
@@ -26,7 +27,8 @@ def runner_metrics(
         "cache_entry": str(compiled.lookup.folder) if compiled else None,
         "passes": _pass_counts(compiled),
         **captured.counters.metrics(),
-        "graph_bytes_predicted": predicted_graph_bytes,
+        **cache_size.metrics(graphs.bytes_used if graphs else 0),
+        "graph_bytes_predicted": cache_size.graph_bytes,
         "graph_bytes_used": graphs.bytes_used if graphs else 0,
         "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},
         "capture_seconds": graphs.capture_seconds if graphs else 0.0,

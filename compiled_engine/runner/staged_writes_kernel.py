@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.launcher import quick_launches
+
 TILE = 256
 
 
+@quick_launches
 @triton.jit
 def apply_kernel(memory_ptr: tl.tensor, buffer_ptr: tl.tensor, TILE: tl.constexpr) -> None:
     """One program for a write: header (where it goes, where its values are, how many), then the values."""

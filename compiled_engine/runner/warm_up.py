@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.kernels.gpu_ahead import first_matrix_product, triton_digests
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
 from compiled_engine.runner.advance import advance
@@ -60,6 +61,8 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     on_gpu = config.device.type == "cuda"
     shapes = start_up_batches(config)
     if on_gpu:
+        triton_digests(config.device).result()
+        first_matrix_product(config.device, config.model.dtype).result()
         torch.cuda.reset_peak_memory_stats(config.device)
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
     with progress.stage("warm up", total=len(shapes)) as progressed:
@@ -87,5 +90,5 @@ def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
     if step.model.ends_at_logits(num_tokens):
         logits_RV = step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
     sample_and_advance(logits_RV, step.sampler, states, buffers, batch, num_requests)
-    sampled = sample_once(MOST_MEMORY, logits_RV)
-    advance(states, buffers, sampled.token_ids_S, num_requests, decodes_only=batch.decodes_only, again=True)
+    token_ids_R = sample_once(MOST_MEMORY, logits_RV)
+    advance(states, buffers, token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.history import MAX_COUNT
 from compiled_engine.sampling.logit_additions import NUM_COLUMNS, LogitAdditions
 from compiled_engine.sampling.row_table import RowTable
@@ -23,6 +25,7 @@ BLOCK_V = 2048
 BLOCK_A = 128
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr"])
 def add_kernel(
     logits_ptr: tl.tensor,
@@ -65,6 +68,7 @@ def add_kernel(
             tl.atomic_add(logits_ptr + sample * logits_stride + token_ids, values, mask=holds)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["mask_index_ptr"])
 def forbid_kernel(
     logits_ptr: tl.tensor,
@@ -86,6 +90,7 @@ def forbid_kernel(
         tl.store(logits_ptr + sample * logits_stride + token_ids, -float("inf"), mask=forbidden)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
 def penalise_kernel(
     logits_ptr: tl.tensor,
@@ -121,6 +126,7 @@ def penalise_kernel(
         tl.store(logits_ptrs, logits, mask=occurred)
 
 
+@quick_launches
 @triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
 def record_kernel(
     row_index_ptr: tl.tensor,
@@ -177,7 +183,7 @@ def add_(
 
 def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
     num_rows, vocab_size = logits_RV.shape
-    forbid_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+    forbid_kernel[(num_rows, cdiv(vocab_size, BLOCK_V))](
         logits_RV,
         logits_RV.stride(0),
         masks.masks_MW,
@@ -189,7 +195,7 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
 
 def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, counts_NV: torch.Tensor, table: RowTable) -> None:
     num_rows, vocab_size = logits_RV.shape
-    penalise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK_V))](
+    penalise_kernel[(num_rows, cdiv(vocab_size, BLOCK_V))](
         logits_RV,
         logits_RV.stride(0),
         row_index_R,
@@ -216,5 +222,5 @@ def record_(
         tail_NL,
         tail_length,
         VOCAB_SIZE=0 if counts_NV is None else counts_NV.shape[1],
-        TILE_L=triton.next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
+        TILE_L=next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
     )

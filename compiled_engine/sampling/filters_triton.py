@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.launcher import quick_launches
+
 BLOCK_V = 8192
 CANDIDATES = 2048
 # One program reads a whole row, usually alone on its multiprocessor: many warps hide the memory's latency.
@@ -138,6 +140,7 @@ def _largest_holding(
     return low, sum_high
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr"])
 def threshold_kernel(
     logits_ptr: tl.tensor,

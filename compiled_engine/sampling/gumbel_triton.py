@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import (
     GOLDEN_GAMMA,
@@ -52,6 +54,7 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
     return -tl.log((u - (1.0 - rest)) - tl.log(rest))
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr"])
 def block_best_kernel(
     logits_ptr: tl.tensor,
@@ -96,6 +99,7 @@ def block_best_kernel(
         tl.store(best_token_ptr + slot, block * BLOCK_V + best)
 
 
+@quick_launches
 @triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
 def row_best_kernel(
     best_score_ptr: tl.tensor,
@@ -136,12 +140,12 @@ def sample(
     if num_samples == 0:
         return
     assert logits_SV.stride(1) == 1
-    num_blocks = triton.cdiv(vocab_size, BLOCK_V)
+    num_blocks = cdiv(vocab_size, BLOCK_V)
     best_score_SB = torch.empty(num_samples, num_blocks, dtype=torch.float32, device=logits_SV.device)
     best_token_SB = torch.empty(num_samples, num_blocks, dtype=torch.int32, device=logits_SV.device)
     block_best_kernel[(num_samples, num_blocks)](
         logits_SV,
-        logits_SV.stride(0),
+        logits_SV.stride()[0],
         row_index_S,
         positions_S,
         inverse_temperature_N,
@@ -158,5 +162,5 @@ def sample(
         row_index_S,
         token_ids_S,
         NUM_BLOCKS=num_blocks,
-        TILE_B=triton.next_power_of_2(num_blocks),
+        TILE_B=next_power_of_2(num_blocks),
     )

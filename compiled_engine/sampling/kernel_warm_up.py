@@ -8,8 +8,9 @@ from functools import partial
 import numpy as np
 import torch
 
+from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.sampler import SampledTokens, Sampler
+from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
 
@@ -39,12 +40,12 @@ def ways_of_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) 
     yield from (partial(_sample_zeros, params, vocab_size, dtype, device) for params in WAYS)
 
 
-def _sample_zeros(params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device) -> SampledTokens:
+def _sample_zeros(params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return sample_once(params, torch.zeros(1, vocab_size, dtype=dtype, device=device))
 
 
 @torch.inference_mode()
-def sample_once(params: SamplingParams, logits_RV: torch.Tensor) -> SampledTokens:
+def sample_once(params: SamplingParams, logits_RV: torch.Tensor) -> torch.Tensor:
     """With a sampler of its own, so that nobody hears of its rows. With a bias, the first row has a token mask."""
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
@@ -56,4 +57,9 @@ def sample_once(params: SamplingParams, logits_RV: torch.Tensor) -> SampledToken
         every_token = np.full(num_words(vocab_size), -1, np.int32).tobytes()
         masks = StepMasks.of([every_token, *[None] * (num_rows - 1)], device)
     rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)
-    return sampler.sample(logits_RV, np.arange(num_rows), rows_R, torch.ones_like(rows_R, dtype=torch.int64), masks)
+    token_ids_R = sampler.sample(
+        logits_RV, np.arange(num_rows), rows_R, torch.ones_like(rows_R, dtype=torch.int64), masks
+    )
+    if (num_logprobs_R := sampler.num_logprobs(np.arange(num_rows))) is not None:
+        batch_logprobs(logits_RV, token_ids_R.int().clamp(min=0), num_logprobs_R)
+    return token_ids_R

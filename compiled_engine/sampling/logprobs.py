@@ -1,12 +1,11 @@
 """Log-probabilities of chosen tokens and of the most likely ones, without a tensor of them all.
 
 A log-probability is a logit less the row's logsumexp, so top-k is taken of the logits. They are computed on the
-device and copied to pinned memory, on the current stream: nothing here waits for it.
+device and get to pinned memory on the current stream: nothing here waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,93 +13,70 @@ import torch
 
 from compiled_engine.sampling.async_copies import download, upload
 from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import row_width
 
-# Rows that want more tokens than this are computed apart: all rows of a chunk get as many as the one that wants most.
-MANY_TOKENS = 1024
+# In `num_logprobs` of a batch; -1 asks for the whole vocabulary.
+NO_LOGPROBS = -2
+# Rows that want more tokens than this are computed apart: all others get as many as the one that wants most.
+FEW_TOKENS = 64
+
+
+def logprob_rows(
+    logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, triton: bool | None = None
+) -> torch.Tensor:
+    """Rows as in LogprobRows, int32 [R, 3 + 2 * num_top], to be read once the current stream has come this far.
+
+    logits_RV: of any floating dtype, consecutive within a row; computed with in float32. token_ids_R: the chosen
+    tokens, int32 [R]. triton: whether to launch kernels, by default on CUDA. Temporary memory is bounded (see
+    row_chunks.py).
+    """
+    num_rows, vocab_size = logits_RV.shape
+    triton = logits_RV.device.type == "cuda" if triton is None else triton
+    if triton and num_top <= FEW_TOKENS:
+        from compiled_engine.sampling.logprobs_triton import launch  # Triton is not installed everywhere
+
+        return launch(logits_RV, token_ids_R, num_top)
+    rows_RW = torch.empty(num_rows, row_width(num_top), dtype=torch.int32, device=logits_RV.device)
+    for rows in row_chunks(num_rows, vocab_size):
+        logits, token_ids = logits_RV[rows].float(), token_ids_R[rows, None].long()
+        chosen = logits.gather(1, token_ids)
+        top = logits.topk(num_top, dim=-1)
+        rows_RW[rows, 0] = (logits > chosen).sum(dim=-1, dtype=torch.int32) + 1
+        rows_RW[rows, 1::2] = torch.cat([token_ids, top.indices], dim=1).int()
+        values = torch.cat([chosen, top.values], dim=1) - logits.logsumexp(dim=-1, keepdim=True)
+        rows_RW[rows, 2::2] = values.view(torch.int32)
+    return download(rows_RW)
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """Of rows `indices` of the batch, `counts` tokens wanted each.
-
-    chosen_ids_R int64 and ranks_R int32 [R]; ids_RK int32 [R, K]; values_RK1 float32 [R, 1 + K], the chosen token's
-    log-probability first.
-    """
-
-    indices: Sequence[int]
-    counts: Sequence[int]
-    chosen_ids_R: torch.Tensor
-    ranks_R: torch.Tensor
-    ids_RK: torch.Tensor
-    values_RK1: torch.Tensor
-
-
 class BatchLogprobs:
-    """Of a batch of num_rows rows, of which some asked for them; on the way to the host."""
+    """Of a batch, on the way to the host: see `logprob_rows`.
 
-    def __init__(self, num_rows: int, chunks: list[_Chunk]) -> None:
-        self._num_rows = num_rows
-        self._chunks = chunks
-
-    def entries(self) -> list[TokenLogprobs | None]:
-        """One for each row of the batch: the chosen token, then the most likely ones; None if not asked for.
-
-        May be called once the stream that sampled has come as far as it was then.
-        """
-        entries: list[TokenLogprobs | None] = [None] * self._num_rows
-        for chunk in self._chunks:
-            columns = (chunk.chosen_ids_R, chunk.ranks_R, chunk.ids_RK, chunk.values_RK1)
-            rows = zip(chunk.indices, chunk.counts, *(column.tolist() for column in columns), strict=True)
-            for index, count, chosen_id, rank, ids, values in rows:
-                entries[index] = TokenLogprobs((chosen_id, *ids[:count]), tuple(values[: count + 1]), rank)
-        return entries
-
-
-def token_logprobs(
-    logits_SV: torch.Tensor,
-    token_ids_S: torch.Tensor,
-    wanted: np.ndarray,
-    num_logprobs: np.ndarray,
-    triton: bool | None = None,
-) -> BatchLogprobs:
-    """For some rows their token's log-probability, then those of the num_logprobs[i] most likely tokens (-1: all).
-
-    logits_SV: [S, V] of any floating dtype, computed with in float32. token_ids_S: int64 [S]. wanted: int [R] on the
-    host, ascending, which rows. triton: whether to launch kernels, by default on CUDA. Temporary memory is bounded
-    (see row_chunks.py).
+    few_SW: a row for each row of the batch, with as many tokens as those want that do not want many, or None.
+    many: those that want more than FEW_TOKENS, by their number in the batch: [1, 3 + 2 * k].
     """
-    num_rows, vocab_size = logits_SV.shape
-    triton = logits_SV.device.type == "cuda" if triton is None else triton
-    counts = np.where(num_logprobs == -1, vocab_size, num_logprobs)
-    chunks = []
-    many = counts > MANY_TOKENS
-    for part in (np.flatnonzero(~many), np.flatnonzero(many)):
-        for rows in row_chunks(len(part), vocab_size):
-            of_chunk = part[rows]
-            chunks.append(_compute(logits_SV, token_ids_S, wanted[of_chunk], counts[of_chunk], triton))
-    return BatchLogprobs(num_rows, chunks)
+
+    few_SW: torch.Tensor | None
+    many: dict[int, torch.Tensor]
 
 
-def _compute(
-    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, indices: np.ndarray, counts: np.ndarray, triton: bool
-) -> _Chunk:
-    first, end = int(indices[0]), int(indices[-1]) + 1
-    if end - first == len(indices):
-        logits_RV, token_ids_R = logits_SV[first:end], token_ids_S[first:end]
-    else:
-        index_R = upload(indices.astype(np.int64), logits_SV.device)
-        logits_RV, token_ids_R = logits_SV.index_select(0, index_R), token_ids_S.index_select(0, index_R)
-    if triton:
-        from compiled_engine.sampling.logprobs_triton import normalisers
+def batch_logprobs(
+    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs_S: np.ndarray, triton: bool | None = None
+) -> BatchLogprobs:
+    """Of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
 
-        logsumexp_R, ranks_R = normalisers(logits_RV, token_ids_R)
-    else:
-        logsumexp_R = logits_RV.float().logsumexp(dim=-1)
-        ranks_R = (logits_RV > logits_RV.gather(1, token_ids_R[:, None])).sum(dim=-1, dtype=torch.int32) + 1
-    top = logits_RV.float().topk(int(counts.max()), dim=-1)
-    chosen_R1 = logits_RV.gather(1, token_ids_R[:, None]).float()
-    values_RK1 = torch.cat([chosen_R1, top.values], dim=1) - logsumexp_R[:, None]
-    # Freed at once: the stream has copied before anything else gets this memory.
-    on_device = (token_ids_R, ranks_R, top.indices.int(), values_RK1)
-    return _Chunk(indices.tolist(), counts.tolist(), *map(download, on_device))
+    Other arguments: see `logprob_rows`.
+    """
+    counts_S = np.where(num_logprobs_S == -1, logits_SV.shape[1], num_logprobs_S)
+    most_of_few = int(counts_S[counts_S <= FEW_TOKENS].max(initial=NO_LOGPROBS))
+    few_SW = None
+    if most_of_few != NO_LOGPROBS:
+        few_SW = logprob_rows(logits_SV, token_ids_S, most_of_few, triton)
+    many: dict[int, torch.Tensor] = {}
+    for count in np.unique(counts_S[counts_S > FEW_TOKENS]).tolist():
+        indices = np.flatnonzero(counts_S == count)
+        index_R = upload(indices, logits_SV.device)
+        chosen_R = token_ids_S.index_select(0, index_R)
+        rows_RW = logprob_rows(logits_SV.index_select(0, index_R), chosen_R, count, triton)
+        many |= zip(indices.tolist(), rows_RW.split(1), strict=True)
+    return BatchLogprobs(few_SW, many)

@@ -1,4 +1,4 @@
-"""The operations of sampling that exist twice: as Triton kernels, and in numpy and PyTorch for the CPU."""
+"""The operations of sampling that exist twice: as Triton kernels, and for the CPU in numpy, PyTorch and C++."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.sampling import filters, gumbel, history, logit_additions, penalties, step_masks
+from compiled_engine.sampling import filters, history, logit_additions, penalties, step_masks
+from compiled_engine.sampling.gumbel_cpp import fastest_sample
 from compiled_engine.sampling.row_table import RowTable
 
 
@@ -33,7 +34,7 @@ def sampling_operations(triton: bool) -> SamplingOperations:
             step_masks.forbid_,
             penalties.penalise_,
             _thresholds_on_cpu,
-            gumbel.sample,
+            fastest_sample(),
             history.record_,
         )
     # Triton is not installed everywhere.

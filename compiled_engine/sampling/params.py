@@ -186,9 +186,32 @@ class SamplingParams:
         for name in _CONTAINERS:
             if values[name] is not None:
                 values[name] = values[name].copy()
-        clone = object.__new__(SamplingParams)
-        vars(clone).update(values)
-        return clone
+        return _made_of(values)
+
+
+def _made_of(values: dict[str, Any]) -> SamplingParams:
+    """Of values that were checked."""
+    made = object.__new__(SamplingParams)
+    vars(made).update(values)
+    return made
+
+
+def checked_again(params: SamplingParams) -> SamplingParams:
+    """A copy. Its lists and dicts are checked: what they hold may have changed since they were assigned.
+
+    Raises TypeError or ValueError as an assignment does.
+    """
+    values = vars(params).copy()
+    for name in _CONTAINERS:
+        if values[name] is not None:
+            values[name] = _CHECKS[name](name, values[name])
+    _check_together(values)
+    return _made_of(values)
+
+
+def derived(params: SamplingParams, **values: Any) -> SamplingParams:
+    """A copy that differs in these values, which are not checked; lists and dicts are shared."""
+    return _made_of({**vars(params), **values})
 
 
 def _check_together(values: Mapping[str, Any]) -> None:

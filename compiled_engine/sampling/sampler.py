@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,7 +20,7 @@ from compiled_engine.sampling.filters import filter_fields, has_filters
 from compiled_engine.sampling.history import History
 from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
 from compiled_engine.sampling.logits_processor import LogitsProcessor
-from compiled_engine.sampling.logprobs import BatchLogprobs, token_logprobs
+from compiled_engine.sampling.logprobs import NO_LOGPROBS
 from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import has_penalties
@@ -29,9 +28,6 @@ from compiled_engine.sampling.processed_rows import ProcessedRows
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.step_masks import StepMasks
-
-# -1 asks for the whole vocabulary.
-NO_LOGPROBS = -2
 
 
 class SamplerClass(enum.Enum):
@@ -44,21 +40,12 @@ class SamplerClass(enum.Enum):
     GENERAL = enum.auto()
 
 
-@dataclass(frozen=True)
-class SampledTokens:
-    """token_ids_S: int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py);
-    logprobs: None if no row wants them."""
-
-    token_ids_S: torch.Tensor
-    logprobs: BatchLogprobs | None
-
-
 class Sampler:
     """Rows are added and removed as requests come and go; `sample` serves any subset of them in any order.
 
     A row's tokens depend on its own logits, parameters, seed and positions alone. `device` is where the logits
     are. triton: whether to launch kernels, by default on CUDA; the same is done in numpy otherwise. processors: the
-    user's, in the order of their calls.
+    user's, in the order of their calls. `table` and `additions`: the rows' parameters.
     """
 
     def __init__(
@@ -88,9 +75,9 @@ class Sampler:
         self._general_N = flags()  # anything beyond temperature and seed
         self._remembered_N = flags()
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
-        self._table = RowTable(max_num_rows, self._device)
-        self._additions = LogitAdditions(self._table, self._device)
-        self._allowed = AllowedTokens(max_num_rows, vocab_size, self._table, self._device)
+        self.table = RowTable(max_num_rows, self._device)
+        self.additions = LogitAdditions(self.table, self._device)
+        self._allowed = AllowedTokens(max_num_rows, vocab_size, self.table, self._device)
         self._history = History(max_num_rows, vocab_size, self._device)
         self._processors = ProcessedRows(max_num_rows, processors)
 
@@ -122,10 +109,10 @@ class Sampler:
             self._history.start_counts(row, token_ids[:num_prompt_tokens], output_ids)
         if longest_prefix > 0:
             self._history.start_tail(row, output_ids, longest_prefix)
-        self._additions.set_row(row, additions)
+        self.additions.set_row(row, additions)
         self._allowed.set_row(row, params.allowed_token_ids)
         signed_seed = (int(seed) + 2**63) % 2**64 - 2**63
-        self._table.set_row(
+        self.table.set_row(
             row,
             seed=signed_seed,
             repetition_penalty=params.repetition_penalty,
@@ -142,7 +129,7 @@ class Sampler:
         self._edited_N[row] = penalised or additions is not None or processed or limited or masked
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._general_N[row] = has_filters(params) or self._edited_N[row] or params.logprobs is not None
+        self._general_N[row] = has_filters(params) or self._edited_N[row]
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
@@ -150,20 +137,25 @@ class Sampler:
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
-        self._additions.set_row(row, None)
+        self.additions.set_row(row, None)
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
         """What these rows need together; -1 is padding and needs nothing."""
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
+    def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
+        """How many each row wants, as batch_logprobs takes it, if any does; -1 is padding and wants none."""
+        wanted = self._num_logprobs_N[rows]
+        return None if (wanted == NO_LOGPROBS).all() else wanted
+
     def publish(self) -> None:
         """Bring the parameters on the device up to date, without waiting.
 
         To be called before a graph with sample_by_temperature is replayed; `sample` does so itself.
         """
-        self._additions.publish()
-        self._table.publish()
+        self.additions.publish()
+        self.table.publish()
 
     def sample_by_temperature(
         self,
@@ -177,7 +169,7 @@ class Sampler:
         Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
         captured; on a CPU the logits have to be float32.
         """
-        fields = self._table.device
+        fields = self.table.device
         self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], None, token_ids_S
         )
@@ -189,8 +181,10 @@ class Sampler:
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
         masks: StepMasks | None = None,
-    ) -> SampledTokens:
+    ) -> torch.Tensor:
         """Choose the next token of each of these rows, and take it into their history. The host does not wait.
+
+        Returns int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py).
 
         logits_SV: [S, V], of any floating dtype, left as they are. rows_S: int [S], on the host: logits_SV[i] belongs
         to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the device. positions_S:
@@ -225,7 +219,7 @@ class Sampler:
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
         if self._remembered_N[rows_S].any():
             self._operations.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
-        return SampledTokens(token_ids_S, self._logprobs(logits_SV, token_ids_S, rows_S))
+        return token_ids_S
 
     def _choose_edited(
         self,
@@ -238,7 +232,7 @@ class Sampler:
         """Token ids, int64 [R], after all edits: in place, so logits_RV is a copy (float32, a chunk)."""
         if self._added_to_N[rows_R].any():
             tail_NL = self._history.tail_NL
-            self._operations.add_(logits_RV, row_index_R, positions_R, self._additions, tail_NL, self._table)
+            self._operations.add_(logits_RV, row_index_R, positions_R, self.additions, tail_NL, self.table)
         if self._processed_N[rows_R].any():
             self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
         if self._limited_N[rows_R].any():
@@ -247,7 +241,7 @@ class Sampler:
             self._operations.forbid_(logits_RV, masks)
         if self._penalised_N[rows_R].any():
             assert self._history.counts_NV is not None
-            self._operations.penalise_(logits_RV, row_index_R, self._history.counts_NV, self._table)
+            self._operations.penalise_(logits_RV, row_index_R, self._history.counts_NV, self.table)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
         self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
         return token_ids_R
@@ -262,15 +256,8 @@ class Sampler:
     ) -> None:
         threshold_S = None
         if self._filtered_N[rows_S].any():
-            threshold_S = self._operations.thresholds(logits_SV, row_index_S, self._table)
-        fields = self._table.device
+            threshold_S = self._operations.thresholds(logits_SV, row_index_S, self.table)
+        fields = self.table.device
         self._operations.choose(
             logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
         )
-
-    def _logprobs(self, logits_SV: torch.Tensor, token_ids_S: torch.Tensor, rows_S: np.ndarray) -> BatchLogprobs | None:
-        wanted = np.flatnonzero(self._num_logprobs_N[rows_S] != NO_LOGPROBS)
-        if len(wanted) == 0:
-            return None
-        token_ids_S = token_ids_S.clamp(min=0)  # where there is no token nobody looks at its log-probability
-        return token_logprobs(logits_SV, token_ids_S, wanted, self._num_logprobs_N[rows_S[wanted]], self._triton)

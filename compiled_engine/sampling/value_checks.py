@@ -36,7 +36,7 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False) ->
         allowed += ", or -1"
 
     def check(name: str, value: Any) -> int:
-        if not isinstance(value, Integral) or isinstance(value, bool):
+        if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
             raise TypeError(f"{name} must be {allowed}, got {value!r}")
         plain = int(value)
         inside = plain >= low and (high is None or plain <= high)
@@ -52,7 +52,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Check:
     allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
     def check(name: str, value: Any) -> float:
-        if not isinstance(value, Real) or isinstance(value, bool):
+        if type(value) is not float and (not isinstance(value, Real) or isinstance(value, bool)):
             raise TypeError(f"{name} must be {allowed}, got {value!r}")
         try:
             plain = float(value)

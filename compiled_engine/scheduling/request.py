@@ -10,7 +10,7 @@ from enum import Enum, auto
 from compiled_engine.messages import EngineRequest, NewRequest
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.stop import StopRule
 
@@ -134,20 +134,20 @@ class Request:
         wanted = self.sampling_params.prompt_logprobs is not None
         return wanted and self.next_prompt_logprob < self.num_prompt_tokens
 
-    def take_prompt_logprobs(
-        self, first: int, entries: list[TokenLogprobs]
-    ) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
-        """Those of the entries for positions `first`, `first` + 1, ... that are not delivered yet, or None.
+    def take_prompt_logprobs(self, first: int, rows: LogprobRows) -> tuple[int, LogprobRows] | None:
+        """Those of the rows for positions `first`, `first` + 1, ... that are not delivered yet, or None.
 
-        A request that was preempted computes its prompt again and so produces entries a second time.
+        A request that was preempted computes its prompt again and so produces rows a second time.
         Raises RuntimeError if positions before `first` are missing.
         """
         position = self.next_prompt_logprob
         if first > position:
             raise RuntimeError(f"prompt_logprobs of {self.request_id!r} start at {first}, but {position} is next")
-        fresh = tuple(entries[position - first :])
-        self.next_prompt_logprob += len(fresh)
-        return (position, fresh) if fresh else None
+        fresh = rows.num_rows - (position - first)
+        if fresh <= 0:
+            return None
+        self.next_prompt_logprob += fresh
+        return position, rows.select(slice(position - first, None))
 
     def as_new(self) -> NewRequest:
         return NewRequest(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import bisect
 import operator
 from collections import deque
-from itertools import compress
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.messages import (
@@ -31,8 +30,8 @@ from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
-from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, all_but
-from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, token_output
+from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
+from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -202,30 +201,27 @@ class Scheduler:
         in_flight = self._in_flight[0]
         num_finished = self._counts.finished
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
-        # Everything else is for requests that sample, and nearly always no more than the next token.
-        ids_alone = not (result.logprobs or result.prompt_logprobs)
+        # All else is for requests that sample, and nearly always no more than the next token and its logprobs.
+        in_columns = not (result.many_logprobs or result.prompt_logprobs)
         not_steady: list[int] = []
         for index, (request, token_id) in enumerate(zip(in_flight.sampling, result.token_ids, strict=True)):
             known = request.token_ids
-            if ids_alone and len(known) < request.steady_until_known and token_id not in request.ending_ids:
+            if in_columns and len(known) < request.steady_until_known and token_id not in request.ending_ids:
                 known.append(token_id)
                 if len(known) >= request.next_block_end:
                     self._kv_cache.register(request)
                 continue
             not_steady.append(index)
             if request.status is not RequestStatus.FINISHED:
-                others.append(self._take_token(request, token_id, in_flight, result))
-        request_ids, token_ids = in_flight.sampling_ids, result.token_ids
-        if not_steady:
-            steady = all_but(not_steady, len(token_ids))
-            request_ids, token_ids = list(compress(request_ids, steady)), list(compress(token_ids, steady))
+                others.append(self._take_token(request, index, in_flight, result))
         self._in_flight.popleft()
         if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
-        return StepOutputs(request_ids, token_ids, others)
+        return step_outputs(in_flight, result, not_steady, others)
 
-    def _take_token(self, request: Request, token_id: int, step: StepInFlight, result: RunnerOutput) -> EngineOutput:
-        """A token that may end its request, or comes with more than itself."""
+    def _take_token(self, request: Request, index: int, step: StepInFlight, result: RunnerOutput) -> EngineOutput:
+        """Token number `index` of a step, which may end its request, or comes with more than itself."""
+        token_id = result.token_ids[index]
         why = step.mask_errors.get(request.request_id) or WHY_NO_TOKEN.get(token_id)
         if why is not None:
             self._drop(request)
@@ -235,7 +231,7 @@ class Scheduler:
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
         request.set_steady_limits()
-        output = token_output(request, token_id, result)
+        output = token_output(request, index, result)
         if output.finish_reason is not None:
             self._end(request)
             self._counts.finished += 1

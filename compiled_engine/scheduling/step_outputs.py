@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from compiled_engine.messages import EngineOutput, RunnerOutput
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from collections.abc import Sequence
+from itertools import compress
+
+from compiled_engine.messages import EngineOutput, RunnerOutput, StepOutputs
+from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.scheduling.request import Request, RequestStatus
-from compiled_engine.scheduling.step_in_flight import StepInFlight
+from compiled_engine.scheduling.step_in_flight import StepInFlight, all_but
 from compiled_engine.scheduling.stop import check_stop
+
+
+def step_outputs(
+    step: StepInFlight, result: RunnerOutput, not_steady: Sequence[int], others: Sequence[EngineOutput]
+) -> StepOutputs:
+    """In columns all tokens but those at `not_steady`, which are among the others, or for nobody."""
+    request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
+    if not_steady:
+        steady = all_but(not_steady, len(token_ids))
+        request_ids, token_ids = list(compress(request_ids, steady)), list(compress(token_ids, steady))
+        logprobs = None if logprobs is None else logprobs.select(steady)
+    return StepOutputs(request_ids, token_ids, others, logprobs)
 
 
 def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
@@ -21,11 +36,15 @@ def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutpu
     return outputs
 
 
-def token_output(request: Request, token_id: int, result: RunnerOutput) -> EngineOutput:
-    """The output for a request that got its newest token; it has a finish_reason if that is the last one."""
+def token_output(request: Request, index: int, result: RunnerOutput) -> EngineOutput:
+    """The output for a request that got its newest token, number `index` of the step's; it has a finish_reason if that
+    is the last one."""
     request_id = request.request_id
     prompt_logprobs = _prompt_logprobs(request, result)
-    logprobs = (result.logprobs[request_id],) if request_id in result.logprobs else None
+    token_id = result.token_ids[index]
+    logprobs = result.many_logprobs.get(request_id)
+    if logprobs is None and result.logprobs is not None and request.sampling_params.logprobs is not None:
+        logprobs = result.logprobs.select(slice(index, index + 1))
     finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
     reason, stop_reason = finish or (None, None)
     cached = request.num_cached_tokens or 0
@@ -39,7 +58,7 @@ def error_output(request: Request, why: str, result: RunnerOutput) -> EngineOutp
     return EngineOutput(request.request_id, (), None, _prompt_logprobs(request, result), "error", why, cached)
 
 
-def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, tuple[TokenLogprobs, ...]] | None:
+def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:
     """What of the request's prompt log-probabilities is new, if anything."""
     found = result.prompt_logprobs.get(request.request_id)
     return None if found is None else request.take_prompt_logprobs(*found)

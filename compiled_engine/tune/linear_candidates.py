@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-import triton
-
 from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.passes.small_batch_linear_op import Tiles
 
 SHARED_MEMORY = 220 << 10
@@ -43,7 +42,7 @@ def candidates(case: LinearCase) -> list[Tiles]:
     """Tiles that fit the registers and the shared memory of an SM, and give every SM something to do."""
     if case.num_tokens == 1:
         return _one_token(case)
-    tokens = min(64, max(8, triton.next_power_of_2(case.num_tokens)))
+    tokens = min(64, max(8, next_power_of_2(case.num_tokens)))
     return [*_split_between_programs(case, tokens), *_split_between_warps(case, tokens)]
 
 
@@ -53,7 +52,7 @@ def _one_token(case: LinearCase) -> list[Tiles]:
     for outputs, block_k, warps in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
         rows = outputs * halves
         # Of a tile, as many elements for each thread: too few leave the memory idle, too many fill the registers.
-        if block_k <= triton.next_power_of_2(case.k) and 16 <= rows * block_k // (32 * warps) <= 128:
+        if block_k <= next_power_of_2(case.k) and 16 <= rows * block_k // (32 * warps) <= 128:
             found.append(Tiles(1, rows, block_k, num_warps=warps))
     return found
 

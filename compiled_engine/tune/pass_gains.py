@@ -30,7 +30,6 @@ from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.parameter_layout import ParameterLayout
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.operations import sampling_operations
@@ -76,8 +75,8 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="compiled_engine_ablation_") as temporary:
         entry = Path(temporary)
         plans = _compile_all(config, chosen, entry, progress)
-        layout = {p.name: p for plan in plans.values() for p in plan.layout().packed}
-        parameters = materialize(model, ParameterLayout(tuple(layout.values())), config.device)
+        packed = {name: members for plan in plans.values() for name, members in plan.packed().items()}
+        parameters = materialize(model, packed, config.device)
         load_weights(model, replace(config.model, load_format="dummy"), progress)
         named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | parameters
         pieces = {key: load_piece(entry, key) for plan in plans.values() for key in plan.piece_keys()}

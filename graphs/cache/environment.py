@@ -198,13 +198,18 @@ def _json_value(value: Any) -> Any:
 @cache
 def source_digests() -> dict[str, str]:
     """Digest of every file that shapes the compiled graph: models, passes, the compiler itself."""
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files().items()}
+    return digests_of(SOURCE_ROOMS)
 
 
-def source_files() -> dict[str, Path]:
-    """The files that `source_digests` reads, by their names below the package compiled_engine."""
+def digests_of(rooms: tuple[str, ...]) -> dict[str, str]:
+    """Digest of every file directly in these rooms."""
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(rooms).items()}
+
+
+def source_files(rooms: tuple[str, ...] = SOURCE_ROOMS) -> dict[str, Path]:
+    """The files that are digested, by their names below the package compiled_engine."""
     files: dict[str, Path] = {}
-    for room in SOURCE_ROOMS:
+    for room in rooms:
         folder = Path(import_module(f"compiled_engine.{room}").__path__[0])
         files |= {f"{room.replace('.', '/')}/{path.name}": path for path in folder.glob("*.py")}
     return dict(sorted(files.items()))

@@ -5,6 +5,7 @@
   <key>.lock                    held while the entry is looked up, built or removed; touched when it is used
   work_<key>_<random>/          where an engine that runs or compiles now has its files
   damaged_<key>_<random>/       an entry that was set aside
+  <key>_graphs_<key>.json       what its CUDA graphs take of the device's memory
 """
 
 from __future__ import annotations
@@ -49,21 +50,21 @@ class CacheFolder:
         """The keys of all entries, damaged or not."""
         return sorted(name for name in os.listdir(self.path) if _KEY.fullmatch(name))
 
-    def other_keys(self) -> list[str]:
-        """Keys without an entry that have a lock file or folders."""
-        found = {_key_in(name) for name in os.listdir(self.path)}
-        return sorted(found - {""} - set(self.entry_keys()))
+    def all_keys(self) -> list[str]:
+        """The keys that have an entry, a lock file or folders."""
+        return sorted({_key_in(name) for name in os.listdir(self.path)} - {""})
 
     def set_aside(self, key: str) -> list[Path]:
         """The damaged entries of this key."""
         return sorted(self.path.glob(f"damaged_{key}_*"))
 
-    def work_folders(self, key: str, *, in_use: bool) -> list[Path]:
-        """What engines with this entry work in, or what they left when they were killed.
+    def abandoned(self, key: str) -> list[Path]:
+        """What engines with this entry left when they were killed; to be told from a new one, it needs the lock."""
+        return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
-        Which of both it is can be told while the key's lock is held.
-        """
-        return [path for path in sorted(self.path.glob(f"work_{key}_*")) if is_in_use(path) is in_use]
+    def leftovers(self) -> list[Path]:
+        """What was set aside, and what killed engines have left, of all keys."""
+        return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:
         """When an engine found or built the entry, in seconds since the epoch."""
@@ -123,7 +124,7 @@ class CacheFolder:
 
     def remove_abandoned(self, key: str) -> None:
         """Delete what killed processes have left. Needs the lock."""
-        for path in self.work_folders(key, in_use=False):
+        for path in self.abandoned(key):
             shutil.rmtree(path, ignore_errors=True)
 
     def remove_set_aside(self, key: str) -> None:
@@ -140,6 +141,8 @@ class CacheFolder:
             self.move_aside(key)  # killed half-way, it leaves no half an entry
         self.remove_set_aside(key)
         self.remove_abandoned(key)
+        for path in self.path.glob(f"{key}_*"):
+            path.unlink(missing_ok=True)
         self._lock(key).unlink(missing_ok=True)
 
     def _lock(self, key: str) -> Path:
@@ -176,7 +179,7 @@ def _require_plain(path: Path, status: os.stat_result) -> None:
 
 
 def _key_in(name: str) -> str:
-    """The key in the name of a lock, a work folder or a damaged entry; empty for others."""
+    """The key in the name of an entry, a lock, a work folder or a damaged entry; empty for others."""
     found = re.fullmatch(rf"(?:work_|damaged_)?({_KEY.pattern})(?:\.lock|_.*)?", name)
     return found[1] if found else ""
 

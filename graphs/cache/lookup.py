@@ -43,13 +43,6 @@ class Lookup:
     work: WorkFolder
 
 
-def default_root() -> Path:
-    """$COMPILED_ENGINE_CACHE_DIR, else compiled_engine below the XDG cache folder."""
-    if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compiled_engine"
-
-
 def find_or_build(
     root: Path | None,
     factors: dict[str, Any],

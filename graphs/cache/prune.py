@@ -40,15 +40,14 @@ def prune(
     """
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []
-    for key in [*cache.entry_keys(), *cache.other_keys()]:
+    for key in cache.all_keys():
         is_entry = os.path.lexists(cache.entry(key))
         try:
             with cache.locked(key, wait=False):
                 if key in doomed:
                     done.append(_pruned(key, cache.entry(key), doomed[key]))
                 done += [_pruned(key, path, "set aside as damaged") for path in cache.set_aside(key)]
-                left = cache.work_folders(key, in_use=False)
-                done += [_pruned(key, path, "left by a killed process") for path in left]
+                done += [_pruned(key, path, "left by a killed process") for path in cache.abandoned(key)]
                 if dry_run:
                     continue
                 if key in doomed or not is_entry:

@@ -9,7 +9,6 @@ from typing import Any
 
 from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.passes.graph_inputs import Source
-from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
 from compiled_engine.passes.rope_kv_write import rope_kv_write
 
 # The ops that a graph is split at: those that touch the KV cache. The stitched forward calls them directly.
@@ -37,9 +36,9 @@ class Plan:
     steps: tuple[PlannedStep, ...]
     outputs: tuple[int, ...]
 
-    def layout(self) -> ParameterLayout:
-        """The packed parameters that the pieces take."""
-        return ParameterLayout(tuple(PackedParameter(s.name, s.members) for s in self.inputs if s.members))
+    def packed(self) -> dict[str, tuple[str, ...]]:
+        """The packed parameters that the pieces take, each with its members."""
+        return {source.name: source.members for source in self.inputs if source.members}
 
     def piece_keys(self) -> tuple[str, ...]:
         """The unique pieces, in order of first use."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import json
+import re
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -93,9 +94,10 @@ def write_trace(
 
 
 def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
-    """Both versions of a function as source."""
+    """Both versions of a function as source, without the random part of the name of what Dynamo compiled."""
     parts = [("The function that was traced", before), ("What Dynamo made of it", after)]
-    return "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
+    text = "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
+    return re.sub(r"__compiled_fn_\d+(_[0-9a-f]+){5}", "__compiled_fn", text)
 
 
 def _source(code: types.CodeType) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._guards import CompileId, Guard
+from torch._guards import CompileContext, CompileId, Guard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
@@ -23,7 +23,6 @@ from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers, traced_layers
-from compiled_engine.graphs.compiler.structured_trace import current_compile_id
 from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.matching import arg, fake_mode_of
@@ -185,7 +184,7 @@ def _run_dynamo(model: nn.Module, inputs: ForwardInputs) -> _DynamoResult:
         for node in placeholders:
             node.meta["source_name"] = compat.source_name(node)
         held.update(graph=graph, fakes=[node.meta["example_value"] for node in placeholders])
-        held.update(guards=dynamo_guards(), compile_id=current_compile_id())
+        held.update(guards=dynamo_guards(), compile_id=CompileContext.current_compile_id())
         output = arg(graph.graph.output_node(), 0)
         return lambda *args: tuple(torch.empty(0) for _ in output)
 

@@ -95,6 +95,11 @@ class CudaGraphManager:
         return families(keys, self._decodes_first)
 
     @property
+    def names_to_capture(self) -> list[str]:
+        """Of the keys that are left, the next one last."""
+        return [key.name for key in self._pending]
+
+    @property
     def complete(self) -> bool:
         """Whether no capture is to come."""
         return not self._pending
@@ -134,6 +139,17 @@ class CudaGraphManager:
         self._capture.settle()
         predicted = total_bytes(readings)
         self._kept_by_driver = max(0, min(predicted, self._capture.memory().since(before).driver))
+        return predicted
+
+    def expect(self, predicted: int) -> int:
+        """In place of `predict` where an earlier process with the same graphs has made it: what they need besides,
+        such as workspaces of the stream, is allocated as it is there. Returns `predicted`."""
+        if self._pending:
+            with self._capture.session():
+                for family in self._families(self._pending):
+                    self._step.fill(family[0])
+                    self._step.run(family[0])
+            self._capture.settle()
         return predicted
 
     def capture_all(self, progress: Progress) -> None:

@@ -48,11 +48,10 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 
 
 def _own_source(name: str) -> str:
-    """The file with the kernel of an op of ours, compiled_engine::<op>; the cache key has its digest."""
+    """The files with the kernels of an op of ours, compiled_engine::<op>; the cache key has their digests."""
     namespace, _, op = name.partition("::")
-    files = [_PASSES / f"{op}{ending}.py" for ending in ("_kernels", "_kernel", "")]
-    found = [path for path in files if namespace == "compiled_engine" and path.exists()]
-    return found[0].read_text() if found else ""
+    files = [path.read_text() for path in sorted(_PASSES.glob(f"{op}*.py")) if namespace == "compiled_engine"]
+    return "\n\n".join(text for text in files if "@triton.jit" in text)
 
 
 def without_kernel_sources(output_code: str) -> str:

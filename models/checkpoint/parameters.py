@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 import psutil
 import torch
 from torch import nn
-
-from compiled_engine.passes.parameter_layout import PackedParameter, ParameterLayout
 
 GIB = 2**30
 
@@ -18,30 +16,30 @@ class InsufficientMemoryError(MemoryError):
     """The device has less free memory than the model's parameters, or the KV cache of one request, need."""
 
 
-def materialize(model: nn.Module, layout: ParameterLayout, device: torch.device) -> dict[str, torch.Tensor]:
+def materialize(model: nn.Module, packed: Mapping[str, Sequence[str]], device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate every parameter (uninitialised) on the device, and move the buffers there.
 
-    The members of a packed parameter become views of its rows. Returns packed tensors, parameters that are in
-    no packed tensor, and buffers, each under its name; a tied parameter appears under each of its names.
-    Raises, before anything is allocated, ValueError for a layout that does not fit the model, and
-    InsufficientMemoryError for a device that is too small.
+    packed: name of a packed parameter -> its members, parameters that become views of its rows, in this order.
+    Returns packed tensors, parameters that are in no packed tensor, and buffers, each under its name; a tied
+    parameter appears under each of its names. Raises, before anything is allocated, ValueError where `packed` does not
+    fit the model, and InsufficientMemoryError for a device that is too small.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    _check_layout(parameters, layout)
+    _check_packed(parameters, packed)
     _check_memory([*parameters.values(), *model.buffers()], device)
 
     placed: dict[int, nn.Parameter] = {}
     tensors: dict[str, torch.Tensor] = {}
-    for packed in layout.packed:
-        members = [parameters[name] for name in packed.members]
+    for packed_name, names in packed.items():
+        members = [parameters[name] for name in names]
         rows = [member.shape[0] for member in members]
         tensor = torch.empty((sum(rows), *members[0].shape[1:]), dtype=members[0].dtype, device=device)
-        tensors[packed.name] = tensor
+        tensors[packed_name] = tensor
         for member, view in zip(members, tensor.split(rows), strict=True):
             placed[id(member)] = nn.Parameter(view, requires_grad=False)
-    packed_names = {name for packed in layout.packed for name in packed.members}
+    members_of_any = {name for names in packed.values() for name in names}
     for name, parameter in parameters.items():
-        if name in packed_names:
+        if name in members_of_any:
             continue
         if id(parameter) not in placed:
             tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -58,28 +56,22 @@ def materialize(model: nn.Module, layout: ParameterLayout, device: torch.device)
     return tensors
 
 
-def _check_layout(parameters: dict[str, nn.Parameter], layout: ParameterLayout) -> None:
-    members = [name for packed in layout.packed for name in packed.members]
+def _check_packed(parameters: dict[str, nn.Parameter], packed: Mapping[str, Sequence[str]]) -> None:
+    members = [name for names in packed.values() for name in names]
     unknown = [name for name in members if name not in parameters]
     if unknown:
-        raise ValueError(f"the layout packs parameters that the model lacks: {', '.join(unknown)}")
+        raise ValueError(f"parameters to be packed that the model lacks: {', '.join(unknown)}")
     uses = Counter(id(parameters[name]) for name in members)
     repeated = [name for name in members if uses[id(parameters[name])] > 1]
     if repeated:
-        raise ValueError(f"the layout packs a parameter more than once: {', '.join(repeated)}")
-    names = Counter([*parameters, *(packed.name for packed in layout.packed)])
-    taken = [packed.name for packed in layout.packed if names[packed.name] > 1]
-    if taken:
-        raise ValueError(f"the layout gives a packed parameter a name that is taken: {', '.join(taken)}")
-    for packed in layout.packed:
-        _check_members_fit(packed, [parameters[name] for name in packed.members])
-
-
-def _check_members_fit(packed: PackedParameter, members: list[nn.Parameter]) -> None:
-    kinds = {(member.shape[1:], member.dtype) for member in members}
-    if len(kinds) != 1:
-        shapes = ", ".join(f"{tuple(member.shape)} {member.dtype}" for member in members)
-        raise ValueError(f"the members of {packed.name} must agree in all but their rows, got {shapes or 'none'}")
+        raise ValueError(f"parameters to be packed more than once: {', '.join(repeated)}")
+    if taken := packed.keys() & parameters.keys():
+        raise ValueError(f"packed parameters must have names of their own, these are taken: {', '.join(taken)}")
+    for packed_name, names in packed.items():
+        kinds = {(parameters[name].shape[1:], parameters[name].dtype) for name in names}
+        if len(kinds) != 1:
+            shapes = ", ".join(f"{tuple(parameters[name].shape)} {parameters[name].dtype}" for name in names)
+            raise ValueError(f"the members of {packed_name} must agree in all but their rows, got {shapes or 'none'}")
 
 
 def _check_memory(tensors: Iterable[torch.Tensor], device: torch.device) -> None:

@@ -59,23 +59,7 @@ class TorchBackend:
         num_decodes, _, longest = inputs.host_3.tolist()
         if num_decodes:
             _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scale, sliding_window)
-        if num_decodes == inputs.seq_lens_R.shape[0]:
-            return
-        starts = inputs.query_start_loc_R1.tolist()
-        for row, seq_len in enumerate(inputs.seq_lens_R.tolist()[num_decodes:], num_decodes):
-            tokens = slice(starts[row], starts[row + 1])
-            if seq_len:
-                _prefill(
-                    q_THd[tokens],
-                    kv_cache_N2PKd,
-                    out_THd[tokens],
-                    seq_len,
-                    inputs.block_table_RB[row],
-                    scale,
-                    sliding_window,
-                )
-            else:
-                out_THd[tokens] = 0
+        prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scale, sliding_window)
 
 
 def write_kv_waiting(
@@ -237,6 +221,28 @@ def _k_rows(block_table_RB: torch.Tensor, length: int, block_size: int, num_kv_h
     blocks_RB = block_table_RB[:, : -(-length // block_size)].long() * (2 * block_size * num_kv_heads)
     offsets_PK = torch.arange(block_size * num_kv_heads, device=blocks_RB.device).view(block_size, num_kv_heads)
     return (blocks_RB[:, None, :, None] + offsets_PK.t()[:, None, :]).flatten(2)[..., :length].contiguous()
+
+
+def prefill_each(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    num_decodes: int,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """The requests after the first num_decodes, one by one."""
+    if num_decodes == inputs.seq_lens_R.shape[0]:
+        return
+    starts = inputs.query_start_loc_R1.tolist()
+    for row, seq_len in enumerate(inputs.seq_lens_R.tolist()[num_decodes:], num_decodes):
+        tokens = slice(starts[row], starts[row + 1])
+        if seq_len:
+            table_B = inputs.block_table_RB[row]
+            _prefill(q_THd[tokens], kv_cache_N2PKd, out_THd[tokens], seq_len, table_B, scale, sliding_window)
+        else:
+            out_THd[tokens] = 0
 
 
 def _prefill(

@@ -19,6 +19,7 @@ from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ def decode_tiles(head_dim: int, element_size: int, small: bool) -> DecodeTiles:
     return DecodeTiles(keys=32, num_warps=4, num_stages=5)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["table_stride", "q_token_stride", "out_token_stride", "min_keys"],
     do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "block_table_ptr"],
@@ -132,6 +134,7 @@ def decode_kernel(
         tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
     do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr"],

@@ -20,6 +20,7 @@ from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
     return ListedDecodeTiles(keys=64, num_warps=2, num_stages=3, programs=6 if head_dim <= 64 else 4)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride", "min_keys"],
     do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],

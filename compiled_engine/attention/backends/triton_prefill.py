@@ -16,6 +16,7 @@ from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 # Contexts up to this many tokens are short.
 SHORT_CONTEXT = 1024
@@ -50,6 +51,7 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
     return PrefillTiles(rows=128, keys=64, num_warps=4 if head_dim <= 64 else 8, num_stages=3, programs=1)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride"],
     do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],

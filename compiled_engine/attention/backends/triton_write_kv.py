@@ -7,7 +7,11 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from compiled_engine.kernels.block_sizes import next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
 
+
+@quick_launches
 @triton.jit(
     do_not_specialize=["k_token_stride", "v_token_stride"],
     do_not_specialize_on_alignment=["slot_mapping_ptr"],
@@ -70,8 +74,8 @@ def write_kv(
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        TILE_K=triton.next_power_of_2(num_kv_heads),
-        TILE_D=triton.next_power_of_2(head_dim),
+        TILE_K=next_power_of_2(num_kv_heads),
+        TILE_D=next_power_of_2(head_dim),
         DEPENDENT_LAUNCH=dependent_launch,
         num_warps=max(1, min(8, num_kv_heads * head_dim // 256)),
     )

@@ -21,6 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
 
 HEADER = 4
 # Requests that a program looks at together.
@@ -76,6 +77,7 @@ def _num_items(
     return tl.where(query_len == 1, splits, 0), tl.where(query_len > 1, tl.cdiv(query_len, QUERIES), 0)
 
 
+@quick_launches
 @triton.jit(
     do_not_specialize=["num_requests", "min_keys"],
     do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "work_ptr"],

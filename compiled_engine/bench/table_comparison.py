@@ -1,0 +1,78 @@
+"""Two results of the table beside each other: which rows became faster or slower by more than their spreads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from compiled_engine.bench.table_workloads import LOWER
+
+FASTER, SLOWER, SAME = "faster", "slower", "same"
+FAILED, REPAIRED = "failed", "repaired"
+# What must be alike for two rows to be compared.
+DEFINITION = ("unit", "better", "workload", "options")
+# What may differ, and is then said.
+CONDITIONS = (
+    ("machine", ("gpu", "processor", "cores")),
+    ("versions", ("torch", "triton", "cuda", "compiled-engine")),
+)
+
+
+def compare(a: Mapping[str, Any], b: Mapping[str, Any], noise: float) -> dict[str, Any]:
+    """B against A, row by row.
+
+    rows: id, what, unit, a and b (as measured), gain (how many times better B's median is than A's), overlap (whether
+    the spreads do) and verdict: same if they overlap or the medians differ by at most the share `noise`, else faster or
+    slower; failed if only B's row has an error, repaired if only A's has. notes: rows that only one of them has or that
+    were measured differently, and conditions that differ. counts: of each verdict.
+    """
+    ours, theirs = ({row["id"]: row for row in result["rows"]} for result in (a, b))
+    notes = [f"{group} {name}: {one} and {other}" for group, name, one, other in _differences(a, b)]
+    notes += [f"options: {a['options']} and {b['options']}"] * (a["options"] != b["options"])
+    for name, rows, others in (("A", ours, theirs), ("B", theirs, ours)):
+        notes += [f"only in {name}: {row}" for row in rows if row not in others]
+    compared = []
+    for name in (name for name in ours if name in theirs):
+        one, other = ours[name], theirs[name]
+        if any(one[key] != other[key] for key in DEFINITION):
+            notes.append(f"measured differently: {name}")
+        elif "measured" in one or "measured" in other:
+            compared.append(_compared(one, other, noise))
+        else:
+            notes.append(f"failed in both: {name}")
+    counts = Counter(row["verdict"] for row in compared)
+    return {"rows": compared, "notes": notes, "noise": noise, "counts": dict(counts)}
+
+
+def is_slower(comparison: Mapping[str, Any]) -> bool:
+    """Whether some row is slower by more than noise, or failed."""
+    return any(row["verdict"] in (SLOWER, FAILED) for row in comparison["rows"])
+
+
+def _compared(one: Mapping[str, Any], other: Mapping[str, Any], noise: float) -> dict[str, Any]:
+    row = {name: one[name] for name in ("id", "model", "what", "unit")}
+    if "measured" not in one or "measured" not in other:
+        return row | {"verdict": FAILED if "measured" in one else REPAIRED}
+    a, b = one["measured"], other["measured"]
+    gain = a["median"] / b["median"] if one["better"] == LOWER else b["median"] / a["median"]
+    found = {"a": _figure(a), "b": _figure(b), "gain": gain, "overlap": _overlap(a["spread"], b["spread"])}
+    is_noise = found["overlap"] or max(gain, 1 / gain) - 1 <= noise
+    return row | found | {"verdict": SAME if is_noise else FASTER if gain > 1 else SLOWER}
+
+
+def _figure(measured: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: measured[name] for name in ("median", "spread", "n")}
+
+
+def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one[0] <= other[1] and other[0] <= one[1]
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[tuple[str, str, Any, Any]]:
+    return [
+        (group, name, a[group].get(name), b[group].get(name))
+        for group, names in CONDITIONS
+        for name in names
+        if a[group].get(name) != b[group].get(name)
+    ]

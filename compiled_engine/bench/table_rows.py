@@ -1,0 +1,157 @@
+"""The rows of the table: what each is called, which model and limits it has, and its workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from compiled_engine.bench.table_workloads import MixedStep, Prefill, Requests, Start, TimePerToken, Workload
+from compiled_engine.near_names import unknown_name_message
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Engine options of a row that the defaults do not decide; rows with equal ones have one engine."""
+
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a row's id begins with, the shape (None: a checkpoint), and what the table calls the model."""
+
+    prefix: str
+    shape: str | None
+    title: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """curve: the plot that the row is a point of, and its place there; rows of curves are measured on request."""
+
+    id: str
+    subject: Subject
+    limits: Limits
+    workload: Workload | Start
+    curve: tuple[str, int] | None = None
+
+
+SMALL_SHAPE = Subject("0.6b", "qwen3-0.6b", "Qwen3-0.6B")
+LARGE_SHAPE = Subject("8b", "qwen3-8b", "Qwen3-8B")
+BUNDLED = Subject("bundled", None, "bundled model")
+OWN = Subject("model", None, "model")
+
+Declared = Mapping[str, tuple[Limits, Workload | Start]]
+SERVING, LONG = Limits(4096), Limits(32_768)
+T = {"temperature": 0.6}
+PENALTIES = {"presence_penalty": 0.5, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
+LENGTHS_OF_T = ((100, 1024), (100, 1024))
+
+ON_A_GPU: Declared = {
+    "tpot-1": (SERVING, TimePerToken(1)),
+    "tpot-8": (SERVING, TimePerToken(8)),
+    "tpot-64": (SERVING, TimePerToken(64)),
+    "T": (SERVING, Requests(256, *LENGTHS_OF_T, sampling=T, named="workload T")),
+    "T128": (SERVING, Requests(128, *LENGTHS_OF_T, seed=1, sampling=T, named="128 requests of T")),
+    "T128-penalties": (
+        SERVING,
+        Requests(128, *LENGTHS_OF_T, seed=1, sampling=T | PENALTIES, named="128 requests of T, penalties"),
+    ),
+    "T128-logprobs": (
+        SERVING,
+        Requests(128, *LENGTHS_OF_T, seed=1, sampling=T | {"logprobs": 5}, named="128 requests of T, logprobs=5"),
+    ),
+    "T64-n4": (
+        SERVING,
+        Requests(64, *LENGTHS_OF_T, seed=2, sampling=T | {"n": 4, "seed": 7}, named="64 requests of T, n=4, seeded"),
+    ),
+    "short": (SERVING, Requests(4000, (32, 32), (32, 32), sampling=T)),
+    "shared-prefix": (SERVING, Requests(256, (50, 50), (64, 64), common=3000, sampling=T)),
+    "prefill-8x4000": (SERVING, Prefill(8, 4000)),
+    "mixed-8+64": (SERVING, MixedStep(8, 64)),
+    "mixed-32+256": (SERVING, MixedStep(32, 256)),
+    "mixed-128+256": (SERVING, MixedStep(128, 256)),
+    "mixed-32+1024": (SERVING, MixedStep(32, 1024)),
+    "mixed-64+4000": (SERVING, MixedStep(64, 4000)),
+    "prefill-1x32000": (LONG, Prefill(1, 32_000)),
+    "tpot-1x32000": (LONG, TimePerToken(1, 32_000)),
+    "tpot-16x16000": (LONG, TimePerToken(16, 16_000)),
+    "start-cold": (SERVING, Start("cold")),
+    "start-warm": (SERVING, Start("warm")),
+}
+OF_THE_LARGE_SHAPE = (
+    *("tpot-1", "tpot-8", "tpot-64", "T", "prefill-8x4000"),
+    *("mixed-8+64", "mixed-32+256", "mixed-128+256", "mixed-32+1024", "mixed-64+4000"),
+)
+ANY = Limits()
+ON_A_CPU: Declared = {
+    "tpot-1": (ANY, TimePerToken(1, 16, 33)),
+    "tpot-8": (ANY, TimePerToken(8, 16, 33)),
+    "T": (ANY, Requests(32, (16, 64), (16, 64), sampling=T, named="32 requests of 16 to 64 + 16 to 64 tokens")),
+    "T-penalties": (ANY, Requests(16, (16, 64), (16, 64), sampling=T | PENALTIES, named="16 of them, penalties")),
+    "T-logprobs": (ANY, Requests(16, (16, 64), (16, 64), sampling=T | {"logprobs": 5}, named="16 of them, logprobs=5")),
+    "T-n4": (ANY, Requests(8, (16, 64), (16, 64), sampling=T | {"n": 4, "seed": 7}, named="8 of them, n=4, seeded")),
+    "short": (ANY, Requests(64, (8, 8), (8, 8), sampling=T)),
+    "shared-prefix": (ANY, Requests(16, (10, 10), (16, 16), common=200, sampling=T)),
+    "prefill-2x500": (ANY, Prefill(2, 500)),
+    "mixed-4+32": (ANY, MixedStep(4, 32, context=16, steps=8)),
+    "start-cold": (ANY, Start("cold")),
+    "start-warm": (ANY, Start("warm")),
+}
+
+BY_BATCH, BY_CONTEXT, BY_QUEUE = "batch", "context", "queue"
+WIDE = Limits(4096, 512)
+# Requests side by side whose time per token is drawn against their context.
+CONTEXT_BATCH = 8
+
+
+def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
+    """Name of the plot, place on its axis, limits and workload."""
+    batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if on_gpu else (1, 2, 4, 8, 16)
+    contexts = (128, 512, 2048, 8192, 32_000) if on_gpu else (16, 64, 256, 1024)
+    queues = (1, 10, 100, 1000, 10_000) if on_gpu else (1, 10, 100)
+    wide, long, narrow, output = (WIDE, LONG, SERVING, 257) if on_gpu else (ANY, ANY, ANY, 17)
+    each = 32 if on_gpu else 8
+    return [
+        *((BY_BATCH, size, wide, TimePerToken(size, contexts[0], output)) for size in batches),
+        *((BY_CONTEXT, size, long, TimePerToken(CONTEXT_BATCH, size, output)) for size in contexts),
+        *((BY_QUEUE, size, narrow, Requests(size, (each, each), (each, each), sampling=T)) for size in queues),
+    ]
+
+
+def rows_of(subject: Subject, declared: Declared, *, on_gpu: bool) -> list[Row]:
+    """A subject's rows, the points of its curves last."""
+    rows = [Row(f"{subject.prefix}-{name}", subject, *what) for name, what in declared.items()]
+    return rows + [
+        Row(f"curve-{subject.prefix}-{curve}-{place}", subject, limits, workload, (curve, place))
+        for curve, place, limits, workload in _curves(on_gpu)
+    ]
+
+
+def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
+    """All rows that may be asked for, and those of them that are measured if none are asked for.
+
+    own_model: the user has named a model, and all rows are of it.
+    """
+    if own_model:
+        rows = default = rows_of(OWN, ON_A_GPU if on_gpu else ON_A_CPU, on_gpu=on_gpu)
+    else:
+        large = {name: ON_A_GPU[name] for name in OF_THE_LARGE_SHAPE}
+        shapes = rows_of(SMALL_SHAPE, ON_A_GPU, on_gpu=True) + rows_of(LARGE_SHAPE, large, on_gpu=True)
+        bundled = rows_of(BUNDLED, ON_A_CPU, on_gpu=False)
+        rows, default = shapes + bundled, shapes if on_gpu else bundled
+    return rows, default
+
+
+def chosen(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+    """Those whose ids are among `patterns` or match one (*, ? and [...] as in a shell), in the order of `rows`.
+
+    Raises ValueError for a pattern that matches no id, with the id that is spelled most like it.
+    """
+    ids = [row.id for row in rows]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in ids):
+            raise ValueError(unknown_name_message("there is no row", pattern, ids) + " (--list shows all)")
+    return [row for row in rows if any(fnmatchcase(row.id, pattern) for pattern in patterns)]

@@ -1,0 +1,87 @@
+"""`compiled-engine bench startup`: from the start of a process to its first token, stage by stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.bench_engine import (
+    AsJson,
+    Repeats,
+    ShapeName,
+    command_line,
+    engine_options,
+    print_json,
+    resolved,
+)
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+
+
+@takes_engine_options
+def startup(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    warm_up: Annotated[int, typer.Option("--warm-up", min=0, help="Pairs of starts that do not count.")] = 0,
+    repeats: Repeats = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Seconds from the start of a process to its first token, cold (empty compile cache) and warm.
+
+    Every start is a fresh process, and its imports count; each pair has a temporary cache. With --shape the checkpoint
+    has a tokenizer of 151,000 tokens, as the real ones have. The bound is the time to write the weights.
+
+    JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), bound_s,
+    repeats, date, machine, model, options, versions, rates, command.
+
+    Examples:
+
+      compiled-engine bench startup --repeats 1
+
+      compiled-engine bench startup --shape qwen3-0.6b --max-model-len 4096 --json
+    """
+    with bad_input_is_reported(), engine_options(engine, shape) as options:
+        for name in ("cache_dir", "compile_cache"):
+            if name in options:
+                raise ValueError(f"{name} is {str(options[name])!r}; allowed: none, since each start has its own cache")
+        config = resolved(options)
+
+        from compiled_engine.bench.bounds import model_sizes
+        from compiled_engine.bench.device_rates import device_rates
+        from compiled_engine.bench.fresh_process import WorkerError
+        from compiled_engine.bench.large_tokenizer import write_tokenizer
+        from compiled_engine.bench.machine import conditions, plain_options
+        from compiled_engine.bench.start_up import measure, weights_bound_seconds
+        from compiled_engine.process.progress import RichProgress
+
+        if shape is not None and "tokenizer" not in options:
+            write_tokenizer(config.model.path)
+        rates = device_rates(config.device, config.model.dtype)
+        bound_s = weights_bound_seconds(model_sizes(config.model).weight_bytes, rates.bytes_per_s)
+        head = {"benchmark": "startup", "repeats": repeats, "command": command_line()}
+        head |= conditions(config, options, shape, rates)
+        try:
+            kinds = measure(plain_options(options), warm_up, repeats, RichProgress())
+        except WorkerError as error:
+            raise BadInputError(f"a start failed: {error}") from error
+    result = head | {"results": kinds, "bound_s": bound_s}
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from compiled_engine.cli.bench_text import console, print_rates, print_waterfall
+
+    out = console()
+    for kind, record in result["results"].items():
+        low, high = record["seconds"]["spread"]
+        spread = f", from {low:.2f} to {high:.2f}" if result["repeats"] > 1 else ""
+        seconds = f"{record['seconds']['median']:.2f} s{spread}"
+        out.print(f"{kind}: {seconds}, bound {result['bound_s']:.3f} (cache: {record['cache']})", style="bold")
+        print_waterfall(record["start_up"], out)
+    print_rates(result["rates"], out)

@@ -1,0 +1,156 @@
+"""`compiled-engine bench table` and `bench compare`: every figure that the engine is judged by, and two such tables."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.bench_engine import AsJson, command_line, print_json
+from compiled_engine.cli.bench_plot import make_plot_folder, write_curves
+from compiled_engine.cli.errors import bad_input_is_reported, written_to
+from compiled_engine.cli.output_folder import make_folder
+
+
+@takes_engine_options
+def table(
+    *,
+    engine: dict[str, Any],
+    rows: Annotated[
+        list[str] | None,
+        typer.Option("--rows", help="Id of a row, or a pattern such as '8b-*', instead of all; may be repeated."),
+    ] = None,
+    show_rows: Annotated[bool, typer.Option("--list", help="Show all rows that there are, and measure none.")] = False,
+    peer: Annotated[
+        Path | None, typer.Option(help="JSON with figures of other engines, to be shown beside the rows.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Of each row, instead of 3 to 7, as fast as it is; of a start 2.")
+    ] = None,
+    plots: Annotated[
+        Path | None,
+        typer.Option(help="Folder for plots against batch, context and queue; their points take as long as the rest."),
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the JSON, written anew after each row.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure all that the engine is judged by, each figure beside its lower bound: minutes on a GPU.
+
+    On a GPU: times per token, throughput, prefill, mixed steps and starts of the shapes qwen3-0.6b and qwen3-8b, with
+    random weights. On a CPU: smaller ones of the bundled model. With --model the same of that checkpoint. What is
+    faster is repeated more often. The first run on a machine compiles, and takes longer.
+
+    A row that fails is marked in the result, the others are kept, and the exit code is 1.
+
+    JSON: benchmark, rows (id, model, what, unit, better, options, workload, bound, and measured: median, spread, n,
+    values; share_of_bound; or error; peers), date, machine, models, options, versions, rates, notes, seconds, command.
+
+    Examples:
+
+      compiled-engine bench table --output table.json
+
+      compiled-engine bench table --rows 'bundled-tpot-*' --rows bundled-T --json
+
+      compiled-engine bench table --rows 'curve-*' --plots plots
+    """
+    with bad_input_is_reported(), tempfile.TemporaryDirectory() as folder:
+        from compiled_engine.bench.peers import read_peers, with_peers
+        from compiled_engine.bench.table import measure
+        from compiled_engine.bench.table_plan import make_plan
+        from compiled_engine.process.progress import RichProgress
+
+        if show_rows:
+            _list_rows(engine)
+            return
+        peers = {} if peer is None else read_peers(peer)
+        if plots is not None:
+            make_plot_folder("plots", plots)
+        if output is not None and output.is_dir():
+            raise ValueError(f"output is {str(output)!r}, a folder; allowed: a file")
+        if output is not None:
+            make_folder("output", output.absolute().parent)
+        plan = make_plan(engine, rows or (), with_curves=plots is not None, folder=Path(folder))
+
+        def complete(result: Mapping[str, Any]) -> dict[str, Any]:
+            return {**result, "rows": [with_peers(row, peers) for row in result["rows"]], "command": command_line()}
+
+        def keep(result: Mapping[str, Any]) -> None:
+            if output is not None:
+                with written_to(output):
+                    output.write_text(json.dumps(complete(result), indent=1) + "\n")
+
+        result = complete(measure(plan, repeats, RichProgress(), keep))
+        if plots is not None:
+            with written_to(plots):
+                write_curves(result, plots)
+    if as_json:
+        print_json(result)
+    else:
+        from compiled_engine.cli.table_text import print_table
+
+        print_table(result)
+    failed = [row for row in result["rows"] if "error" in row]
+    for row in failed:
+        typer.echo(f"compiled-engine: error: row {row['id']}: {row['error']}", err=True)
+    if failed:
+        raise typer.Exit(1)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="What `bench table` wrote: before, or one machine.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="The same: after, or the other.")],
+    *,
+    noise: Annotated[
+        float,
+        typer.Option(min=0.0, help="Medians that differ by at most this share are the same, whatever spreads say."),
+    ] = 0.01,
+    fail_on_slower: Annotated[
+        bool, typer.Option("--fail-on-slower", help="Exit with code 1 if a row of B is slower, or failed.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Judge two tables: which rows of B are faster or slower than A's by more than their spreads.
+
+    A row is the same if the intervals from its least to its most repeat overlap.
+
+    JSON: rows (id, what, unit, a, b, gain, overlap, verdict), notes, noise, counts.
+
+    Example:
+
+      compiled-engine bench compare before.json after.json --fail-on-slower
+    """
+    with bad_input_is_reported():
+        from compiled_engine.bench.result_file import read_result
+        from compiled_engine.bench.table_comparison import compare as judged
+        from compiled_engine.bench.table_comparison import is_slower
+
+        before, after = (read_result(name, path, "table") for name, path in (("A.json", a), ("B.json", b)))
+        try:
+            comparison = judged(before, after, noise)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{a} or {b} lacks {error}: another version made it") from error
+    if as_json:
+        print_json(comparison)
+    else:
+        from compiled_engine.cli.table_text import print_comparison
+
+        print_comparison(comparison, str(a), str(b))
+    if fail_on_slower and is_slower(comparison):
+        raise typer.Exit(1)
+
+
+def _list_rows(engine: Mapping[str, Any]) -> None:
+    from compiled_engine.bench.table_rows import known_rows
+    from compiled_engine.resolve.engine import resolve_device
+
+    on_gpu = resolve_device(engine.get("device", "auto"), {}).type == "cuda"
+    rows, _ = known_rows(on_gpu=on_gpu, own_model="model" in engine)
+    for row in rows:
+        typer.echo(f"{row.id:28} {row.subject.title}, {row.workload.what()}, {row.workload.unit}")

@@ -1,0 +1,98 @@
+"""The engine core in a process of its own, which this process starts and which ends with it.
+
+It is a fresh process, not a fork: it inherits no threads and no CUDA context, and the caller's script needs no guard.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+_MAIN = "compiled_engine.core_process.core_main"
+_LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
+_BACKLOG = 128
+
+
+class CoreChild:
+    """See RunningCore. The process begins to import what it needs at once, and waits for `start`.
+
+    device: the engine's option; on a GPU the process makes its context meanwhile.
+
+    Callers connect to a socket that only this user may open, in a folder that only this user may enter. Nobody
+    inherits a connection, so a caller's death closes its own.
+    """
+
+    def __init__(self, device: str = "auto") -> None:
+        self._folder = _private_folder()
+        self.address = str(self._folder / "core.socket")
+        self.socket = socket.socket(socket.AF_UNIX)
+        self._started = False
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(self.address)
+                os.chmod(self.address, 0o600)
+                listener.listen(_BACKLOG)
+                self.socket.connect(self.address)  # it waits there until the core takes it
+                self._process = _spawn(listener, self._folder, device)
+        except BaseException:
+            self.socket.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, frame: bytes) -> None:
+        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch."""
+        self._started = True
+        self.socket.sendall(frame)
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return "its process has closed the connection"
+        if status >= 0:
+            return f"its process has ended with status {status}"
+        name = signal.Signals(-status).name
+        return f"its process was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")
+
+    def close(self, timeout_s: float) -> None:
+        self.socket.close()
+        if not self._started:  # it may still be importing
+            self._process.kill()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)  # it does so itself, unless it was killed
+
+
+def _private_folder() -> Path:
+    """A new folder of mode 0700, whose path is short enough for a socket's address."""
+    folder = tempfile.mkdtemp(prefix="compiled-engine-")
+    if len(os.fsencode(folder)) > _LONGEST_ADDRESS - len("/core.socket"):
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="compiled-engine-", dir="/tmp")
+    return Path(folder)
+
+
+def _spawn(listener: socket.socket, folder: Path, device: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
+            *(str(listener.fileno()), str(folder), device),
+        ],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,  # Ctrl-C is the caller's business
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )

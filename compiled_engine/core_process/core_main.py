@@ -1,0 +1,33 @@
+"""The program of the engine core's process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from compiled_engine.process.cuda_context import cuda_context, index_of
+
+
+def main() -> None:
+    """Arguments: the file descriptor of the listening socket, the folder that it is in, and the option `device`.
+
+    SIGINT and SIGTERM are for the process that started this one, which may have requests to finish: this one ends when
+    that one has closed its connection.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    os.dup2(2, 1)  # what is printed here is not the output of the caller's program
+    descriptor, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    if (index := index_of(device)) is not None:
+        cuda_context(index)  # while PyTorch is imported
+    try:
+        with socket.socket(fileno=descriptor) as listener:
+            from compiled_engine.core_process.core_serve import serve
+
+            serve(listener, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

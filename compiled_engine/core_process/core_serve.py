@@ -1,0 +1,65 @@
+"""What the engine core's process runs once it has imported PyTorch."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import torch
+
+from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.running_core import run_core
+from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
+
+_WATCH_S = 0.5
+
+
+def serve(listener: socket.socket, folder: Path) -> None:
+    """Take the starter's connection from `listener`, start what it asks for, and serve until it is gone.
+
+    folder: what to remove if the starter goes while the core starts, which ends this process.
+    """
+    connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
+    start = _receive_start(connection)
+    if start is None:
+        return
+    torch.set_num_threads(start.num_threads)
+    started = threading.Event()
+    threading.Thread(target=_exit_without_caller, args=(connection.fileno(), started, folder), daemon=True).start()
+
+    run_core(
+        start,
+        connection,
+        lambda: resolve_logits_processors(start.logits_processors),
+        listener,
+        when_started=started.set,
+    )
+
+
+def _receive_start(connection: Connection[ToCore]) -> Start | None:
+    """None if the caller is gone."""
+    messages: list[ToCore] = []
+    try:
+        while not messages:
+            connection.wait_readable()
+            messages = connection.receive()
+    except (EOFError, OSError):
+        return None
+    (start,) = messages
+    assert isinstance(start, Start)
+    return start
+
+
+def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
+    """End the process if the caller goes while the core starts: until it has, nobody reads the socket."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # tells of a hang-up alone
+    while not started.is_set():
+        if poll.poll(_WATCH_S * 1000) and not started.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(1)

@@ -1,0 +1,218 @@
+"""The loop around the engine core: take in what API processes ask, step, send what the step gave."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections.abc import MutableMapping
+from contextlib import suppress
+from itertools import count
+
+import msgspec
+
+from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.core_process.api_process import ApiProcess
+from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.wire import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Failed,
+    FrontendOptions,
+    Start,
+    Started,
+    Stepped,
+    ToApi,
+    ToCore,
+    decode_to_core,
+)
+from compiled_engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.sampling.token_mask import TokenMask
+
+log = logging.getLogger("compiled_engine")
+
+_LAST_WORDS_S = 5.0
+
+
+class CoreServer:
+    """Serves API processes until the one that started the core is gone, in the caller's thread.
+
+    starter: the connection to it. listener: where further API processes connect. token_masks: where the masks of
+    requests are, by request id, if an API process is this one; a request takes its own out.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        frontend: FrontendOptions,
+        starter: Connection[ToCore],
+        listener: socket.socket | None = None,
+        token_masks: MutableMapping[str, TokenMask] | None = None,
+    ) -> None:
+        self._core = core
+        self._frontend = frontend
+        self._listener = listener
+        self._token_masks = {} if token_masks is None else token_masks
+        self._selector = selectors.DefaultSelector()
+        self._numbers = count()
+        self._api_processes: list[ApiProcess] = []
+        self._owners: dict[str, ApiProcess] = {}  # of the requests under way
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        self._starter = self._welcome(starter)
+
+    def run(self) -> None:
+        """Returns when the starter is gone. Raises what a step raises, after it has told all of them."""
+        core = self._core
+        try:
+            while self._starter in self._api_processes:
+                self._serve_sockets(None if not core.has_unfinished() else 0)
+                if core.has_unfinished():
+                    self._hand_out(core.step())
+        except BaseException as error:
+            self._say_farewell(Failed.of(error))
+            raise
+        finally:
+            for api_process in self._api_processes:
+                api_process.connection.close()
+            self._selector.close()
+
+    def _serve_sockets(self, timeout_s: float | None) -> None:
+        """Send what waits and take in what has come; without a timeout wait for something to do."""
+        for key, events in self._selector.select(timeout_s):
+            api_process = key.data
+            if api_process is None:
+                self._accept()
+                continue
+            try:
+                if events & selectors.EVENT_WRITE:
+                    api_process.flush()
+                    self._watch(api_process)
+                if events & selectors.EVENT_READ:
+                    for message in api_process.connection.receive():
+                        self._take(api_process, message)
+            except (EOFError, OSError):
+                self._forget(api_process)
+            except (ValueError, msgspec.DecodeError) as error:
+                log.warning("API process %d is dropped: %s: %s", api_process.number, type(error).__name__, error)
+                self._forget(api_process)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with suppress(OSError):  # it has gone again
+            self._welcome(Connection(self._listener.accept()[0], decode_to_core))
+
+    def _welcome(self, connection: Connection[ToCore]) -> ApiProcess:
+        config = self._core.config
+        api_process = ApiProcess(next(self._numbers), connection)
+        limits = RequestLimits(
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.model.max_model_len,
+            num_slots=self._core.num_slots,
+            has_priorities=config.scheduler.policy == "priority",
+        )
+        self._api_processes.append(api_process)
+        self._selector.register(connection, selectors.EVENT_READ, api_process)
+        self._send(api_process, Started(api_process.number, config, self._frontend, limits))
+        return api_process
+
+    def _take(self, api_process: ApiProcess, message: ToCore) -> None:
+        match message:
+            case Add(request):
+                self._add(api_process, request)
+            case Abort(request_ids, stopped):
+                for request_id in request_ids:
+                    if self._owners.get(request_id) is api_process:
+                        self._core.abort(request_id, stopped=stopped)
+                        self._release(request_id)
+            case Ask():
+                self._send(api_process, self._answer(message))
+            case Start():
+                raise ValueError("the core has been started already")
+
+    def _add(self, api_process: ApiProcess, request: EngineRequest) -> None:
+        request_id = request.request_id
+        mask = self._token_masks.pop(request_id, None)
+        try:
+            self._core.add(request, mask)
+        except ValueError as error:
+            refused = EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error))
+            self._send(api_process, Stepped(StepOutputs(others=[refused])))
+            return
+        self._owners[request_id] = api_process
+        api_process.request_ids.add(request_id)
+
+    def _answer(self, question: Ask) -> Answered:
+        core = self._core
+        if question.what == "metrics":
+            return Answered(question.number, {**core.metrics(), "api_processes": len(self._api_processes)})
+        if question.what == "reset_prefix_cache":
+            core.reset_prefix_cache()
+        else:
+            core.check_integrity()
+        return Answered(question.number, {})
+
+    def _hand_out(self, outputs: StepOutputs) -> None:
+        if not len(outputs):
+            return
+        if len(self._api_processes) == 1:
+            self._send(self._api_processes[0], Stepped(outputs))
+        else:
+            for api_process, own in self._divide(outputs):
+                self._send(api_process, Stepped(own))
+        for output in outputs.others:
+            if output.finish_reason is not None:
+                self._release(output.request_id)
+
+    def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
+        """By API process."""
+        columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
+        others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
+        for index, request_id in enumerate(outputs.request_ids):
+            columns[self._owners[request_id].number].append(index)
+        for output in outputs.others:
+            others[self._owners[output.request_id].number].append(output)
+        own = [
+            (process, outputs.part(columns[process.number], others[process.number])) for process in self._api_processes
+        ]
+        return [(process, part) for process, part in own if len(part)]
+
+    def _release(self, request_id: str) -> None:
+        api_process = self._owners.pop(request_id, None)
+        if api_process is not None:
+            api_process.request_ids.discard(request_id)
+
+    def _send(self, api_process: ApiProcess, message: ToApi) -> None:
+        """If it is gone, reading from it says so."""
+        with suppress(OSError):
+            api_process.send(message)
+            self._watch(api_process)
+
+    def _watch(self, api_process: ApiProcess) -> None:
+        """Wake up when it can be written to, if there is something to write."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if api_process.has_unsent else 0)
+        if self._selector.get_key(api_process.connection).events != events:
+            self._selector.modify(api_process.connection, events, api_process)
+
+    def _forget(self, api_process: ApiProcess) -> None:
+        """Its requests end with it."""
+        self._selector.unregister(api_process.connection)
+        api_process.connection.close()
+        self._api_processes.remove(api_process)
+        for request_id in api_process.request_ids:
+            self._core.abort(request_id)
+            del self._owners[request_id]
+
+    def _say_farewell(self, message: Failed) -> None:
+        """Tell everyone, for as long as they take to read it, within bounds."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for api_process in self._api_processes:
+            with suppress(OSError):
+                api_process.send(message)
+                while api_process.has_unsent and (left := deadline - time.monotonic()) > 0:
+                    api_process.connection.wait_writable(left)
+                    api_process.flush()

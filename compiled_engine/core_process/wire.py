@@ -1,0 +1,134 @@
+"""What an API process and the engine core say to each other: typed messages, as msgpack, without pickle."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.messages import EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.process.timeline import Span
+
+
+class FrontendOptions(msgspec.Struct, frozen=True):
+    """Of the engine's options, those that are for API processes: what the configuration does not say.
+
+    The core only keeps them, for API processes that come later.
+    """
+
+    skip_tokenizer_init: bool
+    generation_config: str
+
+
+class Start(msgspec.Struct, tag=True, frozen=True):
+    """The first message that a core gets: what to start.
+
+    logits_processors: as "package.module:Name". num_threads: for PyTorch's work on the CPU. progress: show what takes
+    long on stderr. origin_s, spans: the timeline of the start so far.
+    """
+
+    config: EngineConfig
+    frontend: FrontendOptions
+    logits_processors: tuple[str, ...]
+    num_threads: int
+    progress: bool
+    origin_s: float
+    spans: tuple[Span, ...]
+
+
+class Add(msgspec.Struct, tag=True, frozen=True):
+    """Queue a request. One that cannot be is answered by its end, with finish_reason "error"."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True, frozen=True):
+    """End requests. stopped: their output is complete, by a stop string."""
+
+    request_ids: tuple[str, ...]
+    stopped: bool = False
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """A question, which gets an `Answered` with its number."""
+
+    number: int
+    what: Literal["metrics", "reset_prefix_cache", "check_integrity"]
+
+
+class Started(msgspec.Struct, tag=True, frozen=True):
+    """The first message of a core to each API process.
+
+    client: its number; the ids of its requests begin with it and a colon.
+    """
+
+    client: int
+    config: EngineConfig
+    frontend: FrontendOptions
+    limits: RequestLimits
+
+
+class Stepped(msgspec.Struct, tag=True, frozen=True):
+    """What one step gave the requests of this API process."""
+
+    outputs: StepOutputs
+
+
+class Answered(msgspec.Struct, tag=True, frozen=True):
+    number: int
+    value: dict[str, Any]
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    """The core cannot start, or cannot go on: the exception's type, its text, and where it was raised."""
+
+    kind: str
+    text: str
+    where: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+
+
+ToCore = Start | Add | Abort | Ask
+ToApi = Started | Stepped | Answered | Failed
+
+
+def _encode_other(value: Any) -> str:
+    if isinstance(value, Path | torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise NotImplementedError(f"no message holds a {type(value).__name__}")
+
+
+def _decode_other(kind: type, value: Any) -> Any:
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    if kind in (Path, torch.device):
+        return kind(value)
+    raise NotImplementedError(f"no message holds a {kind.__name__}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
+_core_decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=_decode_other)
+_api_decoder = msgspec.msgpack.Decoder(ToApi, dec_hook=_decode_other)
+
+
+def encode(message: ToCore | ToApi) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_core(data: bytes | bytearray) -> ToCore:
+    """Raises msgspec.DecodeError for anything but a message."""
+    return _core_decoder.decode(data)
+
+
+def decode_to_api(data: bytes | bytearray) -> ToApi:
+    """Raises msgspec.DecodeError for anything but a message."""
+    return _api_decoder.decode(data)

@@ -1,0 +1,39 @@
+"""Between the requests of an API process and its engine core: outputs one way, ends the other."""
+
+from __future__ import annotations
+
+from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.core_client import CoreClient, EngineDeadError
+from compiled_engine.core_process.running_core import RunningCore
+from compiled_engine.core_process.wire import ToApi
+from compiled_engine.frontend.request_streams import RequestStreams
+from compiled_engine.messages import StepOutputs
+
+_EXIT_S = 30.0
+
+
+def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
+    """A client whose steps go to `streams`, and whose death ends them."""
+    client: CoreClient
+
+    def on_outputs(outputs: StepOutputs) -> None:
+        client.abort(streams.process(outputs), stopped=True)
+
+    def on_death(reason: str) -> None:
+        streams.fail_all(lambda: EngineDeadError(reason))
+
+    client = CoreClient(core, connection, on_outputs, on_death)
+    return client
+
+
+def leave(client: CoreClient, streams: RequestStreams) -> None:
+    """Close the connection; the readers of requests under way get EngineDeadError. May be called again."""
+    client.close("the engine was shut down")
+    reason = client.dead or ""
+    streams.fail_all(lambda: EngineDeadError(reason))
+
+
+def end(client: CoreClient, core: RunningCore, streams: RequestStreams) -> None:
+    """Leave, and wait until the core has ended. May be called again."""
+    leave(client, streams)
+    core.close(_EXIT_S)

@@ -1,0 +1,170 @@
+"""Log-probabilities as users see them, made when someone looks at them: a token's are kept as a few numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, TypeVar, overload
+
+import numpy as np
+
+from compiled_engine.frontend.outputs import Logprob
+from compiled_engine.frontend.token_texts import TokenTexts
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import LogprobRows, row_width
+
+Entry = TypeVar("Entry")
+"""dict[int, Logprob]; of a prompt, None where nothing precedes a token."""
+
+
+class GrowingLogprobs:
+    """Those of one completion, or of one prompt; grows by a row a token.
+
+    num_top: most likely tokens that were asked for; -1 for the whole vocabulary. context: the tokens that come before,
+    which decide how the first one reads. first: entries that come before the rows.
+    """
+
+    def __init__(
+        self,
+        num_top: int,
+        tokenizer: Tokenizer | None,
+        context: Sequence[int],
+        params: SamplingParams,
+        first: Sequence[dict[int, Logprob] | None] = (),
+    ) -> None:
+        self._row_bytes = 0 if num_top == -1 else 4 * row_width(num_top)
+        self._tokenizer, self._context, self._params = tokenizer, context, params
+        self._data = bytearray()
+        self._first = list(first)
+        self._texts: TokenTexts | None = None
+        self._decoded: list[tuple[str, ...]] = []  # of each row that someone has looked at, the texts of its tokens
+        self._ended = self._text_is_complete = False
+
+    def __len__(self) -> int:
+        return len(self._first) + self._num_rows
+
+    @property
+    def _num_rows(self) -> int:
+        return len(self._data) // max(1, self._row_bytes)
+
+    def add(self, rows: LogprobRows) -> None:
+        """The next tokens' rows."""
+        for index in range(rows.num_rows):
+            self.add_row(rows.data, index * rows.row_bytes, rows.row_bytes)
+
+    def add_row(self, data: bytes, start: int, row_bytes: int) -> None:
+        """The next token's row, of which only what was asked for is kept."""
+        size = self._row_bytes = self._row_bytes or row_bytes
+        self._data += data[start : start + size]
+
+    def end(self) -> None:
+        """No more come: the last token has the text that was held back."""
+        self._ended = True
+
+    def sum_of_chosen(self) -> float:
+        """Of the chosen tokens' log-probabilities."""
+        values_R = np.frombuffer(self._data, np.float32)[2 :: max(1, self._row_bytes // 4)]
+        return float(values_R.sum(dtype=np.float64))
+
+    def snapshot(self) -> LogprobList[Any]:
+        """What there is now."""
+        return LogprobList(self, len(self))
+
+    def since(self, first: int) -> list[Any]:
+        """Entries from `first` on, as they are now."""
+        return list(self.entries(first, len(self)))
+
+    def entries(self, start: int, stop: int) -> Iterator[Any]:
+        """Those from `start` to before `stop`, made anew each time: nearly always they are looked at once."""
+        yield from self._first[start:stop]
+        start, stop = (max(0, index - len(self._first)) for index in (start, stop))
+        if start >= stop:
+            return
+        self._decode(stop)
+        rows = LogprobRows(stop - start, bytes(self._data[start * self._row_bytes : stop * self._row_bytes]))
+        nothing: Iterator[Sequence[str | None]] = repeat((None,) * (self._row_bytes // 8))
+        texts = nothing if self._tokenizer is None else iter(self._decoded[start:stop])
+        for rank, token_ids, logprobs, decoded in zip(*rows.columns(), texts, strict=False):
+            yield _entry(rank, token_ids, logprobs, decoded)
+
+    def _decode(self, count: int) -> None:
+        """The texts of the first `count` rows' tokens: how one reads depends on those before it."""
+        if self._tokenizer is None or self._text_is_complete:
+            return
+        done = len(self._decoded)
+        if self._texts is None:
+            self._texts = _token_texts(self._tokenizer, self._context, self._params)
+        if count > done:
+            rows = LogprobRows(count - done, bytes(self._data[done * self._row_bytes : count * self._row_bytes]))
+            self._decoded += [tuple(self._texts.push(token_ids)) for token_ids in rows.columns()[1]]
+        if self._ended and count == self._num_rows:
+            chosen, *others = self._decoded[-1]
+            self._decoded[-1] = (self._texts.flush() + chosen, *others)
+            self._text_is_complete = True
+
+
+class LogprobList(Sequence[Entry]):
+    """A list of entries in all but its type: equal to a list of the same entries, and one once it is pickled or copied.
+
+    An entry has the chosen token first, then the most likely ones.
+    """
+
+    __slots__ = ("_growing", "_length")
+
+    def __init__(self, growing: GrowingLogprobs, length: int) -> None:
+        self._growing, self._length = growing, length
+
+    def _list(self) -> list[Entry]:
+        return list(self)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Entry]: ...
+
+    def __getitem__(self, index: int | slice) -> Entry | list[Entry]:
+        if isinstance(index, slice):
+            return self._list()[index]
+        place = range(self._length)[index]
+        (entry,) = self._growing.entries(place, place + 1)
+        return entry
+
+    def __iter__(self) -> Iterator[Entry]:
+        return self._growing.entries(0, self._length)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, LogprobList):
+            other = other._list()
+        return self._list() == other if isinstance(other, list) else NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._list())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list(),)
+
+
+def _token_texts(tokenizer: Tokenizer, context: Sequence[int], params: SamplingParams) -> TokenTexts:
+    return TokenTexts(
+        tokenizer,
+        context,
+        skip_special_tokens=params.skip_special_tokens,
+        spaces_between_special_tokens=params.spaces_between_special_tokens,
+    )
+
+
+def _entry(
+    rank: int, token_ids: Sequence[int], logprobs: Sequence[float], texts: Sequence[str | None]
+) -> dict[int, Logprob]:
+    """The chosen token with its rank, then the most likely ones, ranked from 1."""
+    chosen = Logprob(logprobs[0], rank, texts[0])
+    found = dict(zip(token_ids, map(Logprob, logprobs, range(len(token_ids)), texts), strict=True))
+    found[token_ids[0]] = chosen  # also where it is among the most likely
+    return found

@@ -1,0 +1,188 @@
+"""tokenizer.json and tokenizer_config.json to a tokenizer: the one that transformers 5 makes, without importing it.
+
+What a folder asks for beyond this is named by `NotReadHere`; transformers then has to read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tokenizers import AddedToken, Tokenizer
+
+from compiled_engine.frontend.tokenizer_class import TokenizerClass, can_be_rebuilt, class_of
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+# The special tokens that every tokenizer may have, in the order in which they get ids.
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Fields of tokenizer_config.json that are not read here.
+FURTHER_FIELDS = ("auto_map", "fast_tokenizer_files", "init_inputs", "fix_mistral_regex")
+# Files that say which tokens are special, where tokenizer_config.json does not list them.
+OLDER_FILES = ("special_tokens_map.json", "added_tokens.json")
+
+Templates: TypeAlias = "str | dict[str, str] | None"
+
+
+class NotReadHere(Exception):
+    """Says what of a tokenizer only transformers can read."""
+
+
+@dataclass(frozen=True)
+class TokenizerParts:
+    """`special_tokens`: their texts by name, such as eos_token. `chat_template`: one, or several by name."""
+
+    backend: Tokenizer
+    special_tokens: dict[str, str]
+    chat_template: Templates
+
+
+def read_tokenizer(path: Path) -> TokenizerParts:
+    """The tokenizer in the folder `path`.
+
+    Raises NotReadHere; ValueError if a JSON file but tokenizer.json is damaged; what `tokenizers` raises for that one.
+    """
+    if not (path / TOKENIZER_FILE).is_file():
+        raise NotReadHere(f"there is no {TOKENIZER_FILE}")
+    config = _read_json(path / CONFIG_FILE)
+    found = _class(path, config)
+    backend = Tokenizer.from_file(str(path / TOKENIZER_FILE))
+    if backend.padding is not None and "pad_token" not in found.default_tokens:
+        config = {"pad_token": backend.padding["pad_token"]} | config
+    backend.no_truncation()
+    backend.no_padding()
+    in_file = backend.get_added_tokens_decoder()
+    added = _added_tokens(config, in_file)
+    if found.rebuild is not None:
+        if not can_be_rebuilt(backend) or {i: _flags(t) for i, t in added.items()} != {
+            i: _flags(t) for i, t in in_file.items()
+        }:
+            raise NotReadHere(f"{TOKENIZER_FILE} is not of the kind that its tokenizer_class has")
+        found.rebuild(backend, config)
+    named = _named_tokens(config, found.default_tokens, added)
+    extra = _extra_tokens(config)
+    _add_tokens(backend, added, named, extra)
+    if found.rebuild is not None:
+        every = dict.fromkeys(str(token) for token in [*named.values(), *extra])
+        backend.add_tokens([AddedToken(token, special=True) for token in every])
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    return TokenizerParts(backend, {name: str(token) for name, token in named.items()}, read_templates(path, config))
+
+
+def read_templates(path: Path, config: Mapping[str, Any]) -> Templates:
+    """The chat templates: files of their own come before the field in tokenizer_config.json.
+
+    Raises ValueError for a field that holds no templates.
+    """
+    found: dict[str, str] = {}
+    if (file := path / "chat_template.jinja").is_file():
+        found["default"] = file.read_text(encoding="utf-8")
+    for file in sorted((path / "additional_chat_templates").glob("*.jinja")):
+        found[file.stem] = file.read_text(encoding="utf-8")
+    if found:
+        return found["default"] if found.keys() == {"default"} else found
+    given = config.get("chat_template")
+    if given is None or isinstance(given, str):
+        return given
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in given}
+    except (TypeError, KeyError):
+        raise ValueError(
+            f"{path / CONFIG_FILE}: chat_template must be a template or a list of {{'name', 'template'}}, got {given!r}"
+        ) from None
+
+
+def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
+    for name in FURTHER_FIELDS:
+        if config.get(name):
+            raise NotReadHere(f"{CONFIG_FILE} has {name}")
+    if "added_tokens_decoder" not in config:
+        for name in OLDER_FILES:
+            if (path / name).is_file():
+                raise NotReadHere(f"{CONFIG_FILE} has no added_tokens_decoder, but there is {name}")
+    if (path / "tekken.json").is_file() and find_spec("mistral_common") is not None:
+        raise NotReadHere("there is tekken.json, and mistral_common is installed")
+    model = _read_json(path / "config.json")
+    if (path / "config.json").is_file() and ("model_type" not in model or "model_name" in model):
+        raise NotReadHere("config.json has no model_type, or a model_name")
+    declared = config.get("tokenizer_class") or model.get("tokenizer_class")
+    has_byte_level = (
+        str(declared).startswith("LlamaTokenizer") and b'"ByteLevel"' in (path / TOKENIZER_FILE).read_bytes()
+    )
+    found = class_of(model.get("model_type"), declared, has_byte_level)
+    if found is None:
+        raise NotReadHere(f"tokenizer_class is {declared} with model_type {model.get('model_type')}")
+    return found
+
+
+def _added_tokens(config: Mapping[str, Any], in_file: dict[int, AddedToken]) -> dict[int, AddedToken]:
+    """Those that tokenizer_config.json lists by id, in the order of their ids; else those of tokenizer.json."""
+    if "added_tokens_decoder" not in config:
+        return in_file
+    found = {int(index): _token(value) for index, value in config["added_tokens_decoder"].items()}
+    return {index: token for index, token in sorted(found.items()) if isinstance(token, AddedToken)}
+
+
+def _named_tokens(
+    config: Mapping[str, Any], defaults: Mapping[str, str], added: dict[int, AddedToken]
+) -> dict[str, str | AddedToken]:
+    by_text = {token.content: token for token in added.values()}
+    found: dict[str, str | AddedToken] = {}
+    for name in NAMES:
+        value = _token(config[name]) if name in config else None
+        if value is not None:
+            found[name] = by_text.get(str(value), value)
+        elif name not in config and name in defaults:
+            found[name] = defaults[name]
+    further = {name: value for name, value in config.items() if name.endswith("_token") and name not in NAMES}
+    extra = config.get("extra_special_tokens")
+    further |= extra if isinstance(extra, dict) else {}
+    return found | {name: _token(value) for name, value in further.items() if isinstance(value, str | dict)}
+
+
+def _extra_tokens(config: Mapping[str, Any]) -> list[str | AddedToken]:
+    """Special tokens without a name."""
+    given = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    return [] if isinstance(given, dict) else [_token(value) for value in given]
+
+
+def _add_tokens(
+    backend: Tokenizer,
+    added: dict[int, AddedToken],
+    named: dict[str, str | AddedToken],
+    extra: list[str | AddedToken],
+) -> None:
+    """Tokens that tokenizer.json lacks get ids at the end of the vocabulary, in this order."""
+    tokens: list[str | AddedToken] = list(added.values())
+    texts = {*(token.content for token in backend.get_added_tokens_decoder().values()), *map(str, tokens)}
+    for token in [*named.values(), *extra]:
+        if str(token) not in texts and token not in tokens:
+            tokens.append(token)
+    special = {str(token) for token in named.values()}
+    backend.add_tokens([_as_added(token, special) for token in tokens])
+
+
+def _as_added(token: str | AddedToken, special: set[str]) -> AddedToken:
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    token.special = token.special or token.content in special
+    return token
+
+
+def _token(value: Any) -> Any:
+    """A token as JSON has it: its text, or its fields."""
+    if isinstance(value, dict):
+        return AddedToken(**{name: field for name, field in value.items() if name != "__type"})
+    return value
+
+
+def _flags(token: AddedToken) -> tuple[str, bool, bool, bool, bool, bool]:
+    return (token.content, token.single_word, token.lstrip, token.rstrip, token.normalized, token.special)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return JsonFields.from_file(path).values if path.is_file() else {}

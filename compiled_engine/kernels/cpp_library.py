@@ -1,0 +1,60 @@
+"""C++ kernels for CPUs: compiled once for this machine, with the compiler that Inductor uses, and loaded by ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from compiled_engine.kernels.cache_folder import default_root, kernel_folder
+
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+class CannotCompile(RuntimeError):
+    """There is no C++ compiler, or it refused; the message says which."""
+
+
+@cache
+def load_library(source: Path) -> ctypes.CDLL:
+    """The shared library of a C++ file, compiled unless the folder of kernels has it. Raises CannotCompile.
+
+    Its name digests source, flags, compiler and processor, so another machine's is never taken. Without a folder that
+    nobody else can write to, it is compiled in every process.
+    """
+    torch.get_num_threads()  # torch's OpenMP was loaded first, so the library takes its threads from there
+    program = shutil.which(os.environ.get("CXX", "g++"))
+    if program is None:
+        raise CannotCompile(f"no C++ compiler ({os.environ.get('CXX', 'g++')}) was found")
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256(repr((source.read_text(), FLAGS, version, _processor())).encode()).hexdigest()[:16]
+    name = f"{source.stem}_{digest}.so"
+    folder = kernel_folder(default_root())
+    if folder is not None and (folder / name).is_file():
+        return ctypes.CDLL(str(folder / name))
+    with tempfile.TemporaryDirectory(prefix="compiled_engine_", dir=folder) as work:
+        path = Path(work) / name
+        done = subprocess.run(
+            [program, *FLAGS, "-o", str(path), str(source)], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise CannotCompile(f"{program} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
+        if folder is not None:
+            path = path.replace(folder / name)
+        return ctypes.CDLL(str(path))  # which stays mapped when its file is gone
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
+    told = {line.split(":")[0].strip(): line for line in lines}
+    return "".join(told.get(key, "") for key in ("model name", "flags", "Features")) or platform.processor()

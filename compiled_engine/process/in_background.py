@@ -1,0 +1,41 @@
+"""A value that a thread makes while its owner goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+
+
+class InBackground(Generic[Value]):
+    """Calls `make` at once, in a thread of its own.
+
+    What holds Python's lock there holds it up here: there is something to gain where one of the two waits for a file,
+    a device or another process.
+    """
+
+    def __init__(self, make: Callable[[], Value]) -> None:
+        self._start = time.perf_counter()
+        self._seconds = 0.0
+        self._make = make
+        thread = ThreadPoolExecutor(1)
+        self._future = thread.submit(self._timed)
+        thread.shutdown(wait=False)
+
+    def _timed(self) -> Value:
+        try:
+            return self._make()
+        finally:
+            self._seconds = time.perf_counter() - self._start
+
+    def result(self) -> Value:
+        """The value, once it is there. Raises what `make` raised."""
+        return self._future.result()
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, once the result is there."""
+        return self._seconds

@@ -1,0 +1,111 @@
+"""The predicted memory of the graphs, kept beside the entry of the compile cache that they are captured from.
+
+A prediction holds for one configuration on one device with one driver. Everything that it may depend on is a factor;
+a file counts only if all its factors are those of this process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from compiled_engine.config import EngineConfig, flat_fields
+from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.environment import digests_of
+from compiled_engine.graphs.cache.lookup import Lookup
+
+# The rooms, besides those that the key of the entry covers, whose code is captured or captures.
+CAPTURED_ROOMS = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
+# Fields that say where something is, or why: not what is captured.
+OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
+# Environment variables of these families configure CUDA and torch's allocator.
+VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
+MAPPED_FILES = Path("/proc/self/maps")
+
+
+def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str]) -> dict[str, Any]:
+    """All that the memory of the graphs may depend on, as JSON.
+
+    entry_key: of the compiled model. keys: names of what is captured, in its order.
+    """
+    fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
+    variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
+    return {
+        "entry": entry_key,
+        "keys": list(keys),
+        "config": fields,
+        "source": digests_of(CAPTURED_ROOMS),
+        "device": _describe(config.device),
+        "variables": {name: variables[name] for name in sorted(variables.keys() - {"TRITON_CACHE_DIR"})},
+    }
+
+
+def _describe(device: torch.device) -> dict[str, Any]:
+    """What the device is, and its driver: the file of its library, whose name ends in the version."""
+    if device.type != "cuda":
+        return {"type": device.type}
+    driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
+    return {"type": "cuda", "properties": str(torch.cuda.get_device_properties(device)), "driver": driver}
+
+
+class Predicting(Protocol):
+    """See CudaGraphManager."""
+
+    @property
+    def names_to_capture(self) -> list[str]: ...
+
+    def predict(self) -> int: ...
+
+    def expect(self, predicted: int) -> int: ...
+
+
+def predicted_bytes(config: EngineConfig, lookup: Lookup | None, graphs: Predicting) -> int:
+    """Bytes that all graphs will take: as `graphs` predicts, or predicted in an earlier process with these factors.
+
+    lookup: of the compiled model; without one, or where the cache keeps nothing, the prediction is made. A file that
+    is damaged, or another user's, counts as none.
+    """
+    if lookup is None or lookup.status == "off":
+        return graphs.predict()
+    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture)))
+    path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
+    kept = _read(path, factors)
+    if kept is not None:
+        return graphs.expect(kept)
+    predicted = graphs.predict()
+    _write(path, {"factors": factors, "bytes": predicted, "digest": _digest(factors, predicted)})
+    return predicted
+
+
+def _read(path: Path, factors: dict[str, Any]) -> int | None:
+    try:
+        if path.lstat().st_uid != os.geteuid():
+            return None
+        kept = json.loads(path.read_bytes())
+        found = kept["bytes"]
+        if kept["factors"] == factors and type(found) is int and kept["digest"] == _digest(factors, found):
+            return found
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """As a whole or not at all; a folder that cannot be written to is no error."""
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
+        json.dump(content, file)
+        file.flush()
+        os.replace(file.name, path)
+
+
+def _digest(factors: dict[str, Any], predicted: int) -> str:
+    return hashlib.sha256(json.dumps([factors, predicted], sort_keys=True).encode()).hexdigest()

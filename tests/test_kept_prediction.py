@@ -1,0 +1,125 @@
+"""What graphs take of memory is predicted once, and again whenever anything that it depends on has changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.cache.folder import open_cache
+from compiled_engine.graphs.cache.lookup import Lookup
+from compiled_engine.graphs.cache.work_folder import WorkFolder
+from compiled_engine.graphs.cuda_graphs import kept_prediction
+from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+
+KEY = "0" * 31 + "1"
+
+
+class Graphs:
+    """Predicts another number each time."""
+
+    def __init__(self) -> None:
+        self.predictions = 0
+        self.expected: list[int] = []
+        self.names_to_capture = ["decode_2", "decode_1"]
+
+    def predict(self) -> int:
+        self.predictions += 1
+        return 1000 + self.predictions
+
+    def expect(self, predicted: int) -> int:
+        self.expected.append(predicted)
+        return predicted
+
+
+@pytest.fixture(scope="module")
+def config() -> EngineConfig:
+    return resolve(EngineOptions(device="cpu", max_model_len=64))
+
+
+def lookup_in(root: Path, status: str = "hit", key: str = KEY) -> Lookup:
+    return Lookup(open_cache(root).entry(key), key, status, None, WorkFolder(None, "test_"))
+
+
+def test_a_second_process_does_not_predict(config: EngineConfig, tmp_path: Path) -> None:
+    first, second = Graphs(), Graphs()
+    assert predicted_bytes(config, lookup_in(tmp_path, "miss"), first) == 1001
+    elsewhere = replace(config, model=replace(config.model, path=Path("/elsewhere")), reasons={})
+    assert predicted_bytes(elsewhere, lookup_in(tmp_path), second) == 1001
+    assert (first.predictions, first.expected, second.predictions, second.expected) == (1, [], 0, [1001])
+
+
+@pytest.mark.parametrize("lookup", [lambda root: None, lambda root: lookup_in(root, "off")])
+def test_without_a_cache_each_process_predicts(
+    lookup: Callable[[Path], Lookup | None], config: EngineConfig, tmp_path: Path
+) -> None:
+    graphs = Graphs()
+    assert [predicted_bytes(config, lookup(tmp_path), graphs) for _ in range(2)] == [1001, 1002]
+
+
+def test_other_factors_are_another_prediction(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs()
+    scheduler = replace(config.scheduler, max_num_seqs=config.scheduler.max_num_seqs - 1)
+    graph = replace(config.graph, decode_sizes=(1, 2))
+    others = [replace(config, scheduler=scheduler), replace(config, graph=graph)]
+    found = [predicted_bytes(c, lookup_in(tmp_path), graphs) for c in (config, *others)]
+    found.append(predicted_bytes(config, lookup_in(tmp_path, key="2" * 32), graphs))
+    graphs.names_to_capture = graphs.names_to_capture[1:]
+    found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
+    monkeypatch.setattr(kept_prediction, "_describe", lambda device: {"driver": "another"})
+    found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
+    assert found == list(range(1001, 1008))
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another number": lambda kept: kept | {"bytes": 1},
+    "no number": lambda kept: kept | {"bytes": "1001"},
+    "other factors": lambda kept: kept | {"factors": {}},
+    "not the digest": lambda kept: kept | {"digest": ""},
+    "no object": lambda kept: [],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_counts_as_none(damage: str, config: EngineConfig, tmp_path: Path) -> None:
+    graphs = Graphs()
+    predicted_bytes(config, lookup_in(tmp_path), graphs)
+    (file,) = (tmp_path / "compiled").glob(f"{KEY}_graphs_*.json")
+    file.write_text(json.dumps(DAMAGE[damage](json.loads(file.read_text()))))
+    assert predicted_bytes(config, lookup_in(tmp_path), graphs) == 1002
+    file.write_text("{")
+    assert predicted_bytes(config, lookup_in(tmp_path), graphs) == 1003
+    assert predicted_bytes(config, lookup_in(tmp_path), graphs) == 1003
+
+
+def test_another_users_file_counts_as_none(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs = Graphs()
+    predicted_bytes(config, lookup_in(tmp_path), graphs)
+    user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    folder = tmp_path / "compiled"
+    lookup = Lookup(folder / KEY, KEY, "hit", None, WorkFolder(None, "test_"))
+    assert predicted_bytes(config, lookup, graphs) == 1002
+
+
+def test_it_is_removed_with_its_entry(config: EngineConfig, tmp_path: Path) -> None:
+    cache = open_cache(tmp_path)
+    predicted_bytes(config, lookup_in(tmp_path), Graphs())
+    with cache.locked(KEY):
+        cache.remove(KEY)
+    assert list(cache.path.iterdir()) == []
+    assert KEY not in cache.other_keys()

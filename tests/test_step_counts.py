@@ -1,0 +1,113 @@
+"""What a step costs, in counts that are the same on every machine: launches, kernels, the host's calls, bytes read."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from small_engines import SMALL
+
+import compiled_engine
+from compiled_engine import LLM
+from compiled_engine.bench.bounds import model_sizes
+from compiled_engine.bench.engine_steps import decodes
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.kv_cache import block_bytes
+
+# The rooms that work for each step, whatever the model is.
+ROOMS = tuple(
+    str(Path(compiled_engine.__file__).parent / room) for room in ("core", "runner", "sampling", "scheduling")
+)
+NUM_STEPS = 200
+# In which each request fills three blocks.
+COUNTED_STEPS = 48
+# Of these rooms' functions, in a steady step of one request; and for each request more, whose blocks fill up.
+MOST_CALLS = 80
+MOST_CALLS_MORE = 2
+
+
+def steady(llm: LLM, num_requests: int, measure: Callable[[Callable[[], Any]], Any]) -> Any:
+    with decodes(llm, random.Random(0), num_requests, 8, 2 * NUM_STEPS) as core:
+        for _ in range(20):
+            core.step()
+        return measure(core.step)
+
+
+@pytest.fixture(scope="module")
+def small_engine(one_thread: None) -> Any:
+    with LLM(**SMALL | {"max_model_len": 512, "num_blocks": 256}) as llm:
+        yield llm
+
+
+def blocks_kept(step: Callable[[], Any]) -> int:
+    """Blocks of memory that Python holds more after NUM_STEPS steps."""
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(NUM_STEPS):
+        step()
+    gc.collect()
+    return sys.getallocatedblocks() - before
+
+
+def calls(step: Callable[[], Any]) -> float:
+    """Python functions of ROOMS that a step calls, the mean of COUNTED_STEPS."""
+    count = 0
+
+    def profiled(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(ROOMS)
+
+    before = sys.getprofile()
+    sys.setprofile(profiled)
+    try:
+        for _ in range(COUNTED_STEPS):
+            step()
+    finally:
+        sys.setprofile(before)
+    return count / COUNTED_STEPS
+
+
+@pytest.mark.parametrize("num_requests", [1, 6])
+def test_a_steady_step_keeps_no_memory_but_its_tokens(small_engine: LLM, num_requests: int) -> None:
+    """A token is an object, and the lists that hold tokens grow now and then."""
+    assert steady(small_engine, num_requests, blocks_kept) <= NUM_STEPS * (num_requests + 1)
+
+
+def test_a_request_more_costs_the_host_hardly_a_call(small_engine: LLM) -> None:
+    """What there is to do for each request is done for all of them at once."""
+    alone, six = (steady(small_engine, num_requests, calls) for num_requests in (1, 6))
+    assert six - alone <= 5 * MOST_CALLS_MORE
+    assert alone <= MOST_CALLS
+
+
+def test_a_compiled_step_reads_what_its_bound_counts() -> None:
+    """Each weight and each layer's cache is read by one piece or op. The dynamic range leaves the head to others."""
+    config = resolve(EngineOptions(device="cpu", mode="compiled", compile_ranges=(8,)))
+    model = without_storage(build_model(config.model), config.device)
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    sizes, num_layers = model_sizes(config.model), config.model.num_layers
+    graph = trace(model, example_inputs(config))
+    for compile_range in compile_ranges(config):
+        module, _ = apply_passes(config, graph, compile_range)
+        plan, _ = make_plan(module.graph, split(module.graph))
+        reads = Counter(argument["value"] for step in plan.steps for argument in step.arguments if "value" in argument)
+        read = [source for index, source in enumerate(plan.inputs) for _ in range(reads[index])]
+        names = [name for source in read if source.kind == "parameter" for name in source.members or (source.name,)]
+        read_bytes = sum(weights[name].nbytes for name in names if name in weights and "embed_tokens" not in name)
+        assert read_bytes == sizes.weight_bytes - (0 if compile_range.small else model.lm_head.weight.nbytes)
+        caches = [source.name for source in read if source.kind == "argument" and "kv_caches" in source.name]
+        assert sorted(caches) == sorted(f"kv_caches.{layer}" for layer in range(num_layers))
+    assert block_bytes(config) == config.cache.block_size * num_layers * sizes.kv_bytes_per_token
