@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine.attention.backends.torch_backend import TorchBackend
+from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.core.executor import InProcessExecutor
@@ -163,9 +163,11 @@ def test_padding_rows_change_no_bit(
 def test_attention_is_planned_once_a_step(mode: GraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once a layer."""
     counts: Counter[str] = Counter()
+    core = make_core(make_config(mode))
+    backend = type(get_backend(core.config.attention_backend))
 
     def counted(name: str) -> Callable[..., None]:
-        function = getattr(TorchBackend, name)
+        function = getattr(backend, name)
 
         def count(*arguments: Any) -> None:
             counts[name] += 1
@@ -173,9 +175,8 @@ def test_attention_is_planned_once_a_step(mode: GraphMode, monkeypatch: pytest.M
 
         return count
 
-    core = make_core(make_config(mode))
     for name in ("plan", "attend"):
-        monkeypatch.setattr(TorchBackend, name, counted(name))
+        monkeypatch.setattr(backend, name, counted(name))
     run(core, make_requests(5, 1))
     steps = core.metrics()["steps"]
     assert counts == {"plan": steps, "attend": steps * core.config.model.num_layers}
