@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
 from compiled_engine.attention.inputs import AttentionInputs
@@ -97,9 +97,9 @@ def list_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program per request: what the requests before it list says where its own items go."""
+    # Nothing may start before its end: attention reads the list before it waits for what comes before attention.
     if DEPENDENT_LAUNCH:
         gdc_wait()
-        gdc_launch_dependents()
     request = tl.program_id(0)
     first_split = 0
     first_tile = 0
