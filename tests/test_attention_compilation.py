@@ -107,7 +107,7 @@ def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) 
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
 def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], max_seq_len: int) -> None:
     tiles = prefill_tiles(shape[2], dtype.itemsize, max_seq_len)
-    further = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "OVERLAPS": True, "DEPENDENT_LAUNCH": True}
+    further = {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER, "DEPENDENT_LAUNCH": True}
     chosen = constants(*shape, TILE_M=tiles.rows, TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
     # With heads of size 256 Triton 3.9 spills some addresses, which 3.6 does not.

@@ -177,13 +177,12 @@ def listed_decode(
     num_sms: int,
     scale: float,
     sliding_window: int,
-    tiles: ListedDecodeTiles | None = None,
 ) -> None:
     """Launch the kernel for all requests with one query. min_keys: as the list was made with."""
     num_heads = q_THd.shape[1]
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tiles = tiles or listed_decode_tiles(head_dim, kv_cache_N2PKd.element_size())
+    tiles = listed_decode_tiles(head_dim, kv_cache_N2PKd.element_size())
     partial_shape = (layout.num_requests, num_heads, MAX_LISTED_SPLITS)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)

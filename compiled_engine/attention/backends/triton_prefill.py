@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
@@ -81,18 +81,14 @@ def prefill_kernel(
     TILE_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     HEADER: tl.constexpr,
-    OVERLAPS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """An item: TILE_M // GROUP queries of one request, times the GROUP heads of one K/V head.
 
-    With OVERLAPS the kernel before is that of the decodes, which has waited for all that was before and writes nothing
-    that is read here: so what is waited for is its end, at the end.
+    The kernel before is that of the decodes, which has waited for all that was before and writes nothing that is read
+    here: so what is waited for is its end, at the end.
     """
     QUERIES: tl.constexpr = TILE_M // GROUP
-    if DEPENDENT_LAUNCH and not OVERLAPS:
-        gdc_wait()
-        gdc_launch_dependents()
     num_items = tl.load(work_ptr + 1) * NUM_KV_HEADS
     tiles_ptr = work_ptr + HEADER + num_requests * (NUM_KV_HEADS + MAX_SPLITS)
     program = tl.program_id(0)
@@ -169,7 +165,7 @@ def prefill_kernel(
             out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
             out_rows_M = tl.multiple_of(tokens_M * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
             tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
-    if DEPENDENT_LAUNCH and OVERLAPS:
+    if DEPENDENT_LAUNCH:
         gdc_wait()
 
 
@@ -184,9 +180,8 @@ def prefill(
     num_sms: int,
     scale: float,
     sliding_window: int,
-    overlaps: bool = True,
 ) -> None:
-    """Launch the kernel for all requests with several queries."""
+    """Launch the kernel for all requests with several queries, right after `listed_decode`."""
     num_tokens, num_heads, _ = q_THd.shape
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(num_tokens) * num_kv_heads),)](
@@ -214,7 +209,6 @@ def prefill(
         TILE_D=triton.next_power_of_2(head_dim),
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,
-        OVERLAPS=overlaps,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
