@@ -89,6 +89,7 @@ class RandomInputs:
             "attention_inputs.seq_lens_R": seq_lens_R.int(),
             "attention_inputs.block_table_RB": table_RB.int(),
             "attention_inputs.slot_mapping_T": slots_T,
+            "attention_inputs.work_W": torch.empty(0, dtype=torch.int32),
         }
         self._arguments = {name: value.to(self._device) for name, value in on_device.items()}
         self._arguments["attention_inputs.host_3"] = host_3

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -255,12 +256,84 @@ def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype
     return not torch.equal(*outputs)
 
 
+def depends_on_neighbours(backend_name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
+    """Whether a decode or a chunk of a prompt changes in any bit with the other requests of a batch of the same size.
+
+    The host knows of no decodes, as when a graph of any batch is captured.
+    """
+    first, others = (Request(700, 1), Request(90, 40)), (*decodes(900, 300), Request(400, 37), Request(500, 50))
+    case = Case("", (*first, *others), num_heads=8, bound=4096)
+    batch = build(case, dtype, device)
+    host_3 = torch.tensor([0, 129, 4096], dtype=torch.int32)
+    starts_R1, seq_lens_R = batch.inputs.query_start_loc_R1, batch.inputs.seq_lens_R
+    outputs = []
+    for lens, seq_lens in (((1, 1, 37, 50), (900, 300, 400, 500)), ((1, 86, 1, 1), (1, 299, 330, 33))):
+        ends = torch.tensor((1, 40, *lens), dtype=torch.int32, device=device).cumsum(0, dtype=torch.int32)
+        seq_lens_R[2:] = torch.tensor(seq_lens, dtype=torch.int32, device=device)
+        starts_R1[1:] = ends
+        changed = replace(batch, inputs=replace(batch.inputs, host_3=host_3))
+        outputs.append(step(backend_name, case, changed)[:41])
+    return not torch.equal(*outputs)
+
+
+def listed_work(
+    device: str, lens: list[int], seq_lens: list[int], num_kv_heads: int, queries: int, min_keys: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
+    """What the work list of a batch holds: its splits, its tiles, and whether no split has arrived."""
+    from compiled_engine.attention.backends.work_list import MAX_LISTED_SPLITS, WorkLayout, write_lists
+
+    starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    layout = WorkLayout(len(lens), num_kv_heads, queries)
+    work_W = torch.full((layout.length(sum(lens)),), 77, dtype=torch.int32, device=device)
+    inputs = AttentionInputs(
+        query_start_loc_R1=starts.to(device),
+        seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_table_RB=torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
+        slot_mapping_T=torch.zeros(sum(lens), dtype=torch.int64, device=device),
+        host_3=torch.zeros(3, dtype=torch.int32),
+        backend="triton",
+    )
+    write_lists(inputs, work_W, layout, min_keys)
+    work = work_W.tolist()
+    splits = [divmod(entry, MAX_LISTED_SPLITS) for entry in work[layout.splits :][: work[0]]]
+    tiles = work[layout.tiles :][: 2 * work[1]]
+    return splits, list(zip(tiles[::2], tiles[1::2], strict=True)), not any(work[layout.arrived : layout.splits])
+
+
+def wrong_lists(device: str = "cpu") -> list[int]:
+    """Random batches of which the work list is not what it should be, by seed."""
+    from compiled_engine.attention.backends.work_list import MAX_LISTED_SPLITS
+
+    wrong = []
+    for seed in range(12):
+        generator = random.Random(seed)
+        count = generator.choice([1, 5, 20]) if seed else 300
+        lens = [generator.choice([0, 1, 1, 2, 31, 32, 33, 700]) for _ in range(count)]
+        seq_lens = [generator.choice([0, n, n + 5, n + 127, n + 3000]) for n in lens]
+        queries, min_keys = generator.choice([1, 16, 64]), generator.choice([32, 128])
+        lengths = [max(math.ceil(math.ceil(n / MAX_LISTED_SPLITS) / 32) * 32, min_keys) for n in seq_lens]
+        expected_splits = [
+            (row, split)
+            for row, n in enumerate(lens)
+            if n == 1
+            for split in range(max(1, -(-seq_lens[row] // lengths[row])))
+        ]
+        expected_tiles = [
+            (row, first) for row, n in enumerate(lens) if n > 1 for first in reversed(range(0, n, queries))
+        ]
+        if listed_work(device, lens, seq_lens, 3, queries, min_keys) != (expected_splits, expected_tiles, True):
+            wrong.append(seed)
+    return wrong
+
+
 def main(backend_name: str) -> None:
     """Run the table in both types that Triton's interpreter computes rightly: they use different tiles."""
     outcomes = {
         str(dtype): {case.name: outcome(backend_name, case, "cpu", dtype) for case in CASES}
         for dtype in (torch.float32, torch.float16)
     }
+    outcomes["wrong lists"] = wrong_lists()
+    outcomes["neighbours"] = depends_on_neighbours(backend_name)
     outcomes["garbage"] = {case.name: depends_on_garbage(backend_name, case) for case in WITH_GARBAGE}
     print(json.dumps(outcomes))
 

@@ -1,33 +1,59 @@
-"""Replays of padded batches, repeated with other padding behind the runner's back."""
+"""Replays of padded batches, repeated with other padding, to show that padding does not matter."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_engine.graphs.cuda_graphs.key import GraphKey
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.runner import input_batch
+from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_runner import Runner
+from compiled_engine.runner.request_states import RequestStates
 
 
-def replay_with_other_padding(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """From now on each replay asserts that real rows are bit for bit the same; counts those that had padding."""
-    graphs = runner.graphs
+def prepare_with(padding_1: torch.Tensor) -> Callable[[InputBatch, RequestStates, InputBuffers], None]:
+    """Input preparation that gives padding tokens the id and the position that are in padding_1 when it runs.
+
+    It has to take the place of `padded_step.prepare` before an engine captures.
+    """
+
+    def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
+        input_batch.prepare(batch, states, buffers)
+        tokens = slice(0, batch.padded_tokens)
+        for made_T in (buffers.input_ids_T, buffers.positions_T):
+            made_T[tokens] = torch.where(buffers.slot_mapping_T[tokens] < 0, padding_1, made_T[tokens])
+
+    return prepare
+
+
+def replay_with_other_padding(runner: Runner, padding_1: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """From now on each replay asserts that real rows are bit for bit the same; counts those that had padding.
+
+    padding_1: what `prepare_with` was made with, zero.
+    """
+    graphs = runner.captured.graphs
     assert graphs is not None
     replay, checked = graphs.replay, Counter[str]()
 
     def replay_twice(key: GraphKey, inputs: Any) -> torch.Tensor:
-        if key.is_decode:  # padding is made in the graph
+        if key.is_decode:  # a replay is a step
             return replay(key, inputs)
         buffers = runner.buffers
-        real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
         result = replay(key, inputs)
+        real = int((buffers.slot_mapping_T[: key.num_tokens] >= 0).sum())
         expected = result[:real].clone()
-        buffers.input_ids_T[real : key.num_tokens] = 77
-        buffers.positions_T[real : key.num_tokens] = 5
+        padding_1.fill_(5)
+        if key.kind is not GraphKind.FULL:  # its inputs are made before the replay
+            buffers.input_ids_T[real : key.num_tokens] = 5
+            buffers.positions_T[real : key.num_tokens] = 5
         assert torch.equal(replay(key, inputs)[:real], expected), key.name
+        padding_1.zero_()
         result[real:] = torch.nan
         checked[key.name] += key.num_tokens > real
         return result

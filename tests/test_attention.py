@@ -25,10 +25,12 @@ from attention_cases import (
     build,
     decodes,
     depends_on_garbage,
+    depends_on_neighbours,
     mistake,
     obstacle,
     outcome,
     step,
+    wrong_lists,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,6 +111,8 @@ def test_triton_in_the_interpreter() -> None:
     outcomes = json.loads(process.stdout)
     expected = dict.fromkeys(NAMES, "right")
     expected |= {name: f"unsupported: {reason}" for name, reason in LIMITS_OF_TRITON.items()}
+    assert outcomes.pop("wrong lists") == []
+    assert outcomes.pop("neighbours") is False
     assert outcomes.pop("garbage") == {case.name: False for case in WITH_GARBAGE}
     assert outcomes == {"torch.float32": expected, "torch.float16": expected}
 
@@ -140,6 +144,45 @@ def test_on_cuda(backend: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_garbage_does_not_matter_on_cuda(backend: str, case: Case) -> None:
     assert not depends_on_garbage(backend, case, "cuda", torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_neighbours_do_not_matter_on_cuda(dtype: torch.dtype) -> None:
+    assert not depends_on_neighbours("triton", "cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_work_lists_on_cuda() -> None:
+    assert wrong_lists("cuda") == []
+
+
+@pytest.mark.gpu
+def test_triton_on_random_batches() -> None:
+    """Ragged batches of decodes and prompts in any order, as a graph of any batch has them, padding rows included."""
+    generator = torch.Generator().manual_seed(0)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    for seed in range(16):
+        requests = [
+            Request(seq_len, 1 if number(0, 2) else number(1, min(seq_len, 300) + 1))
+            for seq_len in (number(1, 3000 if number(0, 4) == 0 else 400) for _ in range(number(1, 13)))
+        ]
+        padding = [Request(0, number(0, 20))] * number(0, 2)
+        case = Case(
+            "",
+            (*requests, *padding),
+            num_heads=2 * number(1, 9),
+            head_dim=(16, 64, 80, 128)[number(0, 4)],
+            sliding_window=(0, 0, 200)[number(0, 3)],
+            bound=4096,
+        )
+        batch = build(case, torch.bfloat16, "cuda", seed=seed)
+        host_3 = torch.tensor([0, 4096, 4096], dtype=torch.int32)
+        batch = replace(batch, inputs=replace(batch.inputs, host_3=host_3))
+        assert mistake(case, batch, step("triton", case, batch)) is None
 
 
 @pytest.mark.gpu

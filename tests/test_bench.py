@@ -75,6 +75,7 @@ def test_variants_on_a_gpu_are_all_combinations_and_each_pass_left_out() -> None
         "eager + breakable",
         "compiled",
         "compiled + piecewise",
+        "compiled + full and piecewise",
         "compiled + full",
         "compiled + full without merge_linears",
         "compiled + full without silu_mul",
@@ -96,6 +97,8 @@ def test_variants_on_a_gpu_are_all_combinations_and_each_pass_left_out() -> None
     no_graphs = {name: value for name, value in no_decodes.items() if name != "capture_token_sizes"}
     assert options["compiled"] == {**no_graphs, "mode": "compiled"}
     assert options["compiled + piecewise"] == {**no_decodes, "mode": "compiled", "graph_mode": "piecewise"}
+    both = {**shared, "mode": "compiled", "graph_mode": "full_and_piecewise"}
+    assert options["compiled + full and piecewise"] == both
     assert options["compiled + full"] == {**shared, "mode": "graphed"}
     without = options["compiled + full without silu_mul"]
     assert without == {**shared, "mode": "graphed", "disable_passes": ["rms_norm", "silu_mul"]}

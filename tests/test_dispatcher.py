@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.resolve.cuda_graphs import default_capture_sizes
+from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes
 
 MAX_SEQ_LEN = 4096
 SIZES = st.lists(st.integers(1, 64), max_size=8, unique=True)
@@ -24,7 +26,7 @@ def make(
     tokens: list[int] | None = None,
 ) -> tuple[Dispatcher, GraphConfig]:
     decode_sizes = default_capture_sizes(max_num_seqs) if decodes is None else tuple(decodes)
-    token_sizes = default_capture_sizes(max_tokens) if tokens is None else tuple(tokens)
+    token_sizes = default_token_sizes(max_tokens) if tokens is None else tuple(tokens)
     graph = GraphConfig(mode, decode_sizes if mode.captures_decodes else (), token_sizes if mode.captures_mixed else ())
     return Dispatcher(graph, SchedulerConfig(max_num_seqs, 8192, MAX_SEQ_LEN, "fcfs")), graph
 
@@ -40,7 +42,17 @@ def test_default_sizes() -> None:
     assert default_capture_sizes(256)[-3:] == (240, 248, 256)
     assert len(default_capture_sizes(256)) == 35
     assert len(default_capture_sizes(512)) == 51
+    assert default_token_sizes(300) == default_capture_sizes(300)
+    assert default_token_sizes(700)[-4:] == (496, 512, 640, 700)
+    assert default_token_sizes(9000)[-3:] == (7680, 8192, 9000)
     assert default_capture_sizes(300) == (*default_capture_sizes(256), 272, 288, 300)
+
+
+@given(limit=st.integers(1, 1 << 20))
+def test_padding_beyond_the_small_sizes_is_a_fifth_at_most(limit: int) -> None:
+    sizes = default_token_sizes(limit)
+    assert sizes[-1] == limit
+    assert all((size - smaller - 1) * 5 <= size for smaller, size in pairwise(sizes) if size > 32)
 
 
 def expected_size(graph: GraphConfig, tokens: int, requests: int, uniform: int | None) -> tuple[bool, int] | None:

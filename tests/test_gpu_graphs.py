@@ -7,15 +7,19 @@ import os
 import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from other_padding import replay_with_other_padding
+from other_padding import prepare_with, replay_with_other_padding
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
+from compiled_engine.bench.engine_steps import decodes
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.messages import EngineRequest
+from compiled_engine.runner import padded_step
 from compiled_engine.runner.model_runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -31,7 +35,8 @@ MODES = (
     ("compiled", "piecewise"),
     ("compiled", "full"),
     ("compiled", "full_decode_only"),
-    ("graphed", "full_and_piecewise"),
+    ("compiled", "full_and_piecewise"),
+    ("graphed", "full"),
 )
 # Of log-probabilities that bf16 engine and fp32 engine give the same text: most and mean difference.
 BF16_TOLERANCE = (0.35, 0.02)
@@ -114,7 +119,7 @@ def test_every_mode_gives_the_same_greedy_tokens_in_fp32(
         assert tokens_of(workload(llm, held_out_ids)) == eager_tokens
         metrics = llm.metrics()
         assert (metrics["graph_replays"] > 0) == (graph_mode != "none")
-        assert metrics["captures"] == len(runner_of(llm).dispatcher.keys)
+        assert metrics["captures"] == len(runner_of(llm).captured.dispatcher.keys)
 
 
 def teacher_forced(llm: LLM, sequences: list[list[int]]) -> list[float]:
@@ -171,8 +176,10 @@ def test_each_backend_that_supports_a_mode(graph_mode: str, backend: str, held_o
 def test_padding_changes_no_bit(
     mode: str, graph_mode: str, held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    padding_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
+    monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
     with engine(mode, graph_mode, "bfloat16") as llm:
-        checked = replay_with_other_padding(runner_of(llm), monkeypatch)
+        checked = replay_with_other_padding(runner_of(llm), padding_1, monkeypatch)
         greedy(llm, prompts_of(held_out_ids, 37, 100), [1 + (5 * i) % 17 for i in range(37)])
         greedy(llm, prompts_of(held_out_ids, 7, 40), [5] * 7)
         assert checked.total() > 0
@@ -192,7 +199,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path: Path) -> None:
-    """35 graphs of decodes and 51 around attention, in a process of its own: the driver keeps what others gave back.
+    """35 graphs of decodes and 79 of other batches, in a process of its own: the driver keeps what others gave back.
     The second process takes the prediction from the first. The seconds are printed, since a machine may be slow."""
     environment = {**os.environ, "COMPILED_ENGINE_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-P", "-c", DEFAULT_GRAPHS]
@@ -203,12 +210,43 @@ def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path:
     for metrics in starts:
         predicted, used = metrics["graph_bytes_predicted"], metrics["graph_bytes_used"]
         print(f"captured in {metrics['capture_seconds']:.2f} s, predicted {predicted}, used {used}")
-        assert metrics["captures"] == 35 + 51
+        assert metrics["captures"] == 35 + 79
         assert abs(predicted - used) < 0.1 * used
         assert metrics["kv_cache_bytes"] >= 0.97 * metrics["kv_cache_room_bytes"]
     first, second = starts
     assert second["graph_bytes_predicted"] == first["graph_bytes_predicted"]
     assert abs(second["blocks_total"] - first["blocks_total"]) < 0.02 * first["blocks_total"]
+
+
+def test_a_mixed_step_is_one_graph_and_a_few_launches() -> None:
+    """Whatever the number of layers: staged writes, then the graph, then rows, logits, tokens and their advance."""
+    num_steps, prompts = 4, iter(random_prompts_of(40, 16))
+    with (
+        engine("graphed", "full", "bfloat16") as llm,
+        decodes(llm, random.Random(0), 8, 32, 64) as core,
+    ):
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+                core.add(EngineRequest(str(id(params)), next(prompts), params))
+                core.step()
+
+        steps(4)
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            steps(num_steps)
+            torch.cuda.synchronize()
+        calls = Counter(event.name for event in profile.events())
+    launches = sum(count for name, count in calls.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
+    assert calls["cudaGraphLaunch"] == num_steps
+    assert launches <= 12 * num_steps
+
+
+def random_prompts_of(length: int, count: int) -> list[tuple[int, ...]]:
+    random_ = random.Random(0)
+    return [tuple(random_.randrange(4096) for _ in range(length)) for _ in range(count)]
 
 
 # The last batch's tokens and indices, of up to 256 requests; what PyTorch's allocator takes at least from the driver.

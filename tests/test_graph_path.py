@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core.engine_core import EngineCore, start_core
 from compiled_engine.core.executor import InProcessExecutor
@@ -20,12 +22,12 @@ from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import model_runner
+from compiled_engine.runner import model_runner, padded_step
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling import scheduler
-from tests.other_padding import replay_with_other_padding
+from tests.other_padding import prepare_with, replay_with_other_padding
 from tests.recorded_capture import RecordedCapture
 
 MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
@@ -112,12 +114,12 @@ def test_replayed_batches_give_the_tokens_of_plain_ones(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]]
 ) -> None:
     core = make_core(make_config(mode))
-    assert core.metrics()["captures"] == len(runner_of(core).dispatcher.keys)
+    assert core.metrics()["captures"] == len(runner_of(core).captured.dispatcher.keys)
     assert run(core, make_requests(14, 1)) == plain_tokens
     metrics = core.metrics()
     replays = metrics["graph_replays_by_key"]
     kinds = {name.split()[0] for name in replays}
-    assert kinds == {key.name.split()[0] for key in runner_of(core).dispatcher.keys}
+    assert kinds == {key.name.split()[0] for key in runner_of(core).captured.dispatcher.keys}
     assert metrics["graph_replays"] == sum(replays.values())
     assert metrics["graph_replays"] + metrics["graph_fallbacks"] == metrics["steps"]
     assert metrics["graph_padded_tokens"] > 0
@@ -148,11 +150,36 @@ def test_what_stands_in_unused_slots_changes_nothing(
 def test_padding_rows_change_no_bit(
     mode: GraphMode, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The buffers of a padded batch are filled with other padding behind the runner's back, and replayed again."""
+    """A padded batch is replayed again with other padding."""
+    padding_1 = torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
     core = make_core(make_config(mode))
-    checked = replay_with_other_padding(runner_of(core), monkeypatch)
+    checked = replay_with_other_padding(runner_of(core), padding_1, monkeypatch)
     assert run(core, make_requests(14, 1)) == plain_tokens
     assert checked.total() > 3
+
+
+@pytest.mark.parametrize("mode", [GraphMode.NONE, GraphMode.FULL, GraphMode.BREAKABLE])
+def test_attention_is_planned_once_a_step(mode: GraphMode, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer."""
+    counts: Counter[str] = Counter()
+    core = make_core(make_config(mode))
+    backend = type(get_backend(core.config.attention_backend))
+
+    def counted(name: str) -> Callable[..., None]:
+        function = getattr(backend, name)
+
+        def count(*arguments: Any) -> None:
+            counts[name] += 1
+            function(*arguments)
+
+        return count
+
+    for name in ("plan", "attend"):
+        monkeypatch.setattr(backend, name, counted(name))
+    run(core, make_requests(5, 1))
+    steps = core.metrics()["steps"]
+    assert counts == {"plan": steps, "attend": steps * core.config.model.num_layers}
 
 
 def test_prompt_logprobs_are_complete_though_chunks_of_one_token_could_be_replayed() -> None:
@@ -184,17 +211,17 @@ def test_capture_in_the_background(mode: GraphMode, plain_tokens: dict[str, tupl
     assert core.metrics()["captures"] == 0
     for _ in range(30):
         assert run(core, make_requests(14, 1)) == plain_tokens
-        if core.metrics()["captures"] == len(runner.dispatcher.keys):
+        if core.metrics()["captures"] == len(runner.captured.dispatcher.keys):
             break
     metrics = core.metrics()
-    assert metrics["captures"] == len(runner.dispatcher.keys)
+    assert metrics["captures"] == len(runner.captured.dispatcher.keys)
     assert metrics["graph_fallbacks"] > 0
     assert run(core, make_requests(14, 1)) == plain_tokens
 
 
 def test_decodes_are_captured_first_in_the_background() -> None:
     core = make_core(make_config(GraphMode.FULL_AND_PIECEWISE, background=True))
-    graphs = runner_of(core).graphs
+    graphs = runner_of(core).captured.graphs
     assert graphs is not None
     while not graphs.complete:
         run(core, make_requests(14, 1))
@@ -245,7 +272,7 @@ def test_a_capture_that_fails_in_the_background_is_given_up(
     metrics = core.metrics()
     assert metrics["captures"] == 0
     assert metrics["graph_fallbacks_by_reason"]["its capture failed"] > 0
-    graphs = runner_of(core).graphs
+    graphs = runner_of(core).captured.graphs
     assert graphs is not None
     assert graphs.complete
 

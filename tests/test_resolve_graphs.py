@@ -9,7 +9,7 @@ import torch
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.resolve.cuda_graphs import default_capture_sizes, resolve_graphs
+from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, resolve_graphs
 from compiled_engine.resolve.engine import resolve
 
 SCHEDULER = SchedulerConfig(256, 8192, 4096, "fcfs")
@@ -35,13 +35,20 @@ def resolved(
     return graph, reasons
 
 
-def test_the_default_has_35_full_and_51_piecewise_graphs() -> None:
+def test_the_default_has_35_graphs_of_decodes_and_79_of_other_batches() -> None:
     graph, reasons = resolved()
+    assert graph == GraphConfig(GraphMode.FULL, default_capture_sizes(256), default_token_sizes(8192), False)
+    assert (len(graph.decode_sizes), len(graph.token_sizes)) == (35, 79)
+    assert reasons.keys() == {"graph.mode", "graph.decode_sizes", "graph.token_sizes"}
+    assert reasons["graph.mode"] == "default: attention backend triton can be captured for every batch"
+
+
+def test_where_attention_cannot_be_captured_it_runs_between_graphs_of_up_to_512_tokens() -> None:
+    graph, reasons = resolved(backend="torch")
     assert graph == GraphConfig(
         GraphMode.FULL_AND_PIECEWISE, default_capture_sizes(256), default_capture_sizes(512), False
     )
-    assert (len(graph.decode_sizes), len(graph.token_sizes)) == (35, 51)
-    assert reasons.keys() == {"graph.mode", "graph.decode_sizes", "graph.token_sizes"}
+    assert "attention backend torch can be captured for uniform decode alone" in reasons["graph.mode"]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,7 @@ def test_without_graphs_there_is_nothing_to_capture() -> None:
 
 def test_explicit_sizes() -> None:
     graph, reasons = resolved(capture_sizes=(8, 3, 8), capture_token_sizes=(64,), background_capture=True)
-    assert graph == GraphConfig(GraphMode.FULL_AND_PIECEWISE, (3, 8), (64,), True)
+    assert graph == GraphConfig(GraphMode.FULL, (3, 8), (64,), True)
     assert reasons.keys() == {"graph.mode"}
 
 

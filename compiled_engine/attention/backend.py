@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.config import ModelConfig
 
 
 class GraphSupport(Enum):
@@ -31,6 +32,13 @@ class AttentionCase:
     block_size: int
     sliding_window: int | None
 
+    @classmethod
+    def of(cls, model: ModelConfig, block_size: int, device: torch.device) -> AttentionCase:
+        """Of a whole model, whose narrowest window is named."""
+        windows = [window for window in model.sliding_windows if window is not None]
+        heads = model.num_heads, model.num_kv_heads, model.head_dim
+        return cls(device.type, model.dtype, *heads, block_size, min(windows, default=None))
+
 
 class AttentionBackend(Protocol):
     """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows."""
@@ -41,6 +49,14 @@ class AttentionBackend(Protocol):
 
     def unsupported(self, case: AttentionCase) -> str | None:
         """Why this backend cannot run the case, naming the field and what is allowed; None when it can."""
+        ...
+
+    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        """How long `work_W` must be for batches of up to so many tokens and rows; 0 if the backend plans nothing."""
+        ...
+
+    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        """Once a step, when the lengths are on the device: write into `inputs.work_W` what every `attend` reads."""
         ...
 
     def write_kv(

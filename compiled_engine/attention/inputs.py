@@ -7,7 +7,7 @@ N blocks in the pool, P slots in a block (the block size).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ class AttentionInputs:
     host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
         an upper bound of seq_lens_R. Whatever a captured kernel used of these is part of its GraphKey.
     backend: name of the attention backend.
+    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nobody planned: a backend that wants a
+        plan then makes one at each call.
     """
 
     query_start_loc_R1: torch.Tensor
@@ -33,6 +35,7 @@ class AttentionInputs:
     slot_mapping_T: torch.Tensor
     host_3: torch.Tensor
     backend: str
+    work_W: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int32, device="cpu"))
 
     def flat(self) -> tuple[Any, ...]:
         """The fields in their order: the last arguments of both attention ops."""

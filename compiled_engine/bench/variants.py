@@ -65,6 +65,7 @@ def variants(
             Variant("eager + breakable", {"mode": "eager", "graph_mode": "breakable"}),
             Variant("compiled", {"mode": "compiled"}),
             Variant("compiled + piecewise", {"mode": "compiled", "graph_mode": "piecewise"}),
+            Variant("compiled + full and piecewise", {"mode": "compiled", "graph_mode": "full_and_piecewise"}),
             whole,
         ]
     names = [name for name in passes if left_out is None or name in left_out]

@@ -15,8 +15,9 @@ GRAPH_MODES = ("auto", *(mode.value for mode in GraphMode))
 # Modes whose graphs hold eager code alone, or may do so.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
-# The most tokens of a mixed batch that are captured: beyond, the device has work for longer than launching takes.
-MAX_CAPTURED_TOKENS = 512
+# The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
+# launching takes.
+MAX_TOKENS_AROUND_ATTENTION = 512
 
 
 def resolve_graphs(
@@ -42,7 +43,8 @@ def resolve_graphs(
         given = ", ".join(f"{name} {value!r}" for name, value in asked.items() if value is not None)
         raise ValueError(
             f"graph_mode {mode.value!r} would capture nothing with {given}; allowed: sizes or batches of 1 to "
-            f"max_num_seqs ({scheduler.max_num_seqs}) decodes or {MAX_CAPTURED_TOKENS} tokens, or graph_mode none"
+            f"max_num_seqs ({scheduler.max_num_seqs}) decodes or max_num_batched_tokens "
+            f"({scheduler.max_num_batched_tokens}) tokens, or graph_mode none"
         )
     return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture)
 
@@ -63,7 +65,13 @@ def _mode(
         if support is GraphSupport.NEVER:
             reasons["graph.mode"] = f"attention backend {backend} cannot be captured, so it runs between the graphs"
             return GraphMode.PIECEWISE
-        reasons["graph.mode"] = "default: decodes as full graphs, other batches as graphs around attention"
+        if support is GraphSupport.ALWAYS:
+            reasons["graph.mode"] = f"default: attention backend {backend} can be captured for every batch"
+            return GraphMode.FULL
+        reasons["graph.mode"] = (
+            f"attention backend {backend} can be captured for {support.value} alone, "
+            "so it runs between the graphs of other batches"
+        )
         return GraphMode.FULL_AND_PIECEWISE
     if options.graph_mode not in GRAPH_MODES:
         raise ValueError(f"graph_mode is {options.graph_mode!r}; allowed: {', '.join(GRAPH_MODES)}")
@@ -111,13 +119,25 @@ def default_capture_sizes(limit: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
 
 
+def default_token_sizes(limit: int) -> tuple[int, ...]:
+    """The same up to 512; then in steps of 128 to 2048, and of an eighth of each further power of two."""
+    sizes = [*default_capture_sizes(min(limit, 512)), *range(640, 2049, 128)]
+    power = 2048
+    while power < limit:
+        sizes += range(power + power // 8, 2 * power + 1, power // 8)
+        power *= 2
+    return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
+
+
 def _sizes(
     options: EngineOptions, mode: GraphMode, scheduler: SchedulerConfig, reasons: dict[str, str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(decode sizes, token sizes)"""
     # Without graphs of their own decodes use those of mixed batches.
     most_decodes = 0 if mode.captures_decodes else scheduler.max_num_seqs
-    most_tokens = min(max(MAX_CAPTURED_TOKENS, most_decodes), scheduler.max_num_batched_tokens)
+    most_tokens = scheduler.max_num_batched_tokens
+    if mode is not GraphMode.FULL:
+        most_tokens = min(max(MAX_TOKENS_AROUND_ATTENTION, most_decodes), most_tokens)
     families = (
         ("capture_sizes", "decode_sizes", mode.captures_decodes, scheduler.max_num_seqs, "max_num_seqs"),
         (
@@ -128,14 +148,14 @@ def _sizes(
             "max_num_batched_tokens",
         ),
     )
-    defaults = (default_capture_sizes(scheduler.max_num_seqs), default_capture_sizes(most_tokens))
+    defaults = (default_capture_sizes(scheduler.max_num_seqs), default_token_sizes(most_tokens))
     sizes = []
     for (option, field, captured, most, limit), default in zip(families, defaults, strict=True):
         given = getattr(options, option)
         if given is None:
             sizes.append(default if captured else ())
             if captured:
-                reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in steps of 16"
+                reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in wider ones"
         elif not captured:
             raise ValueError(f"{option} is {given!r}, but graph mode {mode.value!r} captures no such batches")
         else:

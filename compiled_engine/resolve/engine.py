@@ -158,16 +158,7 @@ def _scheduler(
 def _attention(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> tuple[str, int]:
-    windows = [window for window in model.sliding_windows if window is not None]
-    case = AttentionCase(
-        device.type,
-        model.dtype,
-        model.num_heads,
-        model.num_kv_heads,
-        model.head_dim,
-        0,
-        min(windows, default=None),
-    )
+    case = AttentionCase.of(model, 0, device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
     reasons |= attention_reasons

@@ -130,7 +130,7 @@ def empty_batch(
     """A batch of padding alone, tokens shared out evenly: it leaves no trace when it runs."""
     starts_R1 = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
     nobody = np.full(num_rows, -1, np.int32)
-    decodes_only = num_tokens == num_rows
+    decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
     if decodes_only:
         buffers.stage_decodes(StagedDecodes.padding(num_rows))
     else:
@@ -150,6 +150,7 @@ def attention_inputs(batch: InputBatch, buffers: InputBuffers, backend: str) -> 
         slot_mapping_T=buffers.slot_mapping_T[: batch.padded_tokens],
         host_3=torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
         backend=backend,
+        work_W=buffers.work_W,
     )
 
 

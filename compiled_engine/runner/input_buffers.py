@@ -43,8 +43,8 @@ class InputBuffers:
 
     Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
     and query_start_loc_R1. Made by kernels from these and the states: all else; logits_index_R is each request's last
-    token. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host: the sampled tokens of the last steps by
-    request (-1 for none), after the number of the step.
+    token, work_W (work_length elements) is for attention. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host:
+    the sampled tokens of the last steps by request (-1 for none), after the number of the step.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class InputBuffers:
         max_blocks: int,
         writes: StagedWrites,
         device: torch.device,
+        work_length: int = 0,
     ):
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
@@ -71,6 +72,7 @@ class InputBuffers:
         self.logits_index_R = made(max_num_rows, dtype=torch.int64)
         self.block_table_RB = made(max_num_rows, max_blocks, dtype=torch.int32)
         self.sample_positions_R = made(max_num_rows, dtype=torch.int64)
+        self.work_W = made(work_length, dtype=torch.int32)
         self.num_steps_1 = made(1, dtype=torch.int32)
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"

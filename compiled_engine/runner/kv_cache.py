@@ -48,6 +48,20 @@ def blocks_wanted(config: EngineConfig) -> int:
     return per_request * config.scheduler.max_num_seqs
 
 
+def bytes_left(config: EngineConfig) -> int | None:
+    """Of gpu_memory_utilization's share of the device, what nothing has taken; None without CUDA."""
+    if config.device.type != "cuda":
+        return None
+    free, total = _free_and_total(config.device)
+    return int(total * config.cache.gpu_memory_utilization) - (total - free)
+
+
+def _free_and_total(device: torch.device) -> tuple[int, int]:
+    """Bytes of a GPU; what the allocator holds idle is free."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
+
+
 def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int) -> CacheSize:
     """Blocks to allocate: what was asked for, or what the memory budget leaves.
 
@@ -57,15 +71,12 @@ def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, se
     has the memory.
     """
     size = block_bytes(config)
-    if config.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(config.device)
-        reserved_idle = torch.cuda.memory_reserved(config.device) - torch.cuda.memory_allocated(config.device)
-        free += reserved_idle
-        left = int(total * config.cache.gpu_memory_utilization) - (total - free)
+    left = bytes_left(config)
+    if left is not None:
+        free, _ = _free_and_total(config.device)
         available = left - activation_bytes - graph_bytes - set_aside_bytes
         count = available // size
     else:
-        left = None
         free = psutil.virtual_memory().available
         available = min(CPU_LIMIT_BYTES, free // 2)
         count = min(available // size, blocks_wanted(config))

@@ -9,14 +9,12 @@ import numpy as np
 import torch
 from torch import nn
 
+from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
-from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
-from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import NewRequest, SchedulerOutput
@@ -28,10 +26,11 @@ from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.advance import advance
+from compiled_engine.runner.captured_steps import CapturedSteps, affordable
 from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
+from compiled_engine.runner.input_batch import InputBatch, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
@@ -95,24 +94,27 @@ class Runner:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # One compile range may take a parameter alone that another takes packed: the model's own are views.
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
-        self.dispatcher = Dispatcher(config.graph, scheduler)
-        capture = CudaCapture(config.device) if self.dispatcher.keys else None
+        captures = config.graph.decode_sizes or config.graph.token_sizes
+        self._capture = capture = CudaCapture(config.device) if captures else None
         self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None)
 
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
+        case = AttentionCase.of(config.model, config.cache.block_size, config.device)
         self.buffers = InputBuffers(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
             self.states.block_table_SB.shape[1],
             self.states.writes,
             config.device,
+            get_backend(config.attention_backend).work_length(
+                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, case
+            ),
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._kv_caches = kv_cache.allocate(config, 1)
-        self._counters = GraphCounters(self.dispatcher)
         self.step = PaddedStep(
             self.model,
             self.sampler,
@@ -120,11 +122,9 @@ class Runner:
             self.buffers,
             self._kv_caches,
             config.attention_backend,
+            case,
             scheduler.max_model_len,
         )
-        self.graphs = None
-        if capture is not None:
-            self.graphs = CudaGraphManager(self.dispatcher.keys, capture, self.step, config.graph.background)
 
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
@@ -134,20 +134,20 @@ class Runner:
         workers.close()
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
-        graph_bytes = 0
-        if self.graphs:
-            with self._timeline.span("predict graph memory"):
-                graph_bytes = predicted_bytes(
-                    self._config, self._compiled.lookup if self._compiled else None, self.graphs
-                )
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
+        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config))
+        self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
+        graphs, graph_bytes = self.captured.graphs, 0
+        if graphs:
+            with self._timeline.span("predict graph memory"):
+                graph_bytes = predicted_bytes(self._config, self._compiled.lookup if self._compiled else None, graphs)
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
         self.num_blocks = self._cache_size.num_blocks
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
-        if self.graphs and not self._config.graph.background:
+        if graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
-                self.graphs.capture_all(progress)
+                graphs.capture_all(progress)
 
     @torch.inference_mode()
     def submit(self, step: SchedulerOutput) -> PendingStep:
@@ -158,7 +158,7 @@ class Runner:
             self._update_rows(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
-            if self.graphs and not self.graphs.complete and self.graphs.capture_in_background():
+            if self.captured.capture_next():
                 self.pending.lose_count()
         except BaseException:
             self.buffers.forget_staged()
@@ -168,7 +168,7 @@ class Runner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
-        key = self._graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
+        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()
@@ -182,36 +182,29 @@ class Runner:
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
-            logits_RV = self._replay(batch).tensor
+            logits_RV = self.captured.replay(batch).tensor
         else:
-            prepare(batch, self.states, self.buffers)
-            eager = batch.key is None
-            output = self.step.forward(batch, hidden_wanted=hidden_wanted) if eager else self._replay(batch)
+            if batch.key is None:
+                prepare(batch, self.states, self.buffers)
+                output = self.step.forward(batch, hidden_wanted=hidden_wanted)
+            else:
+                output = self.captured.replay(batch)
             if hidden_wanted:
                 prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model)
+            count = batch.num_requests  # padding rows need no logits here
             if not batch.samples.any():
                 nobody_R = self.buffers.sample_positions_R
-                advance(self.states, self.buffers, nobody_R, batch.num_rows, decodes_only=batch.decodes_only)
+                advance(self.states, self.buffers, nobody_R, count, decodes_only=batch.decodes_only)
                 self.pending.launched()
                 return self.pending.step(batch, None, prompt)
-            wanted = output.tensor[self.buffers.logits_index_R[: batch.num_rows]]
+            wanted = output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
-            sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch)
+            sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV)
         return self.pending.step(batch, self._logprobs(batch, rows_R, logits_RV), prompt)
-
-    def _replay(self, batch: InputBatch) -> ForwardOutput:
-        assert self.graphs is not None
-        assert batch.key is not None
-        inputs = None  # attention is in a full graph
-        if batch.key.kind is not GraphKind.FULL:
-            inputs = attention_inputs(batch, self.buffers, self._config.attention_backend)
-        output = self.step.output(batch.key, self.graphs.replay(batch.key, inputs))
-        self._counters.replay(batch.key, batch.num_tokens)
-        return output
 
     def _sample_generally(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> None:
         """Where a row asks for more than temperature and seed: other tokens for those that sample, rows_R."""
@@ -236,24 +229,6 @@ class Runner:
         count = batch.num_requests
         token_ids_R = self.states.last_token_S.index_select(0, self.buffers.rows_R[:count])
         return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R)
-
-    def _graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
-        """The graph to replay for a batch; why there is none is counted."""
-        decodes_only = num_tokens == num_requests
-        self._counters.batch(num_tokens, decodes_only)
-        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None)
-        if key is None:
-            self._counters.no_key(num_tokens, decodes_only)
-            return None
-        assert self.graphs is not None
-        if hidden_wanted and (key.is_decode or self.model.ends_at_logits(key.num_tokens)):
-            reason = Fallback.PROMPT_LOGPROBS
-        elif self.graphs.has(key):
-            return key
-        else:
-            reason = Fallback.LOST if self.graphs.is_lost(key) else Fallback.NOT_YET
-        self._counters.fallback(reason, key.name)
-        return None
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:
@@ -288,12 +263,12 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
-        return runner_metrics(self._compiled, self.graphs, self._counters, self._cache_size, self._timeline)
+        return runner_metrics(self._compiled, self.captured, self._cache_size, self._timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""
-        if self.graphs:
-            self.graphs.close()
+        if self.captured.graphs:
+            self.captured.graphs.close()
         self._kv_caches.clear()
         self.model.close()
         self._compiled = None

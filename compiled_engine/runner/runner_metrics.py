@@ -5,21 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from compiled_engine.graphs.compiled_model import CompiledModel
-from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
-from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.captured_steps import CapturedSteps
 from compiled_engine.runner.kv_cache import CacheSize
 
 
 def runner_metrics(
     compiled: CompiledModel | None,
-    graphs: CudaGraphManager | None,
-    counters: GraphCounters,
+    captured: CapturedSteps,
     cache_size: CacheSize,
     timeline: Timeline,
 ) -> dict[str, Any]:
     """Counts of traces, compiles, captures and replays, cache status, start-up seconds, memory of cache and graphs."""
     counts = compiled.counts if compiled else None
+    graphs = captured.graphs
     return {
         "traces": counts.traces if counts else 0,
         "compiles": counts.compiles if counts else 0,
@@ -27,7 +26,7 @@ def runner_metrics(
         "cache": compiled.lookup.status if compiled else "off",
         "cache_entry": str(compiled.lookup.folder) if compiled else None,
         "passes": _pass_counts(compiled),
-        **counters.metrics(),
+        **captured.counters.metrics(),
         **cache_size.metrics(graphs.bytes_used if graphs else 0),
         "graph_bytes_predicted": cache_size.graph_bytes,
         "graph_bytes_used": graphs.bytes_used if graphs else 0,

@@ -88,6 +88,6 @@ def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
     del hidden_TD
     if step.model.ends_at_logits(num_tokens):
         logits_RV = step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
-    sample_and_advance(logits_RV, step.sampler, states, buffers, batch)
+    sample_and_advance(logits_RV, step.sampler, states, buffers, batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV)
     advance(states, buffers, token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)

@@ -38,6 +38,7 @@ def example_inputs(config: EngineConfig) -> ForwardInputs:
         slot_mapping_T=torch.zeros(tokens, dtype=torch.int64, device=device),
         host_3=torch.zeros(3, dtype=torch.int32, device="cpu"),
         backend=config.attention_backend,
+        work_W=torch.zeros(2, dtype=torch.int32, device=device),
     )
     return ForwardInputs(
         input_ids_T=torch.zeros(tokens, dtype=torch.int64, device=device),

@@ -158,6 +158,7 @@ def _declared_sizes(inputs: ForwardInputs) -> dict[tuple[str, int], tuple[str, i
         ("attention_inputs.seq_lens_R", 0): requests,
         ("attention_inputs.block_table_RB", 0): requests,
         ("attention_inputs.block_table_RB", 1): ("blocks_per_request", 1, MAX_BLOCKS),
+        ("attention_inputs.work_W", 0): ("work", 1, MAX_BLOCKS),
         ("attention_inputs.query_start_loc_R1", 0): ("request_borders", 2, MAX_REQUESTS + 1),
     }
     blocks = ("blocks", 1, MAX_BLOCKS)

@@ -49,7 +49,7 @@ def decode_key(num_requests: int, max_seq_len: int) -> GraphKey:
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
-    """A full graph of any batch of up to num_tokens tokens; attention takes every request for a prefill.
+    """A full graph of any batch of up to num_tokens tokens; which of them are decodes the device finds out.
 
     There is a row more than requests can be: the one that all padding tokens belong to.
     """

@@ -219,7 +219,8 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """The largest key first, on which the pool depends, then such from all over the family."""
-    yield family[0]
+    """The two largest keys first, on which the pool depends (the second may not fit into what the first left); then
+    such from all over the family."""
+    yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
-    yield from family[step::step]
+    yield from family[1 + step :: step]

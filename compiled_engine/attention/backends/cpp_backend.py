@@ -43,6 +43,12 @@ class CppBackend:
             return str(error)
         return None
 
+    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        return 0
+
+    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        pass
+
     def write_kv(
         self,
         k_TKd: torch.Tensor,

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compiled_engine.attention.inputs import AttentionInputs
+
 MAX_SPLITS = 32
+# The same where the work list knows the contexts.
+MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
 GRAIN = 32
+# The fewest keys of a listed split: of a mixed batch with few rows, times K/V heads, and of any other.
+FEW_HEADS = 1024
+FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
 # The most keys that one program reads when a few long contexts stand among many short ones.
 LONG_SPLIT = 16384
 
@@ -43,3 +50,28 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
         splits = Splits(1, GRAIN)
     to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
     return splits if splits.count >= to_shorten else Splits(to_shorten, LONG_SPLIT // 16)
+
+
+@dataclass(frozen=True)
+class BatchFacts:
+    """What the launches of a batch follow from: a captured graph's key and the device, never the lengths.
+
+    listed: whether the kernels take their items from the work list, each split being of min_keys keys or more.
+    """
+
+    num_tokens: int
+    num_requests: int
+    num_decodes: int
+    max_seq_len: int
+    listed: bool
+    min_keys: int
+
+    @classmethod
+    def of(cls, inputs: AttentionInputs, num_kv_heads: int, num_sms: int) -> BatchFacts:
+        num_decodes, _, max_seq_len = inputs.host_3.tolist()
+        num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
+        num_heads = num_requests * num_kv_heads
+        # Of decodes alone, fewer are split evenly, and more even each other out.
+        listed = num_decodes < num_requests or num_sms < num_heads <= 2 * num_sms
+        min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT
+        return cls(num_tokens, num_requests, num_decodes, max_seq_len, listed, min_keys)

@@ -50,6 +50,12 @@ class FlashAttnBackend:
             return f"block_size is {case.block_size}; allowed: multiples of {PAGE_MULTIPLE}"
         return _defect_of_build(case.dtype, case.head_dim)
 
+    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        return 0
+
+    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        pass
+
     def write_kv(
         self,
         k_TKd: torch.Tensor,

@@ -29,6 +29,12 @@ class TorchBackend:
             return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
         return None
 
+    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        return 0
+
+    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        pass
+
     def write_kv(
         self,
         k_TKd: torch.Tensor,

@@ -8,10 +8,12 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
-from compiled_engine.attention.backends.decode_splits import plan_splits
+from compiled_engine.attention.backends.decode_splits import BatchFacts, plan_splits
 from compiled_engine.attention.backends.triton_decode import decode
-from compiled_engine.attention.backends.triton_prefill import prefill
+from compiled_engine.attention.backends.triton_listed_decode import listed_decode
+from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -26,11 +28,11 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonBackend:
-    """See the module's docstring. The first one-query requests go to the decode kernel, the others to prefill.
+    """See the module's docstring. A few decodes alone have a grid over their splits. Any other batch has a work list,
+    and a kernel each for its decodes and its prompts: a tile of 16 rows needs other registers than one of 128.
 
-    Kernels read everything that changes between batches from the device; grids follow from tensor shapes and
-    host_3, so every batch can be captured. A model needs each kernel once, those of decodes and of prompts twice: with
-    small tiles and with large ones.
+    Kernels read everything that changes between batches from the device; launches follow from tensor shapes and
+    host_3, so every batch can be captured.
     """
 
     name = "triton"
@@ -59,6 +61,18 @@ class TritonBackend:
             return f"block_size is {case.block_size}; allowed: multiples of {BLOCK_SIZE_MULTIPLE}"
         return None
 
+    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
+        queries = SMALLEST_ROWS // (case.num_heads // case.num_kv_heads)
+        return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
+
+    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
+        facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
+        if facts.listed:
+            group = case.num_heads // case.num_kv_heads
+            tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
+            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // group)
+            write_lists(inputs, inputs.work_W, layout, facts.min_keys)
+
     def write_kv(
         self,
         k_TKd: torch.Tensor,
@@ -79,13 +93,25 @@ class TritonBackend:
         sliding_window: int,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
-        num_decodes, _, max_seq_len = inputs.host_3.tolist()
-        if num_decodes:
-            context = min(max_seq_len, sliding_window or max_seq_len)
-            splits = plan_splits(num_decodes, kv_cache_N2PKd.shape[3], context, _num_multiprocessors(q_THd.device))
-            decode(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, splits, scale, sliding_window)
-        if inputs.seq_lens_R.shape[0] > num_decodes:
-            prefill(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, max_seq_len, scale, sliding_window)
+        num_kv_heads, head_dim = kv_cache_N2PKd.shape[3:]
+        group = q_THd.shape[1] // num_kv_heads
+        num_sms = _num_multiprocessors(q_THd.device)
+        facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
+        if not facts.listed:
+            context = min(facts.max_seq_len, sliding_window or facts.max_seq_len)
+            splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
+            decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, splits, scale, sliding_window)
+            return
+        tiles = prefill_tiles(head_dim, q_THd.element_size(), facts.max_seq_len)
+        layout = WorkLayout(facts.num_requests, num_kv_heads, tiles.rows // group)
+        work_W = inputs.work_W
+        if not work_W.numel():
+            work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
+            write_lists(inputs, work_W, layout, facts.min_keys)
+        arguments = q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout
+        listed_decode(*arguments, facts.min_keys, num_sms, scale, sliding_window)
+        if facts.num_requests > facts.num_decodes:
+            prefill(*arguments, tiles, num_sms, scale, sliding_window)
 
 
 @cache

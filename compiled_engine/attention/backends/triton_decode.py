@@ -15,7 +15,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS, Splits
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
+from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -42,12 +43,6 @@ def decode_tiles(head_dim: int, element_size: int, small: bool) -> DecodeTiles:
     if head_dim <= 128:
         return DecodeTiles(keys=128, num_warps=4, num_stages=3)
     return DecodeTiles(keys=32, num_warps=4, num_stages=5)
-
-
-@triton.jit
-def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, GRAIN: tl.constexpr) -> tl.tensor:
-    """Keys that each split takes; the last ones may find nothing left."""
-    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
 
 
 @quick_launches
@@ -105,41 +100,28 @@ def decode_kernel(
     if (split > 0) & (first_key >= end_key):
         return
 
+    # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+    acc_MD, max_M, sum_M = attend_keys(
+        q_ptr + tl.multiple_of(request * q_token_stride, 8),
+        block_table_ptr + request * table_stride,
+        cache_ptr,
+        kv_head,
+        first_key,
+        end_key,
+        scale_log2,
+        Q_HEAD_STRIDE,
+        GROUP,
+        BLOCK_SIZE,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        TILE_M,
+        TILE_N,
+        TILE_D,
+    )
     rows_M = tl.arange(0, TILE_M)
     heads_M = kv_head * GROUP + rows_M
     d_D = tl.arange(0, TILE_D)
     mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
-    # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
-    q_token_ptr = q_ptr + tl.multiple_of(request * q_token_stride, 8)
-    q_MD = tl.load(q_token_ptr + heads_M[:, None] * Q_HEAD_STRIDE + d_D[None, :], mask=mask_MD, other=0.0)
-    positions_M = tl.full([TILE_M], 0, tl.int32) + seq_len - 1
-    table_ptr = block_table_ptr + request * table_stride
-    head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
-    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
-    max_M = tl.full([TILE_M], LOWEST, tl.float32)
-    sum_M = tl.zeros([TILE_M], tl.float32)
-    for key in range(first_key, end_key, TILE_N):
-        keys_N = key + tl.arange(0, TILE_N)
-        block_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=keys_N < end_key, other=0)
-        acc_MD, max_M, sum_M = attend_tile(
-            q_MD,
-            acc_MD,
-            max_M,
-            sum_M,
-            positions_M,
-            key,
-            end_key,
-            block_N,
-            head_cache_ptr,
-            scale_log2,
-            True,
-            0,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            TILE_N,
-            TILE_D,
-        )
     if length < num_keys:
         partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
         tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)

@@ -1,4 +1,5 @@
-"""One step of attention over the paged cache: queries against a tile of keys, with the online softmax.
+"""Steps of attention over the paged cache: queries against a tile of keys, with the online softmax, and one query
+against many of them.
 
 Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention).
 """
@@ -77,3 +78,56 @@ def attend_tile(
     v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, stored_N, MASKED, HEAD_DIM, TILE_D)
     acc_MD = tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
     return acc_MD, new_max_M, sum_M
+
+
+@triton.jit
+def attend_keys(
+    q_token_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    kv_head: tl.tensor,
+    first_key: tl.tensor,
+    end_key: tl.tensor,
+    scale_log2: tl.tensor,
+    Q_HEAD_STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One query, the heads of one K/V head, over the keys first_key .. end_key - 1: acc, max and sum."""
+    rows_M = tl.arange(0, TILE_M)
+    heads_M = kv_head * GROUP + rows_M
+    d_D = tl.arange(0, TILE_D)
+    mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
+    q_MD = tl.load(q_token_ptr + heads_M[:, None] * Q_HEAD_STRIDE + d_D[None, :], mask=mask_MD, other=0.0)
+    positions_M = tl.full([TILE_M], 0, tl.int32) + end_key - 1
+    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+    max_M = tl.full([TILE_M], LOWEST, tl.float32)
+    sum_M = tl.zeros([TILE_M], tl.float32)
+    for key in range(first_key, end_key, TILE_N):
+        keys_N = key + tl.arange(0, TILE_N)
+        block_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=keys_N < end_key, other=0)
+        acc_MD, max_M, sum_M = attend_tile(
+            q_MD,
+            acc_MD,
+            max_M,
+            sum_M,
+            positions_M,
+            key,
+            end_key,
+            block_N,
+            cache_ptr + kv_head * HEAD_DIM,
+            scale_log2,
+            True,
+            0,
+            BLOCK_SIZE,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            TILE_N,
+            TILE_D,
+        )
+    return acc_MD, max_M, sum_M

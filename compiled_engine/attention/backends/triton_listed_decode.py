@@ -1,0 +1,223 @@
+"""Triton kernel: attention of one query per request over the paged cache, by persistent programs that take splits from
+the work list.
+
+The split that is the last of its request's to end combines what they left, in the order of the keys: so a result
+depends on the request and on the launch alone, never on its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
+from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
+
+
+@dataclass(frozen=True)
+class ListedDecodeTiles:
+    """Keys of a tile, how it is compiled, and how many programs a multiprocessor holds."""
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
+    """Tiles by head size (elements) and element size (bytes): small ones, since contexts may be short."""
+    if element_size == 4:
+        return ListedDecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=4, num_stages=2, programs=2)
+    if head_dim > 128:
+        return ListedDecodeTiles(keys=16, num_warps=4, num_stages=3, programs=3)
+    return ListedDecodeTiles(keys=64, num_warps=2, num_stages=3, programs=6 if head_dim <= 64 else 4)
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride", "min_keys"],
+    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],
+)
+def listed_decode_kernel(
+    q_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    work_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    scale_log2: tl.tensor,
+    num_requests: tl.tensor,
+    table_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    out_token_stride: tl.tensor,
+    min_keys: tl.tensor,
+    Q_HEAD_STRIDE: tl.constexpr,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    HEADER: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program p takes items p, p + programs, ...: (split of a request, K/V head).
+
+    partial_ptr: float32 [R, K, G, MAX_SPLITS, d]; partial_max_ptr and partial_sum_ptr: float32 [R, K, G, MAX_SPLITS].
+    """
+    # Before the wait: kernels just before this one write q and the cache, but the list was there before them.
+    num_items = tl.load(work_ptr) * NUM_KV_HEADS
+    arrived_ptr = work_ptr + HEADER
+    splits_ptr = arrived_ptr + num_requests * NUM_KV_HEADS
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows_M = tl.arange(0, TILE_M)
+    d_D = tl.arange(0, TILE_D)
+    mask_M = rows_M < GROUP
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+        entry = tl.load(splits_ptr + item // NUM_KV_HEADS)
+        kv_head = item % NUM_KV_HEADS
+        request = (entry // MAX_SPLITS).to(tl.int64)
+        split = entry % MAX_SPLITS
+        token = tl.load(query_start_loc_ptr + request).to(tl.int64)
+        seq_len = tl.load(seq_lens_ptr + request)
+        first_key = 0
+        if WINDOW > 0:
+            first_key = tl.maximum(seq_len - WINDOW, 0)
+        num_keys = seq_len - first_key
+        length = split_length(num_keys, MAX_SPLITS, min_keys, GRAIN)
+        num_splits = tl.maximum(tl.cdiv(num_keys, length), 1)
+        first_key += split * length
+        # The list knows of no window: what is beyond it has nothing to do.
+        if split < num_splits:
+            # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
+            acc_MD, max_M, sum_M = attend_keys(
+                q_ptr + tl.multiple_of(token * q_token_stride, 8),
+                block_table_ptr + request * table_stride,
+                cache_ptr,
+                kv_head,
+                first_key,
+                tl.minimum(first_key + length, seq_len),
+                scale_log2,
+                Q_HEAD_STRIDE,
+                GROUP,
+                BLOCK_SIZE,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                TILE_M,
+                TILE_N,
+                TILE_D,
+            )
+            out_token_ptr = out_ptr + tl.multiple_of(token * out_token_stride, 8) + kv_head * GROUP * OUT_HEAD_STRIDE
+            if num_splits == 1:
+                # A padding row (seq_len 0) saw no key: zeros.
+                out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+                out_ptrs_MD = out_token_ptr + rows_M[:, None] * OUT_HEAD_STRIDE + d_D[None, :]
+                tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+            else:
+                head = request * NUM_KV_HEADS + kv_head
+                partials_M = (head * GROUP + rows_M) * MAX_SPLITS + split
+                tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
+                tl.store(partial_max_ptr + partials_M, max_M, mask=mask_M)
+                tl.store(partial_sum_ptr + partials_M, sum_M, mask=mask_M)
+                tl.debug_barrier()  # every thread has written
+                if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+                    tl.store(arrived_ptr + head, 0)  # for the next layer
+                    tl.debug_barrier()
+                    splits_S = tl.arange(0, MAX_SPLITS)
+                    written_S = splits_S < num_splits
+                    for row in range(0, GROUP):
+                        partials_S = (head * GROUP + row) * MAX_SPLITS + splits_S
+                        max_S = tl.load(
+                            partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=".cg"
+                        )
+                        sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=".cg")
+                        mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
+                        acc_SD = tl.load(
+                            partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :],
+                            mask=mask_SD,
+                            other=0.0,
+                            cache_modifier=".cg",
+                        )
+                        weight_S = tl.exp2((max_S - tl.max(max_S, 0)) * scale_log2)
+                        total = tl.sum(sum_S * weight_S, 0)
+                        out_D = tl.sum(acc_SD * weight_S[:, None], 0) / total
+                        out_ptrs_D = out_token_ptr + row * OUT_HEAD_STRIDE + d_D
+                        tl.store(out_ptrs_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
+
+
+def listed_decode(
+    q_THd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    work_W: torch.Tensor,
+    layout: WorkLayout,
+    min_keys: int,
+    num_sms: int,
+    scale: float,
+    sliding_window: int,
+) -> None:
+    """Launch the kernel for all requests with one query. min_keys: as the list was made with."""
+    num_heads = q_THd.shape[1]
+    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    group = num_heads // num_kv_heads
+    tiles = listed_decode_tiles(head_dim, kv_cache_N2PKd.element_size())
+    partial_shape = (layout.num_requests, num_heads, MAX_LISTED_SPLITS)
+    partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
+    partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
+    listed_decode_kernel[(min(num_sms * tiles.programs, layout.num_requests * num_kv_heads * MAX_LISTED_SPLITS),)](
+        q_THd,
+        kv_cache_N2PKd,
+        out_THd,
+        partial,
+        partial_max,
+        partial_sum,
+        work_W,
+        inputs.query_start_loc_R1,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        scale * math.log2(math.e),
+        layout.num_requests,
+        inputs.block_table_RB.stride(0),
+        q_THd.stride(0),
+        out_THd.stride(0),
+        min_keys,
+        Q_HEAD_STRIDE=q_THd.stride(1),
+        OUT_HEAD_STRIDE=out_THd.stride(1),
+        WINDOW=sliding_window,
+        GROUP=group,
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        TILE_M=max(16, triton.next_power_of_2(group)),
+        TILE_N=tiles.keys,
+        TILE_D=triton.next_power_of_2(head_dim),
+        MAX_SPLITS=MAX_LISTED_SPLITS,
+        HEADER=HEADER,
+        GRAIN=GRAIN,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
+        **dependent_launch(q_THd.device),
+    )

@@ -1,0 +1,153 @@
+"""The work of a batch's attention as two lists: splits of decodes, and tiles of prompts.
+
+A kernel writes them once a step, when the lengths are on the device; each layer's kernels take items until none is
+left. So one captured graph serves any mixture of decodes and prompts. Persistent programs over a list that the device
+makes: FlashInfer (Ye et al. 2025), FlashAttention-3's scheduler metadata.
+
+Layout, int32: [0] how many splits are listed, [1] how many tiles; arrived [R, K], how many splits of a request's K/V
+head have left their results so far, zero between layers; splits [R * MAX_SPLITS], request * MAX_SPLITS + split; tiles
+[., 2], the request and its first query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
+
+HEADER = 4
+# Requests that a program looks at together.
+SEARCH_WIDTH = tl.constexpr(256)
+
+
+@dataclass(frozen=True)
+class WorkLayout:
+    """Where the lists of a batch of so many rows stand. queries: those of a tile."""
+
+    num_requests: int
+    num_kv_heads: int
+    queries: int
+
+    @property
+    def arrived(self) -> int:
+        return HEADER
+
+    @property
+    def splits(self) -> int:
+        return HEADER + self.num_requests * self.num_kv_heads
+
+    @property
+    def tiles(self) -> int:
+        return self.splits + self.num_requests * MAX_LISTED_SPLITS
+
+    def most_tiles(self, num_tokens: int) -> int:
+        """Each request's last tile may be part of one."""
+        return num_tokens // self.queries + self.num_requests
+
+    def length(self, num_tokens: int) -> int:
+        """int32 elements for any batch of up to num_tokens tokens."""
+        return self.tiles + 2 * self.most_tiles(num_tokens)
+
+
+@triton.jit
+def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor, GRAIN: tl.constexpr) -> tl.tensor:
+    """Keys that each split takes; the last ones may find nothing left."""
+    return tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), GRAIN) * GRAIN, min_keys)
+
+
+@triton.jit
+def _num_items(
+    query_len: tl.tensor,
+    num_keys: tl.tensor,
+    min_keys: tl.tensor,
+    QUERIES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    GRAIN: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """How many splits and how many tiles requests have: a single query makes a decode."""
+    splits = tl.maximum(tl.cdiv(num_keys, split_length(num_keys, MAX_SPLITS, min_keys, GRAIN)), 1)
+    return tl.where(query_len == 1, splits, 0), tl.where(query_len > 1, tl.cdiv(query_len, QUERIES), 0)
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=["num_requests", "min_keys"],
+    do_not_specialize_on_alignment=["query_start_loc_ptr", "seq_lens_ptr", "work_ptr"],
+)
+def list_kernel(
+    query_start_loc_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    work_ptr: tl.tensor,
+    num_requests: tl.tensor,
+    min_keys: tl.tensor,
+    HEADER: tl.constexpr,
+    QUERIES: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    TILE_K: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per request: what the requests before it list says where its own items go."""
+    # Nothing may start before its end: attention reads the list before it waits for what comes before attention.
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    request = tl.program_id(0)
+    first_split = 0
+    first_tile = 0
+    for start in range(0, request, SEARCH_WIDTH):
+        requests_S = start + tl.arange(0, SEARCH_WIDTH)
+        before_S = requests_S < request
+        query_len_S = tl.load(query_start_loc_ptr + requests_S + 1, mask=before_S, other=0)
+        query_len_S -= tl.load(query_start_loc_ptr + requests_S, mask=before_S, other=0)
+        num_keys_S = tl.load(seq_lens_ptr + requests_S, mask=before_S, other=0)
+        splits_S, tiles_S = _num_items(query_len_S, num_keys_S, min_keys, QUERIES, MAX_SPLITS, GRAIN)
+        first_split += tl.sum(splits_S, 0)
+        first_tile += tl.sum(tiles_S, 0)
+    query_len = tl.load(query_start_loc_ptr + request + 1) - tl.load(query_start_loc_ptr + request)
+    num_keys = tl.load(seq_lens_ptr + request)
+    num_splits, num_tiles = _num_items(query_len, num_keys, min_keys, QUERIES, MAX_SPLITS, GRAIN)
+
+    heads_K = tl.arange(0, TILE_K)
+    arrived_ptr = work_ptr + HEADER
+    tl.store(arrived_ptr + request * NUM_KV_HEADS + heads_K, tl.zeros([TILE_K], tl.int32), mask=heads_K < NUM_KV_HEADS)
+    splits_ptr = arrived_ptr + num_requests * NUM_KV_HEADS
+    splits_S = tl.arange(0, MAX_SPLITS)
+    tl.store(splits_ptr + first_split + splits_S, request * MAX_SPLITS + splits_S, mask=splits_S < num_splits)
+    tiles_ptr = splits_ptr + num_requests * MAX_SPLITS
+    # Later tiles see more keys: they come first, so that short ones fill up the end.
+    for start in range(0, num_tiles, SEARCH_WIDTH):
+        tiles_S = start + tl.arange(0, SEARCH_WIDTH)
+        item_ptrs_S = tiles_ptr + 2 * (first_tile + num_tiles - 1 - tiles_S)
+        tl.store(item_ptrs_S, tl.zeros([SEARCH_WIDTH], tl.int32) + request, mask=tiles_S < num_tiles)
+        tl.store(item_ptrs_S + 1, tiles_S * QUERIES, mask=tiles_S < num_tiles)
+    if request == num_requests - 1:
+        tl.store(work_ptr, first_split + num_splits)
+        tl.store(work_ptr + 1, first_tile + num_tiles)
+
+
+def write_lists(inputs: AttentionInputs, work_W: torch.Tensor, layout: WorkLayout, min_keys: int) -> None:
+    """Launch the kernel. min_keys: the fewest keys of a split."""
+    list_kernel[(layout.num_requests,)](
+        inputs.query_start_loc_R1,
+        inputs.seq_lens_R,
+        work_W,
+        layout.num_requests,
+        min_keys,
+        HEADER=HEADER,
+        QUERIES=layout.queries,
+        MAX_SPLITS=MAX_LISTED_SPLITS,
+        NUM_KV_HEADS=layout.num_kv_heads,
+        TILE_K=triton.next_power_of_2(layout.num_kv_heads),
+        GRAIN=GRAIN,
+        num_warps=1,
+        **dependent_launch(work_W.device),
+    )
