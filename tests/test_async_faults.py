@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -42,6 +43,16 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+Children = Callable[[], list[psutil.Process]]
+
+
+@pytest.fixture
+def children() -> Children:
+    """The processes that the test has started: others may run for other tests."""
+    before = psutil.Process().children()
+    return lambda: [process for process in psutil.Process().children() if process not in before]
 
 
 def core_of(process: psutil.Process) -> psutil.Process:
@@ -84,8 +95,13 @@ async def check_death(engine: AsyncLLM, reason: str, *, fault: str = "slow", kil
     await engine.shutdown()
 
 
-def test_a_core_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_core_that_is_killed(monkeypatch: pytest.MonkeyPatch, children: Children) -> None:
+    with tempfile.TemporaryDirectory() as folder:  # whose path is short enough for a socket
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        check_killed_core(Path(folder), children)
+
+
+def check_killed_core(tmp_path: Path, children: Children) -> None:
 
     async def main() -> None:
         engine = await AsyncLLM.start(**ENGINE, core=CoreChild(ENGINE["device"]))
@@ -93,7 +109,7 @@ def test_a_core_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (socket,) = folder.iterdir()
         assert (str(socket), folder.stat().st_mode & 0o777) == (engine.address, 0o700)
         assert socket.stat().st_mode & 0o777 == 0o600
-        core = core_of(psutil.Process())
+        (core,) = children()
         descriptors = psutil.Process().num_fds()
         core.terminate()  # which is for the process that started it
         assert len((await final(engine, "a", SHORT)).outputs[0].token_ids) == 5
@@ -102,7 +118,7 @@ def test_a_core_that_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert psutil.Process().num_fds() < descriptors
 
     asyncio.run(main())
-    assert not psutil.Process().children()
+    assert not children()
 
 
 def test_a_step_that_fails() -> None:
@@ -110,7 +126,7 @@ def test_a_step_that_fails() -> None:
     asyncio.run(check_death(engine, "apply failed: KeyError: 'injected'", fault="raise"))
 
 
-def test_a_start_that_fails_says_why() -> None:
+def test_a_start_that_fails_says_why(children: Children) -> None:
     with pytest.raises(ValueError, match="FailsToStart") as of_llm:
         LLM(**SMALL, logits_processors=[FAILS_TO_START])
     with pytest.raises(ValueError, match="FailsToStart") as caught:
@@ -123,7 +139,7 @@ def test_a_start_that_fails_says_why() -> None:
         AsyncLLM(**SMALL, logits_processors=[lambda **_: None])
     with pytest.raises(ValueError, match="core is 'thread'; allowed: process, in_process, or a CoreChild"):
         AsyncLLM(**SMALL, core="thread")  # type: ignore[arg-type]
-    assert not psutil.Process().children()
+    assert not children()
 
 
 CALLER = """
@@ -178,9 +194,9 @@ def test_a_core_that_starts_ends_with_the_process_that_started_it(tmp_path: Path
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_an_engine_that_nobody_refers_to_ends() -> None:
+def test_an_engine_that_nobody_refers_to_ends(children: Children) -> None:
     engine = AsyncLLM(**ENGINE)
-    core = core_of(psutil.Process())
+    (core,) = children()
     address = Path(engine.address or "")
     asyncio.run(final(engine, "a", SHORT))
     del engine
@@ -269,12 +285,12 @@ def test_prompts_that_do_not_all_fit_into_the_cache_have_their_tokens() -> None:
     assert [output.outputs for output in outputs] == [output.outputs for output in expected]
 
 
-def test_another_process_may_join() -> None:
+def test_another_process_may_join(children: Children) -> None:
     """Each has its own outputs; one that leaves takes its requests with it, and the one that started it the core."""
 
     async def main() -> None:
         engine = AsyncLLM(**ENGINE)
-        core = core_of(psutil.Process())
+        (core,) = children()
         alone = await final(engine, PROMPTS[0], SHORT)
         assert engine.address is not None
         first, second = [await AsyncLLM.join(engine.address) for _ in range(2)]

@@ -103,7 +103,7 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
         ({"seed": 2**64}, ValueError, "seed is 18446744073709551616; allowed: an integer from -"),
         ({"seed": -(2**63) - 1}, ValueError, "seed is -9223372036854775809; allowed: an integer from -"),
         ({"load_format": "pt"}, ValueError, "load_format"),
-        ({"attention_backend": "xformers"}, ValueError, "xformers.*torch, triton, flash_attn"),
+        ({"attention_backend": "xformers"}, ValueError, "xformers.*torch, cpp, triton, flash_attn"),
         ({"disable_passes": ("magic",)}, ValueError, "disable_passes is 'magic'; allowed: no_op_elimination"),
         ({"disable_passes": "silu_mul"}, TypeError, "disable_passes is 'silu_mul'; allowed: a list"),
         ({"disable_passes": ("silu_mul",), "mode": "eager"}, ValueError, "the mode is eager: nothing is compiled"),

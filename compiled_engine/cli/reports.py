@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]
             "prompt": output.prompt,
             "prompt_token_ids": output.prompt_token_ids,
             "num_cached_tokens": output.num_cached_tokens,
-            **asdict(completion),
+            **asdict(replace(completion, logprobs=completion.logprobs and list(completion.logprobs))),
         }
         for output in outputs
         for completion in output.outputs
