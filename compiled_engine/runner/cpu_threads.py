@@ -1,4 +1,4 @@
-"""How many CPU threads a step uses: one where the work is too small to be worth waking the others.
+"""How many CPU threads a step uses: no more than have enough to do each.
 
 A small step has dozens of parallel regions of a few microseconds; every one of them waits for all threads, and on
 a busy machine for the operating system to run them.
@@ -11,18 +11,19 @@ from contextlib import contextmanager
 
 import torch
 
-# Multiply-adds: about two milliseconds of one core.
-SMALL_STEP = 32_000_000
+# Multiply-adds: a few tenths of a millisecond of one core.
+LEAST_WORK = 2_500_000
 
 
 @contextmanager
 def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device) -> Iterator[None]:
     """Run a step of num_tokens tokens with as many threads as it is worth; the caller's number is put back."""
-    if device.type != "cpu" or num_tokens * num_parameters > SMALL_STEP or torch.get_num_threads() == 1:
+    before = torch.get_num_threads() if device.type == "cpu" else 1
+    worth = max(1, num_tokens * num_parameters // LEAST_WORK)
+    if worth >= before:
         yield
         return
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(worth)
     try:
         yield
     finally:
