@@ -104,7 +104,7 @@ def _encode_other(value: Any) -> str:
         return str(value)
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
-    raise NotImplementedError(f"no message holds a {type(value).__name__}")
+    raise TypeError(f"no message holds a {type(value).__name__}")
 
 
 def _decode_other(kind: type, value: Any) -> Any:
@@ -112,7 +112,7 @@ def _decode_other(kind: type, value: Any) -> Any:
         return getattr(torch, value)
     if kind in (Path, torch.device):
         return kind(value)
-    raise NotImplementedError(f"no message holds a {kind.__name__}")
+    raise TypeError(f"no message holds a {kind.__name__}")
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
