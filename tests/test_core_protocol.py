@@ -1,0 +1,155 @@
+"""What the core makes of other processes' messages, and messages as frames."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from contextlib import aclosing
+
+import pytest
+from async_engines import ENGINE, LONG, collect, idle, run
+from hypothesis import given
+from hypothesis import strategies as st
+from small_engines import PROMPTS
+
+from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.core_process.api_process import frames_of
+from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.core_client import wait_started
+from compiled_engine.core_process.foreign_core import ForeignCore
+from compiled_engine.core_process.frames import FrameReader, MessageTooLargeError, frame
+from compiled_engine.core_process.wire import Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
+from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def llm(one_thread: None) -> Iterator[LLM]:
+    with LLM(**ENGINE) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM(**ENGINE)
+    yield engine
+    asyncio.run(engine.shutdown())
+
+
+def other_end(engine: AsyncLLM) -> tuple[Connection[ToApi], Started]:
+    """A connection to the core, as another process would have one."""
+    assert engine.address is not None
+    return wait_started(ForeignCore(engine.address))
+
+
+def receive(connection: Connection[ToApi]) -> list[ToApi]:
+    assert connection.wait_readable(60)
+    return connection.receive()
+
+
+def receive_for_ever(connection: Connection[ToApi]) -> None:
+    while True:
+        receive(connection)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xff" * 100,
+        frame(b"no message"),
+        frame(encode(Add(EngineRequest("id", (5,), LONG))).replace(b"prompt_token_ids", b"prompt_token_idz")),
+        frame(encode(Answered(1, {}))),
+    ],
+    ids=["too long", "no message", "field missing", "for the other end"],
+)
+def test_who_sends_what_is_no_message_is_dropped(engine: AsyncLLM, llm: LLM, data: bytes) -> None:
+    """Requests of others go on."""
+
+    async def main() -> list[RequestOutput]:
+        connection, _ = other_end(engine)
+        async with aclosing(engine.generate(PROMPTS[0], LONG)) as stream:
+            await anext(stream)
+            connection.send(data)
+            with pytest.raises((EOFError, ConnectionResetError)):
+                receive_for_ever(connection)
+            connection.close()
+            return await collect(stream)
+
+    assert run(main())[-1].outputs == llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs
+    assert run(idle(engine))["api_processes"] == 1
+
+
+def test_who_does_not_read_holds_up_nobody(engine: AsyncLLM, llm: LLM) -> None:
+    """Megabytes of log-probabilities wait for one process, while another is served."""
+    params = SamplingParams(temperature=0, prompt_logprobs=-1, max_tokens=2)
+    connection, started = other_end(engine)
+
+    async def main() -> RequestOutput:
+        before = await idle(engine)
+        for number in range(4):
+            request = EngineRequest(f"{started.client}:{number}", tuple([7 + number] * 50), params)
+            connection.send(frame(encode(Add(request))))
+        while (await engine.metrics())["finished"] < before["finished"] + 4:
+            await asyncio.sleep(0.01)
+        (output,) = await collect(engine.generate(PROMPTS[0], LONG, output="final"))
+        return output
+
+    assert run(main()).outputs == llm.generate(PROMPTS[0], LONG, use_tqdm=False)[0].outputs
+    entries, ended = 0, 0
+    while ended < 4:
+        for message in receive(connection):
+            assert isinstance(message, Stepped)
+            for output in message.outputs:
+                entries += len(output.prompt_logprobs[1]) if output.prompt_logprobs else 0
+                ended += output.finish_reason == "length"
+    assert entries == 4 * 49
+    connection.close()
+
+
+def test_a_request_that_the_core_refuses_ends(engine: AsyncLLM) -> None:
+    """What the frontend would have refused, sent by another process."""
+    connection, started = other_end(engine)
+    for request_id, length in (("a", 64), ("b", 3), ("b", 3)):
+        request = EngineRequest(f"{started.client}:{request_id}", (5,) * length, LONG)
+        connection.send(frame(encode(Add(request))))
+    ends: dict[str, list[EngineOutput]] = {"a": [], "b": []}
+    while sum(map(len, ends.values())) < 3:
+        for message in receive(connection):
+            assert isinstance(message, Stepped)
+            for output in message.outputs:
+                if output.finish_reason is not None:
+                    ends[output.request_id.partition(":")[2]].append(output)
+    assert "must have at most 63 tokens" in str(ends["a"][0].stop_reason)
+    assert "is already in use" in str(ends["b"][0].stop_reason)
+    assert [end.finish_reason for end in (*ends["a"], *ends["b"])] == ["error", "error", "length"]
+    connection.close()
+
+
+@given(st.lists(st.binary(max_size=300)), st.randoms(use_true_random=False))
+def test_frames_are_read_whatever_the_pieces(payloads: list[bytes], choose: random.Random) -> None:
+    data = b"".join(map(frame, payloads))
+    reader, found = FrameReader(), []
+    while data:
+        size = choose.randint(1, 400)
+        found += reader.feed(data[:size])
+        data = data[size:]
+    assert found == payloads
+
+
+def test_a_step_that_is_too_large_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is divided; what one request got and is too large by itself becomes an error of that request."""
+    monkeypatch.setattr("compiled_engine.core_process.frames.LARGEST_MESSAGE", 1000)
+    small = [EngineOutput(f"0:{number}", (5,), num_cached_tokens=0) for number in range(40)]
+    large = EngineOutput("0:40", tuple(range(1000)))
+    step = StepOutputs([f"0:{number}" for number in range(50, 90)], list(range(40)), [*small, large])
+    frames = frames_of(Stepped(step))
+    messages = [decode_to_api(payload) for payload in FrameReader().feed(b"".join(frames))]
+    outputs = [output for message in messages if isinstance(message, Stepped) for output in message.outputs]
+    assert {len(frame) <= 1004 for frame in frames} == {True}
+    assert sorted(outputs[:-1]) == sorted(list(step)[:-1])
+    assert (outputs[-1].request_id, outputs[-1].new_token_ids, outputs[-1].finish_reason) == ("0:40", (), "error")
+    assert "a message must have at most 1000 bytes" in str(outputs[-1].stop_reason)
+    with pytest.raises(MessageTooLargeError):
+        frame(encode(Add(EngineRequest("0:0", tuple(range(1000)), LONG))))
