@@ -78,6 +78,8 @@ def decodes(*seq_lens: int) -> tuple[Request, ...]:
 
 PADDING = Request(0, 1)
 PREFILLS = tuple(Request(length, length) for length in (1, 2, 15, 16, 17, 70))
+# Several tiles of keys, and contexts that end inside a block, at its end, and at a tile's.
+LONG_PREFILLS = (Request(300, 1), Request(700, 700), Request(901, 150), Request(384, 130), Request(0, 5))
 MIXED = (*decodes(1, 33, 150), Request(5, 5), Request(61, 20), Request(32, 1), Request(47, 16), Request(0, 3))
 
 CASES = (
@@ -102,6 +104,9 @@ CASES = (
     Case("heads 7:1, bound of 4096", MIXED, num_heads=14, num_kv_heads=2, bound=4096),
     Case("head size 80, bound of 4096", MIXED, head_dim=80, bound=4096),
     Case("head size 128, bound of 4096", MIXED, head_dim=128, bound=4096),
+    Case("long prefills, bound of 4096", LONG_PREFILLS, bound=4096),
+    Case("long prefills, head size 128, bound of 4096", LONG_PREFILLS, head_dim=128, bound=4096),
+    Case("window, long prefills, bound of 4096", LONG_PREFILLS, sliding_window=200, bound=4096),
     Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), block_size=256),
     Case("decodes over two large blocks", (*decodes(256, 257, 300), PADDING), block_size=256),
     Case("window, decodes", (*decodes(5, 20, 21, 100, 300), PADDING), sliding_window=20),

@@ -9,6 +9,7 @@ import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
 from compiled_engine.attention.backends.decode_splits import BatchFacts, plan_splits
+from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
@@ -111,7 +112,10 @@ class TritonBackend:
         arguments = q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout
         listed_decode(*arguments, facts.min_keys, num_sms, scale, sliding_window)
         if facts.num_requests > facts.num_decodes:
-            prefill(*arguments, tiles, num_sms, scale, sliding_window)
+            if on_hopper(q_THd, kv_cache_N2PKd, tiles.rows):
+                hopper_prefill(*arguments, num_sms, scale, sliding_window)
+            else:
+                prefill(*arguments, tiles, num_sms, scale, sliding_window)
 
 
 @cache
