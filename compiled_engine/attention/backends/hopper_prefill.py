@@ -33,7 +33,7 @@ from compiled_engine.attention.backends.hopper_copy import (
     heads_of,
 )
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.launcher import quick_launches
 
 HEAD_DIMS = (64, 128)
@@ -111,10 +111,12 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     gdc_wait()
 
 
-def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int) -> bool:
+def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
     """Whether the kernel serves a batch whose list has tiles of so many rows."""
     return (
         tile_rows == ROWS.value
+        and not scoring.soft_cap
+        and scoring.sinks_H is None
         and kv_cache_N2PKd.shape[-1] in HEAD_DIMS
         and q_THd.element_size() == 2
         and q_THd.device.type == "cuda"
@@ -135,8 +137,7 @@ def hopper_prefill(
     work_W: torch.Tensor,
     layout: WorkLayout,
     num_sms: int,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """Launch the kernel for all requests with several queries, right after `listed_decode`; the list has tiles of ROWS
     rows."""
@@ -158,14 +159,14 @@ def hopper_prefill(
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         inputs.block_table_RB,
-        scale * math.log2(math.e),
+        scoring.scale * math.log2(math.e),
         layout.num_requests,
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
         out_THd.stride(0),
         Q_HEAD_STRIDE=q_THd.stride(1),
         OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=sliding_window,
+        WINDOW=scoring.sliding_window,
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=block_size,
         BOX=box,
