@@ -43,7 +43,7 @@ def print_load(result: Mapping[str, Any]) -> None:
 def _print_latencies(result: Mapping[str, Any], out: Console) -> None:
     columns: list[str] = []
     for run in result["runs"]:
-        found = next((run[name] for name in LATENCIES.values() if run[name] is not None), {})
+        found: Mapping[str, Any] = next((run[name] for name in LATENCIES.values() if run[name] is not None), {})
         columns = columns or [name for name in found if name not in HIDDEN]
     if not columns:
         return

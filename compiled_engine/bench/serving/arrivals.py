@@ -7,6 +7,7 @@ even. The gaps of a steady rate are scaled so that all requests together have ex
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,7 +45,7 @@ class Ramp:
         return f"{'exponential:' * self.is_exponential}{self.start:g}:{self.end:g}"
 
 
-def parse_rates(texts: list[str]) -> list[Rate]:
+def parse_rates(texts: Sequence[str]) -> list[Rate]:
     """Rates, each alone or several with commas between. Raises ValueError naming what is allowed."""
     rates = [_parse_rate(part.strip()) for text in texts for part in text.split(",")]
     for place, rate in enumerate(rates):

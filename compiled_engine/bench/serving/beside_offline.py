@@ -97,8 +97,8 @@ def _measure_server(
         runs += measure(_load(plan, started.url, tuple(planned), (Rate(float("inf")),)), progress)["runs"]
     after = started.cpu_s()
     rates = (Rate(float("inf")), Rate(plan.share, is_share=True))
-    lengths_text = f"uniform:{plan.workload.least}:{plan.workload.most}"
-    drawn = RandomPrompts(*[parse_lengths("length", lengths_text)] * 2, 0, 1, plan.workload.vocab_size)
+    lengths_drawn = parse_lengths("length", f"uniform:{plan.workload.least}:{plan.workload.most}")
+    drawn = RandomPrompts(lengths_drawn, lengths_drawn, 0, 1, plan.workload.vocab_size)
     saturated, steady = measure(_load(plan, started.url, drawn, rates), progress)["runs"]
     throughput = summary([run["output_throughput"] for run in runs[1:]])
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 
@@ -116,7 +116,7 @@ def _label(axes: Axes, heading: str, below: str, theme: Theme) -> None:
     finish(axes, theme)
 
 
-def _legend(axes: Axes, theme: Theme, place: str = "upper left") -> None:
+def _legend(axes: Axes, theme: Theme, place: Literal["upper left", "lower right"] = "upper left") -> None:
     axes.legend(loc=place, frameon=False, fontsize=8.5, labelcolor=theme.muted)
 
 
