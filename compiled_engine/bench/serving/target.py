@@ -65,6 +65,8 @@ def parse_target(url: str, api_key: str | None, headers: Sequence[str]) -> Targe
         raise error
     fields = {"host": parts.netloc.rpartition("@")[2], "content-type": "application/json", "accept": "*/*"}
     if api_key is not None:
+        if not api_key.isprintable() or not api_key.isascii():
+            raise ValueError("api_key is not printable ASCII, which it must be")
         fields["authorization"] = f"Bearer {api_key}"
     for header in headers:
         name, is_set, value = header.partition("=")
