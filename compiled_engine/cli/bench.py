@@ -14,7 +14,9 @@ from rich.table import Table
 from compiled_engine.bench.shapes import SHAPES
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
+from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_plot import plot
+from compiled_engine.cli.bench_serve import serve
 from compiled_engine.cli.bench_startup import startup
 from compiled_engine.cli.bench_step import step
 from compiled_engine.cli.bench_table import compare, table
@@ -26,7 +28,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (table, compare, ablation, plot, startup, step):
+for command in (table, compare, ablation, plot, startup, step, serve, http):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]
