@@ -50,6 +50,7 @@ FLOORS = (
     "server.parsers",
     "server",
     "bench",
+    "bench.serving",
     "tune",
     "cli",
     "models.bundled_training",
