@@ -47,6 +47,7 @@ class EngineCore:
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
+        self._generated_tokens = 0
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a request; `token_mask` says which of its tokens may come.
@@ -85,6 +86,7 @@ class EngineCore:
             step, pending = self._pending.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
+            self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
             self.clock.lap("output")
         except BaseException:
             self._scheduler.fail_step()
@@ -112,8 +114,10 @@ class EngineCore:
         return self._scheduler.has_unfinished()
 
     def metrics(self) -> dict[str, Any]:
-        """The scheduler's and the runner's figures, and `start_s`, seconds of construction."""
-        return {"start_s": self._start_s} | self.executor.metrics() | self._scheduler.metrics()
+        """The scheduler's and the runner's figures, `start_s`, seconds of construction, and `generated_tokens`, those
+        of requests that run included."""
+        own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
+        return own | self.executor.metrics() | self._scheduler.metrics()
 
     def close(self) -> None:
         """Wait for the device and free it. So does dropping the last reference."""

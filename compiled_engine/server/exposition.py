@@ -29,6 +29,7 @@ GAUGES = {
 COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found there."),
+    "generated_tokens": ("generation_tokens", "Tokens generated, as they come."),
     "preemptions": ("num_preemptions", "Completions that lost their blocks and were computed again."),
     "steps": ("num_steps", "Steps of the engine."),
     "traces": ("num_traces", "Models traced; 0 after a warm start."),
