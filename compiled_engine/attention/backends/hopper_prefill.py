@@ -84,20 +84,24 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
     for stage in gl.static_range(STAGES):
         mbarrier.init(rings.keys_full.index(stage), count=1)
         mbarrier.init(rings.values_full.index(stage), count=1)
         mbarrier.init(rings.keys_empty.index(stage), count=2)
         mbarrier.init(rings.values_empty.index(stage), count=2)
+        mbarrier.init(rings.cleared.index(stage), count=1)
     fence_async_shared()
+    num_tiles = gl.load(work_ptr + 1)
     batch = Batch(
-        gl.load(work_ptr + 1) * NUM_KV_HEADS,
+        num_tiles,
+        num_tiles * NUM_KV_HEADS,
         work_ptr + HEADER + num_requests * (NUM_KV_HEADS + MAX_SPLITS),
         query_start_loc_ptr,
         seq_lens_ptr,
     )
-    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, NUM_KV_HEADS, BLOCK_SIZE, BOX, WINDOW)
+    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, BLOCK_SIZE, BOX, WINDOW)
     strides = (q_token_stride, out_token_stride, Q_HEAD_STRIDE, OUT_HEAD_STRIDE)
     gl.warp_specialize(
         [
