@@ -26,6 +26,7 @@ PERSON = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
+PLAIN: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 30}
 PROMPTS = ["def parse(", "import os\n", "x = [1, 2"]
 LONG: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_tokens": 300}
 SMALL: dict[str, Any] = {"mode": "eager", "progress": False, "num_blocks": 512, "max_model_len": 512}
@@ -95,7 +96,7 @@ def test_random_schemas_end_by_themselves_and_are_valid(llm: LLM) -> None:
 )
 def test_it_goes_with_other_parameters(llm: LLM, further: dict[str, Any]) -> None:
     first, second, again = (
-        generate(llm, [structured({"json": PERSON}, **further), SamplingParams(**LONG)]) for _ in range(3)
+        generate(llm, [structured({"json": PERSON}, **further), SamplingParams(**PLAIN)]) for _ in range(3)
     )
     assert first[0].token_ids == second[0].token_ids == again[0].token_ids
     text = llm.get_tokenizer().decode(first[0].token_ids, skip_special_tokens=True)
@@ -103,7 +104,7 @@ def test_it_goes_with_other_parameters(llm: LLM, further: dict[str, Any]) -> Non
     if "logprobs" in further:
         assert first[0].logprobs is not None
         assert len(first[0].logprobs) == len(first[0].token_ids)
-    (alone,) = generate(llm, SamplingParams(**LONG))
+    (alone,) = generate(llm, SamplingParams(**PLAIN))
     assert first[1].token_ids == alone.token_ids
 
 
@@ -115,7 +116,7 @@ def test_the_length_and_stop_strings_end_it_as_ever(llm: LLM) -> None:
 
 
 def test_more_tokens_than_the_form_allows_is_an_error_of_the_request(llm: LLM) -> None:
-    impossible, other = generate(llm, [structured({"choice": ["ab"]}, min_tokens=20), SamplingParams(**LONG)])
+    impossible, other = generate(llm, [structured({"choice": ["ab"]}, min_tokens=20), SamplingParams(**PLAIN)])
     assert impossible.finish_reason == "error"
     assert str(impossible.stop_reason).startswith("no token may come next")
     assert other.finish_reason in ("stop", "length")
@@ -146,13 +147,54 @@ def test_grammars_are_compiled_once(llm: LLM) -> None:
 def test_a_matcher_that_gives_up_ends_its_request_alone(llm: LLM) -> None:
     """An ambiguous grammar compiles, and then asks for more than a step may take."""
     ambiguous = structured({"grammar": 'start: x\nx: x x | "a" | "b" | '})
-    plain = SamplingParams(**LONG)
+    plain = SamplingParams(**PLAIN)
     (expected,) = generate(llm, plain)
     bad, other = generate(llm, [ambiguous, plain])
     assert bad.finish_reason == "error"
     assert str(bad.stop_reason).startswith("structured_outputs: ")
     assert other.token_ids == expected.token_ids
     assert generate(llm, structured({"choice": ["fine"]}))[0].text == "fine"
+
+
+RULES = 12_000
+HOSTILE: dict[str, dict[str, Any]] = {
+    "rules that lead from one to the next": {
+        "grammar": "start: r0\n" + "\n".join(f"r{i}:r{i + 1}" for i in range(RULES)) + f'\nr{RULES}:"b"'
+    },
+    "twice as many symbols with each rule": {
+        "grammar": "start: r0\n" + "\n".join(f"r{i}:r{i + 1} r{i + 1}" for i in range(5000)) + '\nr5000:"b"'
+    },
+    "references to references": {
+        "json": {
+            "$ref": "#/$defs/0",
+            "$defs": {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(3500)} | {"3500": {"type": "string"}},
+        }
+    },
+    "a reference to itself": {"json": {"$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}},
+    "brackets": {"grammar": "start: " + "(" * 60_000 + '"a"' + ")" * 60_000},
+    "brackets in an expression": {"regex": "(" * 60_000 + "a" + ")" * 60_000},
+    "repetitions of repetitions": {"regex": "((a{1,100}){1,100}){1,100}[^b]{1,1000}(c|d){5,5000}"},
+    "states without end": {"regex": ".*a.{1000}b"},
+    "many texts": {"choice": [f"{i:05}" for i in range(20_000)]},
+    "many properties": {
+        "json": {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 5} for i in range(1500)}}
+    },
+    "a long string": {"json": {"type": "string", "minLength": 10**9, "maxLength": 10**9}},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_made_to_cost_too_much_costs_its_request_alone(llm: LLM, name: str) -> None:
+    plain = SamplingParams(**PLAIN)
+    (expected,) = generate(llm, plain)
+    try:
+        bad, other = generate(llm, [structured(HOSTILE[name], max_tokens=30), plain])
+    except ValueError as error:
+        if not str(error).startswith(("structured_outputs: ", "structured_outputs.")):
+            raise
+        return
+    assert other.token_ids == expected.token_ids
+    assert bad.finish_reason in ("length", "stop") or str(bad.stop_reason).startswith("structured_outputs: ")
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -179,7 +221,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"regex": ""}, "structured_outputs.regex must not be empty"),
         ({"choice": []}, "structured_outputs.choice must have at least one text"),
         ({"choice": ["a", ""]}, r"structured_outputs.choice\[1\] must not be empty"),
-        ({"choice": [str(i) * 3 for i in range(20_000)]}, "structured_outputs"),
+        ({"choice": [str(i) * 3 for i in range(20_000)]}, "structured_outputs.choice must have at most 131072 bytes"),
         ({"grammar": "start: undefined"}, "structured_outputs: "),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar cannot be read"),
         ({"grammar": '{"grammars": [{}]}'}, "structured_outputs: "),

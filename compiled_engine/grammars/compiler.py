@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
+from compiled_engine.grammars.large_stack import on_large_stack
 from compiled_engine.grammars.limits import COMPILER_THREADS, KEPT_GRAMMARS, parser_limits
 from compiled_engine.messages import GrammarVocabulary
 
@@ -55,7 +56,7 @@ class GrammarCompiler:
 
         tokenizer, _ = self._vocabulary.result()
         start = time.perf_counter()
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits())
+        matcher = on_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()))
         failed = matcher.is_error()
         with self._lock:
             self._seconds += time.perf_counter() - start

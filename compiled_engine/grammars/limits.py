@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
 # Compiled grammars that are kept, the last used; and threads that compile.
-KEPT_GRAMMARS = 64
+KEPT_GRAMMARS = 256
 COMPILER_THREADS = 2
 # A request waits so long for its grammar, other requests' grammars before it included.
 LONGEST_COMPILE_S = 10.0

@@ -6,6 +6,7 @@ import json
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
+from compiled_engine.grammars.large_stack import on_large_stack
 from compiled_engine.grammars.limits import KEPT_GRAMMARS, parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
@@ -34,7 +35,8 @@ def _text(given: StructuredOutputs) -> str:
     if given.regex is not None:
         return LLMatcher.grammar_from_regex(given.regex)
     if given.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in given.choice))
+        texts = " | ".join(json.dumps(text) for text in given.choice)  # as one terminal: rules may have fewer branches
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
     if given.grammar is not None:
         if given.grammar.lstrip().startswith("{"):
             return given.grammar
@@ -58,7 +60,7 @@ def _error(text: str) -> str:
     """What is wrong with a grammar; empty if nothing is. It is compiled for a vocabulary of bytes, without the GIL."""
     from llguidance import LLMatcher
 
-    return LLMatcher(_bytes(), text, log_level=0, limits=parser_limits()).get_error()
+    return on_large_stack(lambda: LLMatcher(_bytes(), text, log_level=0, limits=parser_limits()).get_error())
 
 
 @cache
