@@ -19,7 +19,8 @@ class EngineRequest:
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
     `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
-    structured_outputs too: `grammar` is what became of them, as llguidance reads it.
+    structured_outputs too: `grammar` is what became of them, as llguidance reads it. Only requests of one `cache_salt`
+    share a prefix in the KV cache.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class EngineRequest:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    cache_salt: str | None = None
     grammar: str | None = None
 
 

@@ -51,6 +51,7 @@ FLOORS = (
     "server.parsers",
     "server",
     "bench",
+    "bench.serving",
     "tune",
     "cli",
     "models.bundled_training",

@@ -12,6 +12,7 @@ from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.scheduling.block_pool import salt_root
 from compiled_engine.scheduling.stop import StopRule
 
 
@@ -38,6 +39,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and what comes in place of a token.
     constraint: says which tokens may come; None for any. num_accepted: output tokens that it has been told of.
     failure: why its constraint gives no mask; it ends with the next step that is taken in.
+    prefix_root: stands for what comes before the first token; only requests with the same one share blocks.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
     block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
@@ -64,6 +66,7 @@ class Request:
     num_tokens: int
     num_accepted: int = 0
     failure: str | None = None
+    prefix_root: bytes | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -97,6 +100,7 @@ class Request:
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             constraint=constraint,
             num_tokens=num_prompt_tokens,
+            prefix_root=salt_root(request.cache_salt),
         )
         made.set_steady_limits()
         return made
