@@ -23,8 +23,8 @@ from compiled_engine.server.options import Limits, ServerOptions
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
 LIMITS = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, max_in_flight=4, max_logprobs=5,
-                max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2, max_answer_tokens=20,
-                receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
+                max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
+                max_answer_tokens=20, receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
