@@ -9,6 +9,7 @@ import sys
 import msgspec
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.process.garbage_collection import leave_alone_what_is_there
 from compiled_engine.server.api_servers import Order
 from compiled_engine.server.app import build_app
 from compiled_engine.server.run import Server, allow_many_connections, serve
@@ -34,6 +35,7 @@ async def _serve(order: Order, listening: int, descriptor: int, number: int) -> 
     engine = await AsyncLLM.join(order.address)
     app = build_app(engine, options, order.model_name, figures)
     allow_many_connections()
+    leave_alone_what_is_there()
 
     def started() -> None:
         figures.own[serving] = 1

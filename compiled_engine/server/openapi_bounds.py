@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from compiled_engine.server.chat_format import LONGEST_SETTING
+from compiled_engine.server.openapi_forms import bound_forms, tool_choices
 from compiled_engine.server.serving import Serving
 
 REQUESTS = ("CompletionRequest", "ChatRequest", "ResponsesRequest")
@@ -77,12 +78,8 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
         if "model" in fields:
             fields["model"] = {"enum": [*serving.names, None]}
         if "tool_choice" in fields:
-            fields["tool_choice"] = {"enum": ["auto", "none", None]}
-        if "response_format" in fields:
-            fields["response_format"] = {
-                "anyOf": [{"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}},
-                          {"type": "null"}]
-            }  # fmt: skip
+            fields["tool_choice"] = tool_choices(has_tools=serving.chat is not None and serving.chat.tools is not None)
+        bound_forms(schemas[name])
         if "tools" in fields and (serving.chat is None or serving.chat.tools is None):
             fields["tools"] = {"enum": [[], None]}
         if "chat_template_kwargs" in fields:

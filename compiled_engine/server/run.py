@@ -130,6 +130,7 @@ async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str |
     watching = [asyncio.create_task(_end_with_engine(engine, server))]
     if others is not None:
         watching.append(asyncio.create_task(_end_with_others(others, server)))
+    preparing = asyncio.create_task(_prepare_forms(engine))
     try:
         await server.serve(sockets=[bound])
         if others is not None:
@@ -137,12 +138,18 @@ async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str |
     finally:
         given_up = [task.result() for task in watching if task.done() and not task.cancelled()]
         reason = engine.errored or next(iter(given_up), None)
-        for task in watching:
+        for task in (*watching, preparing):
             task.cancel()
         if others is not None:
             others.kill()
         await engine.shutdown()
     return reason
+
+
+async def _prepare_forms(engine: AsyncLLM) -> None:
+    """Reading the vocabulary holds up a step: better now than when requests run."""
+    with contextlib.suppress(ValueError):  # without a tokenizer there are no forms
+        await engine.prepare_structured_outputs()
 
 
 async def _end_with_engine(engine: AsyncLLM, server: Server) -> str:

@@ -59,6 +59,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     bad_words_token_ids: list[Annotated[list[TokenId], Meta(min_length=1)]] | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     extra_args: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=LONGEST_SALT)] | None = None
