@@ -16,10 +16,11 @@ def filter_case(context: Any, case: Any) -> bool:
     body = case.body
     if not isinstance(body, dict):
         return True
-    return not (some_forbid_all(body) or lengths_differ(body) or completions_are_wrong(body))
+    contradictions = (forbids_all, has_other_lengths, has_other_completions, stops_at_no_text)
+    return not any(contradicts(body) for contradicts in contradictions)
 
 
-def some_forbid_all(body: dict[str, Any]) -> bool:
+def forbids_all(body: dict[str, Any]) -> bool:
     """No token may come: a 400 of the code no_token_allowed."""
     allowed, words = body.get("allowed_token_ids"), body.get("bad_words_token_ids")
     if not isinstance(allowed, list) or not isinstance(words, list):
@@ -28,7 +29,7 @@ def some_forbid_all(body: dict[str, Any]) -> bool:
     return all(token in forbidden for token in allowed)
 
 
-def lengths_differ(body: dict[str, Any]) -> bool:
+def has_other_lengths(body: dict[str, Any]) -> bool:
     """min_tokens must not be above max_tokens, and max_completion_tokens is the same as that."""
     most = [
         body[name] for name in ("max_tokens", "max_completion_tokens", "max_output_tokens") if is_number(body, name)
@@ -37,7 +38,7 @@ def lengths_differ(body: dict[str, Any]) -> bool:
     return len(set(most)) > 1 or any(least > each for each in most)
 
 
-def completions_are_wrong(body: dict[str, Any]) -> bool:
+def has_other_completions(body: dict[str, Any]) -> bool:
     """Greedy completions of one prompt would all be the same, and prompt_logprobs do not come in a stream."""
     number, prompts = body.get("n") if is_number(body, "n") else 1, body.get("prompt")
     if isinstance(prompts, list) and prompts and not is_number({"first": prompts[0]}, "first"):
@@ -45,6 +46,11 @@ def completions_are_wrong(body: dict[str, Any]) -> bool:
     greedy = body.get("temperature") == 0 and is_number(body, "n") and body["n"] > 1
     streams_prompt = body.get("stream") is True and is_number(body, "prompt_logprobs")
     return number > MOST_COMPLETIONS or greedy or streams_prompt
+
+
+def stops_at_no_text(body: dict[str, Any]) -> bool:
+    """Stop strings are looked for in text, which an answer that is not detokenised has not."""
+    return body.get("detokenize") is False and bool(body.get("stop"))
 
 
 def is_number(body: dict[str, Any], name: str) -> bool:

@@ -32,10 +32,10 @@ def chat(server: RunningServer, messages: list[dict[str, Any]], **asked: Any) ->
 )
 def test_variables_come_from_a_list_and_are_short(server: RunningServer, given: dict[str, Any]) -> None:
     assert chat(server, [USER], chat_template_kwargs=given)["param"] == "chat_template_kwargs"
-    response = httpx.post(
-        f"{server.url}/tokenize", json={"messages": [USER], "chat_template_kwargs": {"enable_thinking": False}}
-    )
-    assert response.status_code == 200
+    for asked in ({"messages": [USER]}, {"prompt": "x"}):
+        for settings, status in ((given, 400), ({"enable_thinking": False}, 200)):
+            body = {**asked, "chat_template_kwargs": settings}
+            assert httpx.post(f"{server.url}/tokenize", json=body).status_code == status
 
 
 def test_a_request_brings_no_template(server: RunningServer) -> None:
