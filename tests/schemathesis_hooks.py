@@ -21,12 +21,9 @@ def filter_case(context: Any, case: Any) -> bool:
 
 
 def forbids_all(body: dict[str, Any]) -> bool:
-    """No token may come: a 400 of the code no_token_allowed."""
-    allowed, words = body.get("allowed_token_ids"), body.get("bad_words_token_ids")
-    if not isinstance(allowed, list) or not isinstance(words, list):
-        return False
-    forbidden = [word[0] for word in words if isinstance(word, list) and len(word) == 1]
-    return all(token in forbidden for token in allowed)
+    """What is allowed may be forbidden again: all of it is a 400 of the code no_token_allowed."""
+    forbids = ("bad_words", "bad_words_token_ids", "min_tokens", "logit_bias")
+    return bool(body.get("allowed_token_ids")) and any(body.get(name) for name in forbids)
 
 
 def has_other_lengths(body: dict[str, Any]) -> bool:
