@@ -127,9 +127,9 @@ def test_more_tokens_than_the_form_allows_is_an_error_of_the_request(llm: LLM) -
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_preemption_changes_nothing(pipelined: bool, one_thread: None) -> None:
-    options: dict[str, Any] = SMALL | {"num_blocks": 10, "block_size": 16, "max_num_seqs": 6, "max_model_len": 128}
+    options: dict[str, Any] = SMALL | {"num_blocks": 16, "block_size": 4, "max_num_seqs": 6, "max_model_len": 64}
     with LLM(**options, async_scheduling=pipelined, enable_prefix_caching=False) as llm:
-        params = [structured({"json": PERSON}, seed=seed, max_tokens=100) for seed in range(6)]
+        params = [structured({"json": PERSON}, seed=seed, max_tokens=50) for seed in range(6)]
         alone = [generate(llm, each)[0].token_ids for each in params]
         before = llm.metrics()["preemptions"]
         together = [completion.token_ids for completion in generate(llm, params)]
