@@ -32,7 +32,7 @@ from compiled_engine.scheduling.request import Request, RequestStatus, check_req
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
-from compiled_engine.scheduling.token_masks import make_masks
+from compiled_engine.scheduling.token_masks import MaskMaker
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -59,7 +59,7 @@ class Scheduler:
         self._in_flight = StepsInFlight(steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
-        self._num_constrained = 0
+        self._num_constrained, self._masks = 0, MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
@@ -193,7 +193,7 @@ class Scheduler:
 
     def masks(self, step: SchedulerOutput) -> TokenMasks:
         """A constraint that fails ends its request in `update`. RuntimeError unless `step` is the oldest in flight."""
-        return make_masks(self._in_flight.oldest(step).constrained, self._limits.vocab_size)
+        return self._masks.make(self._in_flight.oldest(step).constrained)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.
