@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.messages import EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
 from compiled_engine.process.timeline import Span
 
 
@@ -44,6 +44,12 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request. One that cannot be is answered by its end, with finish_reason "error"."""
 
     request: EngineRequest
+
+
+class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """See EngineCore.set_vocabulary."""
+
+    vocabulary: GrammarVocabulary
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -95,7 +101,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
 
-ToCore = Start | Add | Abort | Ask
+ToCore = Start | Add | SetVocabulary | Abort | Ask
 ToApi = Started | Stepped | Answered | Failed
 
 
