@@ -103,10 +103,10 @@ class Scheduler:
         """
         self._in_flight.require_room()
         self._retire()
-        draft = StepDraft()
+        draft = StepDraft(self._config.max_prefill_tokens)
         budget = self._schedule_running(draft)
         if self._waiting and budget > 0:
-            self._admit_waiting(draft, self._room_for_prompts(draft, budget) if draft.one_token else budget)
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget)
         if not draft.one_token and not draft.longer.requests:
             return None
         counts = self._counts
@@ -146,7 +146,7 @@ class Scheduler:
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget - (len(running) - index))
-                if len(running) > 1 and (num_tokens := min(num_tokens, self._room_for_prompts(draft, budget))) < 1:
+                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
                     continue
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 if self._preempt_last() is request:
@@ -156,11 +156,6 @@ class Scheduler:
             budget -= num_tokens
             self._schedule_tokens(draft, request, num_tokens)
         return budget if self._counts.preemptions == num_preemptions else 0
-
-    def _room_for_prompts(self, draft: StepDraft, budget: int) -> int:
-        """Tokens that prompts may still have of a step that others run in."""
-        most = self._config.max_prefill_tokens
-        return budget if most is None else min(budget, most - sum(draft.longer.counts))
 
     def _admit_waiting(self, draft: StepDraft, budget: int) -> None:
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
