@@ -109,12 +109,10 @@ class Scheduler:
             self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget)
         if not draft.one_token and not draft.longer.requests:
             return None
-        counts = self._counts
-        counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
-        counts.steps += 1
+        number = self._counts.begin_step(self._kv_cache.pool.num_free)
         removed, self._removed = self._removed, []
         registered = self._kv_cache.take_registered()
-        step = StepInFlight.of(counts.steps, draft, removed, registered, constraints=self._num_constrained > 0)
+        step = StepInFlight.of(number, draft, removed, registered, constraints=self._num_constrained > 0)
         self._in_flight.append(step)
         return step.output
 
