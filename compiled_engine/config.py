@@ -122,13 +122,17 @@ POLICIES = ("fcfs", "priority")
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first)."""
+    """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first).
+
+    `max_prefill_tokens`: most tokens of prompts in a step that others run in; None for as many as it has room for.
+    """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     policy: str
     async_scheduling: bool = False
+    max_prefill_tokens: int | None = None
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ PERTURBED: dict[str, Any] = {
     "scheduler.max_model_len": 99,
     "scheduler.policy": "priority",
     "scheduler.async_scheduling": True,
+    "scheduler.max_prefill_tokens": 64,
     "compile.enabled": False,
     "compile.passes": ("merge_linears",),
     "compile.ranges": ((1, 4), (5, 8)),

@@ -71,6 +71,7 @@ OTHER_FIELDS = (
     "scheduler.max_num_seqs",
     "scheduler.max_model_len",
     "scheduler.policy",
+    "scheduler.max_prefill_tokens",
     "scheduler.async_scheduling",
     "compile.enabled",
     "compile.strict",
