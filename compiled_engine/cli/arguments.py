@@ -44,8 +44,9 @@ class Argument:
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     def parameter(self, panel: str, default: object = None, *, from_environment: bool = False) -> inspect.Parameter:
-        shows_nothing = default in (None, ()) or isinstance(default, bool)
-        text = self.help if shows_nothing else f"{self.help} Default: {default}."
+        shows_nothing = default in (None, (), "") or isinstance(default, bool)
+        shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
+        text = self.help if shows_nothing else f"{self.help} Default: {shown}."
         variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
         option = typer.Option(
             None,
