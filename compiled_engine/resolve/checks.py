@@ -12,7 +12,13 @@ from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
 MODES = ("auto", "eager", "compiled", "graphed")
 # Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
-MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens": 1 << 20, "num_blocks": 2**31 - 1}
+MOST = {
+    "max_model_len": 1 << 24,
+    "max_num_seqs": 65535,
+    "max_num_batched_tokens": 1 << 20,
+    "max_prefill_tokens": 1 << 20,
+    "num_blocks": 2**31 - 1,
+}
 
 
 def check_types(options: EngineOptions) -> None:
