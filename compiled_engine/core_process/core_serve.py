@@ -14,7 +14,6 @@ import torch
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.running_core import run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
 _WATCH_S = 0.5
 
@@ -35,7 +34,7 @@ def serve(listener: socket.socket, folder: Path) -> None:
     run_core(
         start,
         connection,
-        lambda: resolve_logits_processors(start.logits_processors),
+        start.logits_processors,
         listener,
         when_started=started.set,
     )

@@ -37,7 +37,7 @@ class CacheSize:
 
 def block_bytes(config: EngineConfig) -> int:
     """Bytes of one block over all layers, keys and values."""
-    model = config.model
+    model = config.local_model
     per_token = 2 * model.num_kv_heads * model.head_dim * model.dtype.itemsize
     return config.cache.block_size * per_token * model.num_layers
 
@@ -102,6 +102,6 @@ def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, se
 
 def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:
     """One tensor a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
-    model = config.model
+    model = config.local_model
     shape = (num_blocks, 2, config.cache.block_size, model.num_kv_heads, model.head_dim)
     return [torch.zeros(shape, dtype=model.dtype, device=config.device) for _ in range(model.num_layers)]

@@ -1,0 +1,75 @@
+"""The ranks that compute each layer together, as one of them sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+
+
+class Group(Protocol):
+    """Every rank calls the same methods in the same order, with tensors of the same shapes.
+
+    The collectives on a GPU may be called inside a CUDA graph's capture.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in a tensor of its own."""
+        ...
+
+    def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
+        """The ranks' [T, V] side by side in the order of the ranks: [T, size * V]."""
+        ...
+
+    def least(self, value: int) -> int:
+        """The smallest of the ranks' numbers, on the host; every rank waits until all have called it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class StandIn:
+    """Takes the place of a group where only one rank runs: the results have the right shapes, not the values."""
+
+    def __init__(self, size: int = 1, rank: int = 0):
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x.clone(memory_format=torch.contiguous_format)
+
+    def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
+        return x_TV.repeat(1, self.size)
+
+    def least(self, value: int) -> int:
+        return value
+
+    def close(self) -> None:
+        pass
+
+
+# The ops of a compiled graph find their ranks here: which they are may not be part of the graph.
+_GROUP: ContextVar[Group] = ContextVar("group")
+
+
+def current_group() -> Group:
+    """The group that this thread's collectives go to. Raises RuntimeError where there is none."""
+    try:
+        return _GROUP.get()
+    except LookupError:
+        raise RuntimeError("a collective was called outside of a group of ranks") from None
+
+
+@contextmanager
+def in_group(group: Group) -> Iterator[None]:
+    """The collectives that this thread calls inside go to `group`."""
+    token = _GROUP.set(group)
+    try:
+        yield
+    finally:
+        _GROUP.reset(token)
