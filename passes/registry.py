@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
+from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.graph_pass import GraphPass
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
@@ -19,6 +20,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     NoOpElimination(),
     MergeLinears(),
     ResidualRMSNorm(),
+    AllReduceResidualRMSNorm(),
     RMSNorm(),
     RopeAngles(),
     RopeKVWrite(),

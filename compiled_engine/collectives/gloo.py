@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from compiled_engine.collectives.push import PushBuffer
+
 # A rank that is lost ends its processes long before; a rank may compile for as long as it takes.
 TIMEOUT = timedelta(hours=1)
 
@@ -21,6 +23,7 @@ class GlooGroup:
     def __init__(self, rank: int, size: int, folder: Path):
         """Waits for the other ranks."""
         self.rank, self.size = rank, size
+        self.pushed: PushBuffer | None = None
         store = dist.FileStore(str(folder / "gloo"), size)
         self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
 

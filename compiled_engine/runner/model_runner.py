@@ -143,8 +143,9 @@ class Runner:
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
-            # The other ranks have nothing to rehearse.
-            with self._timeline.span("compile kernels"), in_group(StandIn(self._group.size)):
+            # The other ranks do not rehearse.
+            pushed = self._group.pushed.alone() if self._group.pushed else None
+            with self._timeline.span("compile kernels"), in_group(StandIn(self._group.size, pushed=pushed)):
                 rehearse(self._config, self.step, workers, progress)
         workers.close()
         self._group.least(1)  # all wait for the kernels
