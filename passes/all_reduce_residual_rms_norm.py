@@ -61,7 +61,8 @@ def all_reduce_residual_rms_norm_kernel(
     x_D = tl.load(x_ptr + start + column_D, inside_D, other=0.0)
     for peer in range(num_ranks):
         rows_ptr = (tl.load(addresses_ptr + peer) + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty))
-        tl.store(rows_ptr + (first_row + rank) * D + column_D, x_D, inside_D)
+        row_ptr = tl.multiple_of(rows_ptr + (first_row + rank) * D, 16)
+        tl.store(row_ptr + column_D, x_D, inside_D)
     tl.debug_barrier()  # the rows of all threads are written before one raises the flags
     for peer in range(num_ranks):
         flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
@@ -76,7 +77,8 @@ def all_reduce_residual_rms_norm_kernel(
     reduced_D = tl.zeros((BLOCK_D,), tl.float32)
     for peer in range(num_ranks):
         # Not from the first cache, which does not see what others write.
-        row_D = tl.load(rows_ptr + peer * D + column_D, inside_D, other=0.0, cache_modifier=".cg")
+        row_ptr = tl.multiple_of(rows_ptr + peer * D, 16)
+        row_D = tl.load(row_ptr + column_D, inside_D, other=0.0, cache_modifier=".cg")
         reduced_D += row_D.to(tl.float32)
     reduced_D = reduced_D.to(x_ptr.dtype.element_ty).to(tl.float32)
     residual_D = tl.load(residual_ptr + start + column_D, inside_D, other=0.0).to(tl.float32)

@@ -22,7 +22,7 @@ class GlooGroup:
 
     def __init__(self, rank: int, size: int, folder: Path):
         """Waits for the other ranks."""
-        self.rank, self.size = rank, size
+        self.kind, self.rank, self.size = "gloo", rank, size
         self.pushed: PushBuffer | None = None
         store = dist.FileStore(str(folder / "gloo"), size)
         self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)

@@ -15,10 +15,11 @@ from compiled_engine.collectives.push import PushBuffer
 class Group(Protocol):
     """Every rank calls the same methods in the same order, with tensors of the same shapes.
 
-    The collectives on a GPU may be called inside a CUDA graph's capture. pushed: for kernels that have a sum over the
-    ranks in them; None where there are none.
+    The collectives on a GPU may be called inside a CUDA graph's capture. kind: what carries them. pushed: for kernels that
+    have a sum over the ranks in them; None where there are none.
     """
 
+    kind: str
     rank: int
     size: int
     pushed: PushBuffer | None
@@ -42,7 +43,7 @@ class StandIn:
     """Takes the place of a group where only one rank runs: the results have the right shapes, not the values."""
 
     def __init__(self, size: int = 1, rank: int = 0, pushed: PushBuffer | None = None):
-        self.rank, self.size, self.pushed = rank, size, pushed
+        self.kind, self.rank, self.size, self.pushed = "none", rank, size, pushed
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone(memory_format=torch.contiguous_format)

@@ -16,7 +16,7 @@ class NcclGroup:
 
     def __init__(self, rank: int, size: int, folder: Path, device: torch.device):
         """Waits for the other ranks. NCCL itself connects at its first collective."""
-        self.rank, self.size = rank, size
+        self.kind, self.rank, self.size = "NCCL", rank, size
         self.pushed: PushBuffer | None = None
         store = dist.FileStore(str(folder / "ranks"), size)
         dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT)

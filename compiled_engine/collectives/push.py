@@ -15,6 +15,7 @@ import torch
 FLAG_BYTES = 4
 # The data begin at a multiple of so many bytes.
 _ALIGNMENT = 1024
+ROW_ALIGNMENT = 16
 # Rows that all ranks together write for a batch: more are summed faster in two steps.
 ROWS_OF_ALL_RANKS = 512
 
@@ -40,8 +41,9 @@ class PushBuffer:
         return data_offset(self.num_slots, self.num_ranks)
 
     def takes(self, x_TD: torch.Tensor) -> bool:
-        """Whether its rows fit."""
-        return x_TD.shape[0] <= self.num_slots and x_TD.shape[1] * x_TD.element_size() == self.row_bytes
+        """Whether its rows fit, and are aligned as the kernels have it."""
+        is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
+        return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
 
     def alone(self) -> PushBuffer:
         """One like it for a single rank: the same kernels run on it, and wait for nobody."""

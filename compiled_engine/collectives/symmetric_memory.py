@@ -29,13 +29,15 @@ class SymmetricMemoryGroup:
 
     def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int):
         """Waits for the other ranks. Raises RuntimeError where GPUs cannot reach each other's memory."""
-        self.rank, self.size, self._over = over.rank, over.size, over
+        self.kind, self.rank, self.size, self._over = "symmetric memory", over.rank, over.size, over
         device = over.device
         self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
         self._workspace = symm_mem.empty(
             min(workspace_bytes, MOST_WORKSPACE_BYTES), dtype=torch.uint8, device=device
         ).zero_()
         self._handle = symm_mem.rendezvous(self._workspace, self._name)
+        if self._handle.buffer_ptrs[self.rank] != self._workspace.data_ptr():
+            raise RuntimeError("symmetric memory does not begin where its tensor does")
         num_slots = num_slots_for(self.size)
         self._pushed_memory = symm_mem.empty(
             buffer_bytes(num_slots, self.size, row_bytes), dtype=torch.uint8, device=device

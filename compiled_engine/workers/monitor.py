@@ -37,7 +37,7 @@ class Monitor:
         self._answers: dict[tuple[int, int], Future[Any]] = {}
         self._lock = threading.Lock()
         self._closing = False
-        self._overdue_s = 0.0  # when the oldest step should be done, in seconds of time.monotonic; 0: nothing runs
+        self._overdue_s = 0.0  # by when a result should be there, in seconds of time.monotonic; 0: whenever
         self.failure: Exception | None = None
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
@@ -61,7 +61,7 @@ class Monitor:
         return futures
 
     def expect_result_within(self, seconds: float | None) -> None:
-        """A step is under way that is to end by then; None: none is, or it may take as long as it will."""
+        """Somebody waits for the result of a step; None: nobody does, or it may take as long as it will."""
         self._overdue_s = 0.0 if seconds is None else time.monotonic() + seconds
 
     def check(self) -> None:

@@ -11,7 +11,6 @@ import select
 import shutil
 import tempfile
 import time
-from collections import deque
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
@@ -39,7 +38,7 @@ from compiled_engine.workers.worker_wire import (
     send,
 )
 
-# The longest that a step on GPUs may take, for each so many tokens of the largest step: more means that a rank hangs.
+# How long the result of a step on GPUs may be waited for, for each so many tokens of the largest step: a rank hangs then.
 STEP_S = 8.0
 STEP_TOKENS = 8192
 _STOP_S = 10.0
@@ -67,7 +66,6 @@ class MultiprocessExecutor:
             self._step_s = STEP_S * max(1.0, config.scheduler.max_num_batched_tokens / STEP_TOKENS)
         self._heartbeats = Heartbeats(layout.size)
         self._rings = RingDescriptors.make(layout.size), RingDescriptors.make(1)
-        self._pending: deque[_PendingResult] = deque()
         self._numbers = count()
         self._closed = self._started = False
         self._workers: list[WorkerChild] = []
@@ -126,17 +124,13 @@ class MultiprocessExecutor:
         """See Executor. Raises WorkerError if the workers have ended."""
         self._monitor.check()
         self._steps.write(encode(Step(step)))
-        pending = _PendingResult(self)
-        self._pending.append(pending)
-        if len(self._pending) == 1:
-            self._monitor.expect_result_within(self._step_s)
-        return pending
+        return _PendingResult(self)
 
     def _receive(self) -> RunnerOutput:
         """The next result."""
+        self._monitor.expect_result_within(self._step_s)
         result = decode_result(self._results.read(self._wait))
-        self._pending.popleft()
-        self._monitor.expect_result_within(self._step_s if self._pending else None)
+        self._monitor.expect_result_within(None)
         if not isinstance(result, Failed):
             return result
         name = self._layout.name(0)

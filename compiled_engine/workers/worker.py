@@ -128,7 +128,8 @@ class Worker:
             self._results.write(encode_result(_outcome(launched.get())))
 
     def metrics(self) -> dict[str, Any]:
-        return self.executor.metrics()
+        """Those of this rank's runner, and what carries the collectives."""
+        return self.executor.metrics() | {"collectives": self._group.kind}
 
 
 class _Raised:

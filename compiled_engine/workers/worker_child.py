@@ -15,14 +15,17 @@ from collections.abc import Sequence
 from compiled_engine.workers.ring import RingDescriptors
 
 _MAIN = "compiled_engine.workers.worker_main"
-# All ranks of a host talk through its loopback interface. Symmetric memory counts devices as each process does, and in
-# each the only one it sees is the first. NVLink's multicast objects outlive a killed process on some hosts.
+# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may leave
+# the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since each
+# process sees its own alone, and to give each tensor an allocation of its own, which begins where the tensor does.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_NVLS_ENABLE": "0",
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
 }
 
 
