@@ -20,7 +20,7 @@ _LOGITS_ROWS = 256
 def connect(config: EngineConfig, rank: int, folder: Path) -> Group:
     """Join the group as `rank`; waits for the other ranks. folder: an empty one, private to them.
 
-    On GPUs that cannot reach each other's memory the collectives are NCCL's.
+    On GPUs that cannot reach each other's memory, and for float16, the collectives are NCCL's.
     """
     size = config.parallel.tensor_parallel_size
     if size == 1:
@@ -28,16 +28,18 @@ def connect(config: EngineConfig, rank: int, folder: Path) -> Group:
     if config.device.type != "cuda":
         return GlooGroup(rank, size, folder)
     from compiled_engine.collectives.nccl import NcclGroup
-    from compiled_engine.collectives.symmetric_memory import SymmetricMemoryGroup
+    from compiled_engine.collectives.symmetric_memory import SUMMED_DTYPES, SymmetricMemoryGroup
 
     torch.cuda.set_device(config.device)
     nccl = NcclGroup(rank, size, folder, config.device)
     symmetric: SymmetricMemoryGroup | None = None
     try:
+        if config.model.dtype not in SUMMED_DTYPES:
+            raise RuntimeError(f"its sums are of {' and '.join(map(str, SUMMED_DTYPES))} alone")
         row_bytes = config.model.hidden_size * config.model.dtype.itemsize
         symmetric = SymmetricMemoryGroup(nccl, _largest_bytes(config), row_bytes)
     except RuntimeError as error:
-        log.warning("rank %d cannot reach the memory of the other GPUs; collectives are NCCL's: %s", rank, error)
+        log.warning("rank %d does without symmetric memory, its collectives are NCCL's: %s", rank, error)
     if nccl.least(symmetric is not None) and symmetric is not None:
         return symmetric
     nccl.all_reduce(torch.zeros(1, device=config.device))  # connects, which a capture could not

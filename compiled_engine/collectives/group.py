@@ -15,8 +15,8 @@ from compiled_engine.collectives.push import PushBuffer
 class Group(Protocol):
     """Every rank calls the same methods in the same order, with tensors of the same shapes.
 
-    The collectives on a GPU may be called inside a CUDA graph's capture. kind: what carries them. pushed: for kernels that
-    have a sum over the ranks in them; None where there are none.
+    The collectives on a GPU may be called inside a CUDA graph's capture. kind: what carries them. pushed: for kernels
+    that have a sum over the ranks in them; None where there are none.
     """
 
     kind: str

@@ -17,6 +17,8 @@ from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots
 ONE_SHOT_BYTES = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
 # Larger tensors go through the workspace in parts.
 MOST_WORKSPACE_BYTES = 256 << 20
+# What PyTorch's kernels add up.
+SUMMED_DTYPES = (torch.bfloat16, torch.float32)
 _BARRIERS = 0, 1  # channels: before the others' memory is read, and after
 
 

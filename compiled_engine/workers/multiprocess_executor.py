@@ -26,7 +26,7 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.monitor import Monitor, WorkerError
 from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
-from compiled_engine.workers.worker_child import WorkerChild, end_all
+from compiled_engine.workers.worker_child import WorkerChild, end_all, visible_gpus
 from compiled_engine.workers.worker_wire import (
     Call,
     Ready,
@@ -38,7 +38,7 @@ from compiled_engine.workers.worker_wire import (
     send,
 )
 
-# How long the result of a step on GPUs may be waited for, for each so many tokens of the largest step: a rank hangs then.
+# How long the result of a step on GPUs is waited for, for each so many tokens of the largest step. A rank hangs then.
 STEP_S = 8.0
 STEP_TOKENS = 8192
 _STOP_S = 10.0
@@ -70,9 +70,10 @@ class MultiprocessExecutor:
         self._closed = self._started = False
         self._workers: list[WorkerChild] = []
         try:
+            gpus = visible_gpus(layout.size) if config.device.type == "cuda" else []
             for rank in range(layout.size):
                 assert self._heartbeats.descriptor is not None
-                self._workers.append(WorkerChild(rank, config.device.type, *self._rings, self._heartbeats.descriptor))
+                self._workers.append(WorkerChild(rank, gpus, *self._rings, self._heartbeats.descriptor))
             self._monitor = Monitor(self._workers, layout, self._heartbeats)
         except BaseException:
             end_all(self._workers)

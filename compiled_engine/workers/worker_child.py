@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from compiled_engine.workers.ring import RingDescriptors
 
 _MAIN = "compiled_engine.workers.worker_main"
-# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may leave
-# the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since each
-# process sees its own alone, and to give each tensor an allocation of its own, which begins where the tensor does.
+# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
+# leave the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since
+# for each rank its own is the first, and to give each tensor an allocation of its own, which begins where the tensor does.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -32,12 +32,13 @@ _ENVIRONMENT = {
 class WorkerChild:
     """It begins to import what it needs at once, and waits for a StartWorker on its socket.
 
-    device_type: "cuda" for rank's own GPU, the only one that it sees, or "cpu". steps: the ring that it reads;
+    gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
+    so that all run the same code, and it sees those of the others, whose memory it reads and writes. steps: the ring that it reads;
     results: the one that rank 0 writes. heartbeats: descriptor of their memory.
     """
 
     def __init__(
-        self, rank: int, device_type: str, steps: RingDescriptors, results: RingDescriptors, heartbeats: int
+        self, rank: int, gpus: Sequence[str], steps: RingDescriptors, results: RingDescriptors, heartbeats: int
     ) -> None:
         self.socket, other = socket.socketpair()
         passed = [other.fileno(), heartbeats, steps.memory, results.memory, *results.bells, *steps.bells]
@@ -45,12 +46,12 @@ class WorkerChild:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
-                    *(device_type, *map(str, passed)),
+                    *("cuda" if gpus else "cpu", *map(str, passed)),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,  # Ctrl-C is the caller's business
-                env={**os.environ, **_ENVIRONMENT, **_visible(rank, device_type), "PYTHONPATH": _path()},
+                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), "PYTHONPATH": _path()},
             )
 
     @property
@@ -94,12 +95,15 @@ def end_all(workers: Sequence[WorkerChild]) -> None:
         worker.close()
 
 
-def _visible(rank: int, device_type: str) -> dict[str, str]:
-    """The rank's GPU alone, of those that this process sees."""
-    if device_type != "cuda":
-        return {}
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return {"CUDA_VISIBLE_DEVICES": visible[rank] if visible else str(rank)}
+def visible_gpus(count: int) -> list[str]:
+    """The first GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (names or [str(index) for index in range(count)])[:count]
+
+
+def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
+    others = [gpu for index, gpu in enumerate(gpus) if index != rank]
+    return {"CUDA_VISIBLE_DEVICES": ",".join([gpus[rank], *others])} if gpus else {}
 
 
 def _path() -> str:
