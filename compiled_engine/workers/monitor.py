@@ -14,11 +14,13 @@ from compiled_engine.failure import Failed
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.worker_child import WorkerChild, end_all
-from compiled_engine.workers.worker_wire import Answer, Ready, receive
+from compiled_engine.workers.worker_wire import Answer, Ready, StepFailed, receive
 
 _LOOK_S = 0.5
 _STOPPED_S = 6.0
 _LAST_WORDS_S = 1.0
+# How long ranks may be apart in failing at the same step.
+_APART_S = 3.0
 
 
 class WorkerError(RuntimeError):
@@ -36,6 +38,8 @@ class Monitor:
         self._ready: list[Future[Ready]] = [Future() for _ in workers]
         self._answers: dict[tuple[int, int], Future[Any]] = {}
         self._lock = threading.Lock()
+        self._failed_steps: dict[int, dict[int, StepFailed]] = {}
+        self._step_failed = threading.Condition(self._lock)
         self._closing = False
         self._overdue_s = 0.0  # by when a result should be there, in seconds of time.monotonic; 0: whenever
         self.failure: Exception | None = None
@@ -64,6 +68,16 @@ class Monitor:
         """Somebody waits for the result of a step; None: nobody does, or it may take as long as it will."""
         self._overdue_s = 0.0 if seconds is None else time.monotonic() + seconds
 
+    def survives(self, step: int) -> bool:
+        """Whether all ranks have failed in a step, all at the same place and none inside a collective."""
+        with self._step_failed:
+            reports = self._failed_steps.setdefault(step, {})
+            self._step_failed.wait_for(lambda: len(reports) == len(self._workers) or self.failure is not None, _APART_S)
+            self._failed_steps.pop(step, None)
+            all_failed = len(reports) == len(self._workers)
+            at_one_place = len({report.num_runs for report in reports.values()}) == 1
+            return all_failed and at_one_place and all(report.between_runs for report in reports.values())
+
     def check(self) -> None:
         """Raise the reason if something is wrong."""
         if self.failure is not None:
@@ -78,6 +92,7 @@ class Monitor:
                 self._answers.clear()
                 end_all(self._workers)
                 os.eventfd_write(self.bell, 1)
+                self._step_failed.notify_all()
                 for future in waiting:
                     future.set_exception(self.failure)
             return self.failure
@@ -114,6 +129,14 @@ class Monitor:
                     future = self._answers.pop((rank, number), None)
                 if future is not None:
                     future.set_result(value)
+            case StepFailed(step):
+                with self._step_failed:
+                    self._failed_steps.setdefault(step, {})[rank] = message
+                    self._step_failed.notify_all()
+                if rank:
+                    timer = threading.Timer(_APART_S, self._fail_unless_settled, (step, rank, message.failed))
+                    timer.daemon = True
+                    timer.start()
             case Failed():
                 self.fail(self._error(message, rank))
         return True
@@ -126,6 +149,13 @@ class Monitor:
             error.add_note(f"in the worker of {name}:\n{failed.where}")
             return error
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
+
+    def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
+        """Rank 0, whose result says that a step has failed, may be waiting for another rank."""
+        with self._lock:
+            is_settled = step not in self._failed_steps
+        if not is_settled and not self._closing:
+            self.fail(self._error(failed, rank))
 
     def _look_for_stopped(self) -> None:
         for rank in range(len(self._workers)):

@@ -29,6 +29,7 @@ from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
 from compiled_engine.workers.worker_child import WorkerChild, end_all, visible_gpus
 from compiled_engine.workers.worker_wire import (
     Call,
+    GoOn,
     Ready,
     StartWorker,
     Step,
@@ -45,7 +46,7 @@ _STOP_S = 10.0
 
 
 class StepError(RuntimeError):
-    """A step failed in its worker, which goes on."""
+    """A step failed in all workers alike, which go on."""
 
 
 class MultiprocessExecutor:
@@ -125,10 +126,10 @@ class MultiprocessExecutor:
         """See Executor. Raises WorkerError if the workers have ended."""
         self._monitor.check()
         self._steps.write(encode(Step(step)))
-        return _PendingResult(self)
+        return _PendingResult(self, step.step)
 
-    def _receive(self) -> RunnerOutput:
-        """The next result."""
+    def _receive(self, step: int) -> RunnerOutput:
+        """The next result, which is that of the step with this number."""
         self._monitor.expect_result_within(self._step_s)
         result = decode_result(self._results.read(self._wait))
         self._monitor.expect_result_within(None)
@@ -136,9 +137,12 @@ class MultiprocessExecutor:
             return result
         name = self._layout.name(0)
         text = f"{name}: {result.kind}: {result.text}"
-        error = StepError(text) if self._layout.size == 1 else WorkerError(text)
+        goes_on = self._layout.size == 1 or self._monitor.survives(step)
+        if goes_on:
+            self._steps.write(encode(GoOn()))
+        error = StepError(text) if goes_on else WorkerError(text)
         error.add_note(f"in the worker of {name}:\n{result.where}")
-        raise error if self._layout.size == 1 else self._monitor.fail(error)
+        raise error if goes_on else self._monitor.fail(error)
 
     def _wait(self) -> None:
         """For the results' doorbell; raises WorkerError if there will be no result."""
@@ -187,9 +191,9 @@ class MultiprocessExecutor:
 class _PendingResult:
     """The result of a step that was submitted. Results are asked for in the order of the steps."""
 
-    def __init__(self, executor: MultiprocessExecutor):
-        self._executor = executor
+    def __init__(self, executor: MultiprocessExecutor, step: int):
+        self._executor, self._step = executor, step
 
     def result(self) -> RunnerOutput:
         """Raises StepError if the step failed, WorkerError if there will be no result."""
-        return self._executor._receive()
+        return self._executor._receive(self._step)

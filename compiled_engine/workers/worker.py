@@ -28,9 +28,11 @@ from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
 from compiled_engine.workers.worker_wire import (
     Answer,
     Call,
+    GoOn,
     Ready,
     StartWorker,
     Step,
+    StepFailed,
     Stop,
     decode_to_worker,
     encode_result,
@@ -87,6 +89,7 @@ class Worker:
         processors = resolve_logits_processors(start.logits_processors)
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group)
         self._rank, self._group, self._connection, self._results = start.rank, group, connection, results
+        self._has_failed = False
         # A step is launched before the one before it has ended; on a CPU launching it is executing it.
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.device.type == "cuda":
@@ -98,11 +101,13 @@ class Worker:
         return self.executor.runner.cache_key
 
     def run(self, steps: RingReader) -> None:
-        """Until it is told to stop. Raises what a step raises if there are other ranks, which have no such step."""
+        """Until it is told to stop. Whether the ranks can go on after a step that failed, the executor says."""
         while True:
             match decode_to_worker(steps.read()):
                 case Step(step):
                     self._execute(step)
+                case GoOn():
+                    self._has_failed = False
                 case Call(number, method, arguments):
                     send(self._connection, Answer(number, getattr(self, method)(**arguments)))
                 case Stop():
@@ -111,11 +116,15 @@ class Worker:
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
+        pending: PendingOutput
         try:
+            if self._has_failed:
+                raise RuntimeError("a step before it has failed")
             pending = self.executor.submit(step)
         except Exception as error:
-            if self._group.size > 1:
-                raise
+            self._has_failed = True
+            begun, ended = self.executor.runner.num_runs
+            send(self._connection, StepFailed(step.step, Failed.of(error), begun == ended, ended))
             pending = _Raised(error)
         if self._pending is not None:
             self._pending.put(pending)

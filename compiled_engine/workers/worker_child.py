@@ -17,7 +17,7 @@ from compiled_engine.workers.ring import RingDescriptors
 _MAIN = "compiled_engine.workers.worker_main"
 # All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
 # leave the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since
-# for each rank its own is the first, and to give each tensor an allocation of its own, which begins where the tensor does.
+# for each rank its own is the first, and to give each tensor an allocation of its own, which begins where it does.
 _ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -33,8 +33,8 @@ class WorkerChild:
     """It begins to import what it needs at once, and waits for a StartWorker on its socket.
 
     gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
-    so that all run the same code, and it sees those of the others, whose memory it reads and writes. steps: the ring that it reads;
-    results: the one that rank 0 writes. heartbeats: descriptor of their memory.
+    so that all run the same code, and it sees those of the others, whose memory it reads and writes. steps: the ring
+    that it reads; results: the one that rank 0 writes. heartbeats: descriptor of their memory.
     """
 
     def __init__(

@@ -56,8 +56,21 @@ class Call(msgspec.Struct, tag=True, frozen=True):
     arguments: dict[str, Any]
 
 
+class GoOn(msgspec.Struct, tag=True, frozen=True):
+    """Through the ring, to all: the step that failed has failed on all of them. Until then they execute none."""
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """Through the ring, to all: free the device and end."""
+
+
+class StepFailed(msgspec.Struct, tag=True, frozen=True):
+    """A step failed, by its number. between_runs: no collective was under way; num_runs: of the model, so far."""
+
+    step: int
+    failed: Failed
+    between_runs: bool
+    num_runs: int
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
@@ -65,8 +78,8 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     value: Any
 
 
-ToWorker = Step | Call | Stop
-FromWorker = Ready | Failed | Answer
+ToWorker = Step | Call | GoOn | Stop
+FromWorker = Ready | Failed | StepFailed | Answer
 Result = RunnerOutput | Failed
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
