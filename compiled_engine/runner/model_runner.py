@@ -47,7 +47,10 @@ from compiled_engine.sampling.step_masks import StepMasks
 
 
 class Runner:
-    """Everything on the device. `submit` is the only way in once it stands; it is not thread-safe."""
+    """Everything on the device. `submit` is the only way in once it stands; it is not thread-safe.
+
+    runs_begun, runs_ended: of the model with its collectives, how many were begun and launched to their end.
+    """
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Runner:
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or StandIn()
-        self._runs_begun = self._runs_ended = 0
+        self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
         with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (rehearse.__module__,)) as workers:
@@ -197,7 +200,7 @@ class Runner:
 
     def run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """All of a step that the device does, launched in its order; `submit` has prepared it."""
-        self._runs_begun += 1
+        self.runs_begun += 1
         self.states.writes.apply()
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
@@ -216,13 +219,13 @@ class Runner:
                 nobody_R = self.buffers.sample_positions_R
                 advance(self.states, self.buffers, nobody_R, count, decodes_only=batch.decodes_only)
                 self.pending.launched()
-                self._runs_ended += 1
+                self.runs_ended += 1
                 return self.pending.step(batch, None, prompt)
             wanted = output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()
-        self._runs_ended += 1
+        self.runs_ended += 1
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV)
@@ -282,16 +285,6 @@ class Runner:
         except BaseException:
             self.states.remove(request.request_id)
             raise
-
-    @property
-    def cache_key(self) -> str:
-        """Of the compiled model; empty where nothing is compiled."""
-        return self._compiled.lookup.key if self._compiled else ""
-
-    @property
-    def num_runs(self) -> tuple[int, int]:
-        """Of the model, with all its collectives: how many were begun, and how many were launched to their end."""
-        return self._runs_begun, self._runs_ended
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""

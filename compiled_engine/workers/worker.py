@@ -59,7 +59,7 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
         group = connect(start.config, start.rank, start.folder)
         with in_group(group):
             worker = Worker(start, group, connection, results)
-            send(connection, Ready(worker.executor.num_blocks, worker.cache_key))
+            send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
             Heartbeats(num_ranks, heartbeats).beat(start.rank)
             worker.run(steps)
     except BaseException as error:
@@ -96,10 +96,6 @@ class Worker:
             self._pending = queue.SimpleQueue()
             threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
 
-    @property
-    def cache_key(self) -> str:
-        return self.executor.runner.cache_key
-
     def run(self, steps: RingReader) -> None:
         """Until it is told to stop. Whether the ranks can go on after a step that failed, the executor says."""
         while True:
@@ -123,8 +119,9 @@ class Worker:
             pending = self.executor.submit(step)
         except Exception as error:
             self._has_failed = True
-            begun, ended = self.executor.runner.num_runs
-            send(self._connection, StepFailed(step.step, Failed.of(error), begun == ended, ended))
+            runner = self.executor.runner
+            between = runner.runs_begun == runner.runs_ended
+            send(self._connection, StepFailed(step.step, Failed.of(error), between, runner.runs_begun))
             pending = _Raised(error)
         if self._pending is not None:
             self._pending.put(pending)

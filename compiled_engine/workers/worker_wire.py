@@ -39,7 +39,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
     """A worker stands. What it tells must be the same for all: blocks of the KV cache, and the compiled model's key."""
 
     num_blocks: int
-    cache_key: str
+    cache_key: str | None
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
