@@ -48,11 +48,23 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """Query heads and K/V heads of a layer, and the elements of each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
 
     `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
+    `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
+    and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
+    attention.inputs.Scoring; 0 and False mean none.
     """
 
     path: Path
@@ -78,6 +90,21 @@ class ModelConfig:
     max_model_len: int
     load_format: str
     seed: int
+    layer_heads: tuple[HeadShape, ...] | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    attention_sinks: bool = False
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """The heads of a layer."""
+        if self.layer_heads is not None:
+            return self.layer_heads[layer]
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
+        """The shape of each layer's KV cache."""
+        heads = map(self.heads_of, range(self.num_layers))
+        return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
 
 
 @dataclass(frozen=True)
@@ -171,10 +198,17 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     Ranks that are more than the KV heads share these. A vocabulary that num_ranks does not divide stays whole.
     """
     vocab_size, rest = divmod(model.vocab_size, num_ranks)
+
+    def part(heads: HeadShape) -> HeadShape:
+        num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
+        return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
+
+    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
     return replace(
         model,
-        num_heads=model.num_heads // num_ranks,
-        num_kv_heads=max(1, model.num_kv_heads // num_ranks),
+        num_heads=usual.num_heads,
+        num_kv_heads=usual.num_kv_heads,
+        layer_heads=None if model.layer_heads is None else tuple(map(part, model.layer_heads)),
         intermediate_size=model.intermediate_size // num_ranks,
         vocab_size=model.vocab_size if rest else vocab_size,
     )

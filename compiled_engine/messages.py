@@ -18,7 +18,8 @@ from compiled_engine.sampling.token_logprobs import LogprobRows
 class EngineRequest:
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
-    `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here.
+    `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here. Only
+    requests of one `cache_salt` share a prefix in the KV cache.
     """
 
     request_id: str
@@ -26,6 +27,7 @@ class EngineRequest:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)

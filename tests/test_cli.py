@@ -40,7 +40,9 @@ def test_sampling_arguments_are_sampling_params() -> None:
     assert {argument.name for argument in SAMPLING_ARGUMENTS} <= {field.name for field in fields(SamplingParams)}
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["config"], ["demo"], ["inspect"], ["tune"], ["cache", "ls"]])
+@pytest.mark.parametrize(
+    "command", [[], ["generate"], ["config"], ["demo"], ["inspect"], ["tune"], ["cache", "ls"], ["bench", "serve"]]
+)
 def test_help_has_examples_and_needs_no_torch(command: list[str]) -> None:
     code = (
         "import sys; from compiled_engine.cli.app import app\n"

@@ -7,7 +7,6 @@ import os
 import random
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ import torch
 from other_padding import prepare_with, replay_with_other_padding
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
-from compiled_engine.bench.engine_steps import decodes
 from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.messages import EngineRequest
 from compiled_engine.runner import padded_step
 from compiled_engine.runner.model_runner import Runner
 
@@ -216,37 +213,6 @@ def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path:
     first, second = starts
     assert second["graph_bytes_predicted"] == first["graph_bytes_predicted"]
     assert abs(second["blocks_total"] - first["blocks_total"]) < 0.02 * first["blocks_total"]
-
-
-def test_a_mixed_step_is_one_graph_and_a_few_launches() -> None:
-    """Whatever the number of layers: staged writes, then the graph, then rows, logits, tokens and their advance."""
-    num_steps, prompts = 4, iter(random_prompts_of(40, 16))
-    with (
-        engine("graphed", "full", "bfloat16") as llm,
-        decodes(llm, random.Random(0), 8, 32, 64) as core,
-    ):
-
-        def steps(count: int) -> None:
-            for _ in range(count):
-                params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-                core.add(EngineRequest(str(id(params)), next(prompts), params))
-                core.step()
-
-        steps(4)
-        torch.cuda.synchronize()
-        activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            steps(num_steps)
-            torch.cuda.synchronize()
-        calls = Counter(event.name for event in profile.events())
-    launches = sum(count for name, count in calls.items() if name.startswith(("cudaLaunchKernel", "cuLaunchKernel")))
-    assert calls["cudaGraphLaunch"] == num_steps
-    assert launches <= 12 * num_steps
-
-
-def random_prompts_of(length: int, count: int) -> list[tuple[int, ...]]:
-    random_ = random.Random(0)
-    return [tuple(random_.randrange(4096) for _ in range(length)) for _ in range(count)]
 
 
 # The last batch's tokens and indices, of up to 256 requests; what PyTorch's allocator takes at least from the driver.

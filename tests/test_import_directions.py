@@ -55,6 +55,7 @@ FLOORS = (
     "server.parsers",
     "server",
     "bench",
+    "bench.serving",
     "tune",
     "cli",
     "models.bundled_training",

@@ -96,7 +96,7 @@ BAD_PROMPTS: list[tuple[Any, type[Exception], str]] = [
     (
         {"text": "a"},
         ValueError,
-        "prompts has the unknown key 'text'; known are 'prompt' and 'prompt_token_ids'",
+        "prompts has the unknown key 'text'; known are 'prompt', 'prompt_token_ids', 'cache_salt'",
     ),
     ({}, ValueError, "prompts must have 'prompt' or 'prompt_token_ids', got {}"),
     (["a", {"prompt": None}], ValueError, r"prompts\[1\] must have 'prompt' or 'prompt_token_ids', got"),

@@ -93,7 +93,7 @@ def test_a_step_that_fails_on_all_ranks_alike_fails_alone() -> None:
 
 
 def test_a_rank_that_cannot_start() -> None:
-    with pytest.raises(ValueError, match="rank 1 of 2: .*OutOfMemoryError: injected"):
+    with pytest.raises(ValueError, match=r"rank 1 of 2: .*OutOfMemoryError: injected"):
         LLM(**ENGINE, logits_processors=[FAILS_TO_START])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from jinja2 import Environment, StrictUndefined
 
 from compiled_engine.bench.ablation_plots import draw_all
 from compiled_engine.bench.ablation_subject import measured, subtitle_of, whole_name
-from compiled_engine.bench.plot_style import DARK, LIGHT
+from compiled_engine.bench.page_style import STYLE, facts, pictures
 
 PAGE = """<!doctype html>
 <html lang="en">
@@ -21,32 +19,7 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
 <title>Ablation: {{ result.model.name }}</title>
-<style>
-:root { --paper: #fbfbf9; --ink: #1f2328; --muted: #646c76; --line: #e3e3de; --accent: #0a6c74; --bad: #b3261e; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #14171a; --ink: #dfe3e7; --muted: #949ca6; --line: #2c3238; --accent: #63c3c9; --bad: #f0857c; }
-}
-body { margin: 0 auto; padding: 2rem 1.2rem 5rem; max-width: 86rem; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; font-variant-numeric: tabular-nums; }
-h1 { margin: 0; font-size: 1.7rem; letter-spacing: -0.02em; }
-h2 { margin: 2.6rem 0 0.6rem; font-size: 1.15rem; }
-p { max-width: 46rem; }
-.muted { color: var(--muted); } .bad { color: var(--bad); } .whole { font-weight: 650; color: var(--accent); }
-figure { margin: 1.4rem 0; } img { display: block; width: 100%; max-width: 58rem; height: auto; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: 0.9rem; }
-th, td { padding: 0.32rem 0 0.32rem 1.4rem; text-align: right; border-bottom: 1px solid var(--line);
-  white-space: nowrap; }
-th { color: var(--muted); font-weight: 500; font-size: 0.8rem; vertical-align: bottom; }
-th:first-child, td:first-child { padding-left: 0; text-align: left; }
-td.bad { text-align: left; }
-td small { display: block; color: var(--muted); }
-tr.bound td { color: var(--bad); border-bottom: none; }
-pre { padding: 0.7rem 0.9rem; border: 1px solid var(--line); border-radius: 6px; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, monospace; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 0.25rem 1.4rem; margin: 0; font-size: 0.9rem; }
-dt { color: var(--muted); } dd { margin: 0; overflow-wrap: anywhere; }
-</style>
+<style>{{ style | safe }}</style>
 </head>
 <body>
 <h1>What each part of the engine is worth</h1>
@@ -101,10 +74,6 @@ def write_page(result: Mapping[str, Any], folder: Path) -> Path:
 
 def render(result: Mapping[str, Any]) -> str:
     """The page; plots are inside, once for light and once for dark."""
-    light, dark = draw_all(result, LIGHT), draw_all(result, DARK)
-    plots = [
-        {"text": name.replace("_", " "), "light": _base64(light[name]), "dark": _base64(dark[name])} for name in light
-    ]
     headings, bounds = _headings_and_bounds(result)
     records = result["variants"]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -112,15 +81,12 @@ def render(result: Mapping[str, Any]) -> str:
         result=result,
         subtitle=subtitle_of(result),
         whole=whole_name(records),
-        plots=plots,
+        style=STYLE,
+        plots=pictures(lambda theme: draw_all(result, theme)),
         headings=headings,
         bounds=bounds,
         rows=[_row(record, list(result["bound"]["tpot_ms"])) for record in records],
-        conditions=[
-            (name.capitalize(), {key: _shown(value) for key, value in result[name].items()})
-            for name in ("options", "workload", "model", "machine", "versions")
-            if result[name]
-        ],
+        conditions=facts(result, ("options", "workload", "model", "machine", "versions")),
     )
 
 
@@ -149,11 +115,3 @@ def _cell(measured: Mapping[str, Any] | None, digits: int, unit: float = 1) -> d
         return {"median": "", "spread": ""}
     low, high = (f"{value / unit:,.{digits}f}" for value in measured["spread"])
     return {"median": f"{measured['median'] / unit:,.{digits}f}", "spread": f"{low} to {high}" if low != high else ""}
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode()

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
+from compiled_engine.bench.bounds import Chunk, model_sizes, step_bytes
+from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.bench.machine import model_record, provenance
 from compiled_engine.bench.workloads import summary
 from compiled_engine.llm import LLM
@@ -56,8 +59,10 @@ def compare(
     measured with one thread and with all; the engine chooses for itself. All prompts have the same length, so that no
     way has to pad.
 
-    results: "one" and "many", each with engine: tokens per second with median and spread; transformers: a list of way,
-    threads, and tokens_per_s; fastest: the one of these with the highest median; ratio: the engine's median by its.
+    results: "one" and "many", each with engine: tokens per second with median and spread; bandwidth_share: what the
+    engine's steps must read in that time (weights and contexts), as a share of what a large copy moves; transformers: a
+    list of way, threads, and tokens_per_s; fastest: the one of these with the highest median; ratio: the engine's
+    median by its. rates: what a large copy and a large product reach.
     Raises ValueError for an unknown way, RuntimeError if a contender generates another number of tokens.
     """
     for way in ways:
@@ -71,6 +76,7 @@ def compare(
         prompts = _prompts(config.model.vocab_size, num_requests, prompt_len)
         params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, detokenize=False)
         engine: Contender = partial(_engine, llm, params)
+        sizes, rates = model_sizes(config.model), device_rates(config.device, config.model.dtype)
         results: dict[str, dict[str, Any]] = {}
         for name, batch in (("one", prompts[:1]), ("many", prompts)):
             theirs = {
@@ -82,16 +88,19 @@ def compare(
             with progress.stage(f"{len(batch)} requests", total=(repeats + 1) * (len(theirs) + 1)) as advance:
                 ours, others = _take_turns(engine, theirs, batch, output_len, repeats, advance)
             records: list[dict[str, Any]] = [
-                {"way": way, "threads": threads, "tokens_per_s": summary(rates)}
-                for (way, threads), rates in others.items()
+                {"way": way, "threads": threads, "tokens_per_s": summary(measured)}
+                for (way, threads), measured in others.items()
             ]
             found = results[name] = {"engine": summary(ours), "transformers": records, "fastest": None}
+            read = step_bytes(sizes, [Chunk(prompt_len + output_len / 2, 1)] * len(batch))
+            found["bandwidth_share"] = found["engine"]["median"] / len(batch) * read / rates.bytes_per_s
             if records:  # a single request has none if continuous batching alone was asked for
                 found["fastest"] = max(records, key=lambda record: record["tokens_per_s"]["median"])
                 found["ratio"] = found["engine"]["median"] / found["fastest"]["tokens_per_s"]["median"]
         return {
             "benchmark": "transformers",
             "results": results,
+            "rates": asdict(rates),
             "workload": {"requests": num_requests, "prompt_len": prompt_len, "output_len": output_len},
             "repeats": repeats,
             "model": model_record(config, None),

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from compiled_engine.bench.bounds import Rates
+from compiled_engine.bench.host import host_record, installed_versions, today
 from compiled_engine.config import EngineConfig
 
 PACKAGES = ("compiled-engine", "torch", "triton", "transformers", "flash-attn")
@@ -26,24 +22,12 @@ def machine_record(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         record |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return record | {
-        "processor": _processor(),
-        "cores": cores,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": platform.system(),
-    }
+    return record | host_record() | {"threads": torch.get_num_threads()}
 
 
 def versions_record() -> dict[str, str]:
     """Versions of Python, CUDA and the packages that matter, of those that are installed."""
-    versions = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions = installed_versions(PACKAGES)
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
     return versions
@@ -51,8 +35,7 @@ def versions_record() -> dict[str, str]:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """What every result of a benchmark states of its origin: date (of today, ISO), machine, versions."""
-    date = datetime.date.today().isoformat()
-    return {"date": date, "machine": machine_record(device), "versions": versions_record()}
+    return {"date": today(), "machine": machine_record(device), "versions": versions_record()}
 
 
 def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
@@ -90,13 +73,3 @@ def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | No
         "options": given | ({"shape": shape} if shape else {}),
         "rates": asdict(rates),
     }
-
-
-def _processor() -> str:
-    """The processor's name where the system tells it, else its architecture."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.machine()

@@ -234,3 +234,20 @@ def takes_options(
     wrapper.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
     wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *added)}
     return wrapper
+
+
+def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
+    """What stands on a command line for these values; the reverse of reading them."""
+    words: list[str] = []
+    for argument in arguments:
+        if argument.name not in given:
+            continue
+        value = given[argument.name]
+        if argument.type is bool:
+            on, _, off = argument.written.partition("/")
+            words.append(on if value or not off else off)
+        elif isinstance(value, tuple | list):
+            words += [word for each in value or (0,) for word in (argument.written, str(each))]
+        else:
+            words += [argument.written, str(value)]
+    return words

@@ -11,9 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from compiled_engine.bench.shapes import SHAPES
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
+from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_plot import plot
+from compiled_engine.cli.bench_serve import serve
 from compiled_engine.cli.bench_startup import startup
 from compiled_engine.cli.bench_step import step
 from compiled_engine.cli.bench_table import compare, table
@@ -25,7 +28,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (table, compare, ablation, plot, startup, step):
+for command in (table, compare, ablation, plot, startup, step, serve, http):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]
@@ -35,6 +38,10 @@ ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Witho
 def against_transformers(
     *,
     model: ModelFolder = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"Write and use a random checkpoint of this shape: {', '.join(SHAPES)}."),
+    ] = None,
     mode: Annotated[str, typer.Option(help="eager, compiled, graphed or auto.")] = "auto",
     requests: Annotated[int, typer.Option(min=1, help="Requests in the batch.")] = 32,
     prompt_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
@@ -51,20 +58,31 @@ def against_transformers(
     Its ways are generate with a growing cache, with a static one, with a static one and torch.compile (compiled), and
     continuous batching; on a CPU each with one thread and with all. The tokens are greedy, and as many as asked for.
 
-    JSON: benchmark, results (one, many: engine, transformers, fastest, ratio), workload, repeats, date, machine,
-    model, options, versions, command.
+    JSON: benchmark, results (one, many: engine, bandwidth_share, transformers, fastest, ratio), rates, workload,
+    repeats, date, machine, model, options, versions, command.
 
     Examples:
 
       compiled-engine bench transformers
 
+      compiled-engine bench transformers --shape qwen2.5-0.5b --way generate
+
       compiled-engine bench transformers --requests 8 --way generate --way continuous --json
     """
-    with bad_input_is_reported():
-        from compiled_engine.bench.against_transformers import compare
+    with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
         from compiled_engine.process.progress import RichProgress
 
-        result = compare(model, mode, requests, prompt_len, output_len, repeats, way or (), RichProgress())
+        progress = RichProgress()
+        if model is not None and shape is not None:
+            raise ValueError(f"model is {model} and shape is {shape}; allowed: one of the two, or neither")
+        if shape is not None:
+            from compiled_engine.bench.load_rate import write_random_checkpoint
+            from compiled_engine.resolve.engine import resolve_device
+
+            model = write_random_checkpoint(Path(temporary), shape, resolve_device("auto", {}), progress)
+        from compiled_engine.bench.against_transformers import compare
+
+        result = compare(model, mode, requests, prompt_len, output_len, repeats, way or (), progress)
         result["command"] = command_line()
     if as_json:
         print_json(result)
@@ -79,7 +97,7 @@ def load(
     *,
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder to load.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="Write and load a random checkpoint of this shape: qwen3-0.6b, qwen3-8b.")
+        str | None, typer.Option(help=f"Write and load a random checkpoint of this shape: {', '.join(SHAPES)}.")
     ] = None,
     folder: Annotated[Path | None, typer.Option(help="Where to write it; without it a temporary folder.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from compiled_engine.bench.shapes import SHAPES
+
 if TYPE_CHECKING:
     from compiled_engine.bench.workloads import Rounds
     from compiled_engine.llm import LLM
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-ShapeName = Annotated[str | None, typer.Option(help="Random weights of this shape: qwen3-0.6b, qwen3-8b.")]
+ShapeName = Annotated[str | None, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measured rounds.")]
 WarmUp = Annotated[int, typer.Option("--warm-up", min=0, help="Rounds before the first that is measured.")]
 Batch = Annotated[list[int] | None, typer.Option(min=1, help="Batch size; may be repeated.")]

@@ -66,6 +66,12 @@ def write_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
     return write_plots(result, folder)
 
 
+def write_serving(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    from compiled_engine.bench.serving.plots import write_plots
+
+    return write_plots(result, folder)
+
+
 def _has_variants(result: Mapping[str, Any]) -> bool:
     from compiled_engine.bench.ablation_subject import measured
 

@@ -33,6 +33,9 @@ def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
             row = _with_spread(record["tokens_per_s"], 0, repeats)
             table.add_row(f"transformers {record['way']}", str(record["threads"]), *row)
         out.print(aligned(table, 1))
+        out.print(
+            f"share of the memory bandwidth that the engine reads at: {found['bandwidth_share']:.0%}", highlight=False
+        )
         fastest = found["fastest"]
         if fastest is not None:
             out.print(

@@ -26,6 +26,12 @@ SERVER_ARGUMENTS = (
         flag="--allow-chat-template-kwarg",
         convert=tuple,
     ),
+    Argument(
+        "prefix_cache_salt_per_key",
+        bool,
+        "Requests of different API keys share nothing in the prefix cache.",
+        flag="--prefix-cache-salt-per-key",
+    ),
     Argument("strict", bool, "Refuse unknown fields of requests instead of ignoring them.", flag="--strict"),
     Argument("shutdown_timeout", float, "Seconds for which requests under way may go on after SIGTERM."),
     Argument("uvicorn_log_level", str, "critical, error, warning, info, debug or trace."),

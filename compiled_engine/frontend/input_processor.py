@@ -144,6 +144,7 @@ class InputProcessor:
                 sampling_params=_of_completion(params, index, max_tokens),
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
+                cache_salt=prompt.cache_salt,
             )
             for index in range(params.n)
         )

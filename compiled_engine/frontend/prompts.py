@@ -8,10 +8,14 @@ from numbers import Integral
 from typing import Any, TypeAlias
 
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
-"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run."""
+"""Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run.
+
+A dict may also have a "cache_salt", text: only prompts of one salt share a prefix in the KV cache.
+"""
 
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
-KEYS = ("prompt", "prompt_token_ids")
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+LONGEST_SALT = 256  # characters
 
 _LONG_TEXT = 8192  # characters
 
@@ -23,6 +27,7 @@ class Prompt:
     name: str
     text: str | None
     token_ids: tuple[int, ...] | None
+    cache_salt: str | None = None
 
 
 def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
@@ -48,18 +53,28 @@ def _parse(name: str, prompt: Any) -> Prompt:
         raise TypeError(f"{name} must be {FORMS}, got {prompt!r}")
     unknown = [key for key in prompt if key not in KEYS]
     if unknown:
-        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {' and '.join(map(repr, KEYS))}")
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}")
+    text, token_ids, salt = map(prompt.get, KEYS)
+    _check_salt(f"{name}['cache_salt']", salt)
     if text is None and token_ids is None:
         raise ValueError(f"{name} must have 'prompt' or 'prompt_token_ids', got {prompt!r}")
     if not isinstance(text, str | None):
         raise TypeError(f"{name}['prompt'] must be a string, got {text!r}")
     if token_ids is None:
-        return Prompt(f"{name}['prompt']", text, None)
+        return Prompt(f"{name}['prompt']", text, None, salt)
     name = f"{name}['prompt_token_ids']"
     if not _is_sequence(token_ids):
         raise TypeError(f"{name} must be a list of token ids, got {token_ids!r}")
-    return Prompt(name, text, _parse_token_ids(name, token_ids))
+    return Prompt(name, text, _parse_token_ids(name, token_ids), salt)
+
+
+def _check_salt(name: str, salt: Any) -> None:
+    if not isinstance(salt, str | None):
+        raise TypeError(f"{name} must be a string, got {salt!r}")
+    if salt is not None and not 1 <= len(salt) <= LONGEST_SALT:
+        raise ValueError(f"{name} must have 1 to {LONGEST_SALT} characters, got {len(salt)}")
+    if salt is not None and any("\ud800" <= character <= "\udfff" for character in salt):
+        raise ValueError(f"{name} must be valid Unicode, got {salt!r}")
 
 
 def _parse_token_ids(name: str, token_ids: Sequence[Any]) -> tuple[int, ...]:

@@ -32,14 +32,20 @@ def resolve_parallel(
 
 def _check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
-    for what, count in (("attention heads", model.num_heads), ("rows of the MLP", model.intermediate_size)):
-        if count % size:
-            raise ValueError(f"tensor_parallel_size is {size}, which does not divide the model's {count} {what}")
-    if model.num_kv_heads % size and size % model.num_kv_heads:
+    if model.intermediate_size % size:
         raise ValueError(
-            f"tensor_parallel_size is {size}; allowed: a divisor or a multiple of the model's "
-            f"{model.num_kv_heads} KV heads"
+            f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP"
         )
+    for heads in dict.fromkeys(map(model.heads_of, range(model.num_layers))):
+        if heads.num_heads % size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, which does not divide the model's {heads.num_heads} attention heads"
+            )
+        if heads.num_kv_heads % size and size % heads.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size is {size}; allowed: a divisor or a multiple of the model's "
+                f"{heads.num_kv_heads} KV heads"
+            )
 
 
 def _check_executor(options: EngineOptions) -> None:

@@ -107,20 +107,16 @@ class Runner:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        is_divided = config.local_model.vocab_size != config.model.vocab_size
-        self.model = ModelForward(
-            model,
-            self._compiled,
-            named,
-            capture.on_attention if capture else None,
-            self._group.gather_columns if is_divided else None,
-        )
+        gather = self._group.gather_columns if config.local_model.vocab_size != config.model.vocab_size else None
+        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None, gather)
 
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
-        case = AttentionCase.of(config.local_model, config.cache.block_size, config.device)
+        cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
+        # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
+        planned = cases[0] if len(cases) == 1 else None
         self.buffers = InputBuffers(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
@@ -128,8 +124,10 @@ class Runner:
             self.states.writes,
             config.device,
             get_backend(config.attention_backend).work_length(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, case
-            ),
+                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, planned
+            )
+            if planned
+            else 0,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._kv_caches = kv_cache.allocate(config, 1)
@@ -140,7 +138,7 @@ class Runner:
             self.buffers,
             self._kv_caches,
             config.attention_backend,
-            case,
+            planned,
             scheduler.max_model_len,
         )
 

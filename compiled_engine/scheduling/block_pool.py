@@ -24,6 +24,11 @@ def hash_block(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256((parent or _ROOT) + array("i", token_ids).tobytes()).digest()
 
 
+def salt_root(salt: str | None) -> bytes | None:
+    """What stands before a sequence's first block: sequences of different salts have no block in common."""
+    return None if salt is None else hashlib.sha256(b"salt" + salt.encode()).digest()
+
+
 class BlockPool:
     """`num_blocks` blocks with reference counts; those without references wait in a free list.
 

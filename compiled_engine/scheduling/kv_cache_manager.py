@@ -152,4 +152,5 @@ class KVCacheManager:
         """Know the hashes of the first `count` blocks."""
         hashes, size = request.block_hashes, self.block_size
         for start in range(len(hashes) * size, count * size, size):
-            hashes.append(hash_block(hashes[-1] if hashes else None, request.token_ids[start : start + size]))
+            parent = hashes[-1] if hashes else request.prefix_root
+            hashes.append(hash_block(parent, request.token_ids[start : start + size]))

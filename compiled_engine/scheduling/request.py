@@ -12,6 +12,7 @@ from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.sampling.token_mask import TokenMask
+from compiled_engine.scheduling.block_pool import salt_root
 from compiled_engine.scheduling.stop import StopRule
 
 
@@ -36,6 +37,7 @@ class Request:
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length, prompt included, at which it ends.
     ending_ids: the tokens that may end it sooner, and what comes in place of a token.
+    prefix_root: stands for what comes before the first token; only requests with the same one share blocks.
     token_mask: says which tokens may come, so that all have to be known before one is sampled; None for no mask.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
@@ -61,6 +63,7 @@ class Request:
     ending_ids: frozenset[int]
     token_mask: TokenMask | None
     num_tokens: int
+    prefix_root: bytes | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -94,6 +97,7 @@ class Request:
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             token_mask=token_mask,
             num_tokens=num_prompt_tokens,
+            prefix_root=salt_root(request.cache_salt),
         )
         made.set_steady_limits()
         return made

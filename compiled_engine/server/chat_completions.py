@@ -12,6 +12,7 @@ from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.request_stream import OutputKind
+from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
 from compiled_engine.server.chat_protocol import (
     AnswerMessage,
@@ -42,7 +43,8 @@ async def chat_completions(request: Request) -> Reply:
     prompt = await unless_gone(request.receive, chat_prompt(serving, fields, ignored))
     answer = _Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
     kind: OutputKind = "delta" if fields.streams else "final"
-    outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages")
+    salt = cache_salt(request, fields)
+    outputs = generate(serving, [prompt.prompt], prompt.params, kind, fields.priority or 0, "messages", salt)
     if fields.streams:
         return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
     return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)

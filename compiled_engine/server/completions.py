@@ -15,6 +15,7 @@ from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestO
 from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.completion_protocol import (
     CompletionChoice,
     CompletionRequest,
@@ -39,7 +40,7 @@ async def completions(request: Request) -> Reply:
     answer = _answer(serving, fields)
     prompts: list[Any] = [answer.prompt(serving, each) for each in parse_prompts(fields.prompt)]
     kind: OutputKind = "delta" if fields.streams else "final"
-    outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0)
+    outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
     if fields.streams:
         return EventStream(with_errors(_events(answer, await begun(outputs))), warned(ignored))
     return json_response(await unless_gone(request.receive, _whole(answer, outputs)), ignored)

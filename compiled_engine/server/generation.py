@@ -13,6 +13,7 @@ from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.cache_salt import salted
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
 from compiled_engine.server.serving import Serving
 
@@ -30,8 +31,10 @@ async def generate(
     output: OutputKind,
     priority: int = 0,
     field: str = "prompt",
+    salt: str | None = None,
 ) -> Outputs:
     """Each output with the index of its prompt. Closing it ends what has not ended. field: where the prompts are from.
+    salt: only requests that have the same one share what the prefix cache holds.
 
     Raises ApiError: 400 for what the engine refuses, 503 if there is too much to do, 500 if the engine fails.
     """
@@ -39,7 +42,7 @@ async def generate(
     if completions > most:
         raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
     with serving.admission.admit(completions):
-        streams = [_of_prompt(serving, prompt, params, output, priority, field) for prompt in prompts]
+        streams = [_of_prompt(serving, salted(prompt, salt), params, output, priority, field) for prompt in prompts]
         if len(streams) > 1:
             async with aclosing(_merged(streams)) as outputs:
                 async for each in outputs:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from compiled_engine.server.cache_salt import KEY
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
@@ -62,6 +63,7 @@ class RequestScope:
             return True
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
+        scope.setdefault("state", {})[KEY] = given
         matches = [hmac.compare_digest(given, each) for each in self._keys]
         return scheme.lower() == b"bearer" and any(matches)
 

@@ -50,6 +50,8 @@ class ServerOptions:
     chat_template: a file or a Jinja template, instead of the checkpoint's. tool_call_parser, reasoning_parser: the
     name of one, "auto" for what the template asks for, "none". chat_template_kwargs: the names of
     `chat_template_kwargs` that requests may give.
+    prefix_cache_salt_per_key: requests of different API keys share nothing in the prefix cache, so that nobody can
+    find out by the clock how another key's prompts begin.
     strict: a field that nobody knows is an error, not a warning. shutdown_timeout: seconds for which requests under
     way may go on after SIGTERM.
     ssl_keyfile, ssl_certfile: serve HTTPS with these. root_path: what a proxy has cut off paths.
@@ -63,6 +65,7 @@ class ServerOptions:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")
+    prefix_cache_salt_per_key: bool = False
     strict: bool = False
     shutdown_timeout: float = 30.0
     uvicorn_log_level: str = "info"
@@ -87,6 +90,8 @@ class ServerOptions:
                 raise ValueError(f"{name} has an empty entry; allowed: text")
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
             raise ValueError("api_key holds a character that no header can; allowed: printable ASCII")
+        if self.prefix_cache_salt_per_key and not self.api_key:
+            raise ValueError("prefix_cache_salt_per_key needs an api_key; without one all requests are alike")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError("ssl_keyfile and ssl_certfile must be given together")
         for limit in fields(Limits):

@@ -49,7 +49,6 @@ REFUSED: dict[str, Refused] = {
     "media_io_kwargs": Refused("input is text", ({},)),
     "mm_processor_kwargs": Refused("input is text", ({},)),
     "prompt_embeds": Refused("prompts are text or token ids"),
-    "cache_salt": Refused("the prefix cache has no salt", ("",)),
     "token_mask": Refused("it is an object of Python; only LLM takes one"),
     "structured_outputs": Refused(STRUCTURED),
     **{name: Refused(STRUCTURED) for name in ("json_schema", "regex", "grammar", "ebnf")},

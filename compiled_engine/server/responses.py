@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.server.cache_salt import cache_salt
 from compiled_engine.server.chat_prompt import ChatPrompt, chat_prompt
 from compiled_engine.server.chat_protocol import ChatRequest
 from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request, shown
@@ -49,7 +50,8 @@ async def responses(request: Request) -> Reply:
     prompt = await unless_gone(request.receive, chat_prompt(serving, chat, ignored))
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)
     # Always in parts: how many tokens are reasoning shows only while they come.
-    outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input")
+    salt = cache_salt(request, fields)
+    outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt)
     if fields.streams:
         return EventStream(_stream(events, _events(events, prompt, chat, await begun(outputs))), warned(ignored))
     return json_response(await unless_gone(request.receive, _whole(events, prompt, chat, outputs)), ignored)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.value_checks import LARGEST_SCALE, SMALLEST_SCALE
 from compiled_engine.server.errors import bad_request, blamed_on_request
@@ -60,6 +61,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     extra_args: dict[str, Any] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=LONGEST_SALT)] | None = None
 
     @property
     def streams(self) -> bool:
@@ -68,7 +70,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
 
 # Fields that stand for themselves; the others are `logprobs`, which completions and chats have in forms of their own,
 # and token_mask, an object.
-OTHERS = {"model", "stream", "stream_options", "logit_bias", "priority", "return_token_ids"}
+OTHERS = {"model", "stream", "stream_options", "logit_bias", "priority", "return_token_ids", "cache_salt"}
 SAME = tuple(name for name in SamplingFields.__struct_fields__ if name not in OTHERS)
 
 

@@ -1,0 +1,148 @@
+"""What HTTP costs: the same requests through the engine's own API, and through its server with streaming."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from compiled_engine.bench.serving.arrivals import Rate
+from compiled_engine.bench.serving.http_workload import HttpWorkload
+from compiled_engine.bench.serving.lengths import parse_lengths
+from compiled_engine.bench.serving.measure import LoadPlan, measure
+from compiled_engine.bench.serving.processes import Ready, offline, server
+from compiled_engine.bench.serving.prompts import PlannedRequest, RandomPrompts
+from compiled_engine.bench.serving.target import find_model, parse_target
+from compiled_engine.bench.workloads import summary
+from compiled_engine.process.progress import Progress
+
+# A run at a rate has so many times the requests of the workload: long enough for a steady state.
+TIMES = 2
+WARM_UPS = 8
+TIMEOUT_S = 600.0
+
+Say = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class HttpPlan:
+    """options: of the engine; arguments: the same as on a command line. servers: of each that is to be measured, its
+    further arguments. share: of the saturating rate at which latencies are measured. starts: how often engine and
+    server are started again, for the time of a start."""
+
+    options: Mapping[str, Any]
+    arguments: Sequence[str]
+    workload: HttpWorkload
+    servers: Sequence[Sequence[str]]
+    share: float
+    repeats: int
+    starts: int
+    processes: int
+
+
+def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
+    """The result; `say` gets it after each part, so that a part that fails loses none before it.
+
+    {"benchmark": "http", "offline": output_throughput (median, spread), mixed_step_ms; "servers": of each its
+    arguments, output_throughput and its ratio to offline, runs (the figures of `bench serve`), cpu_s (processor time of
+    each process in the repeats); "ready_s": of offline and server, "start_difference_s"; date, machine, versions,
+    model}. Raises ProcessError.
+    """
+    with progress.stage("offline", total=1) as advance:
+        found = offline(plan.options, asdict(plan.workload), plan.repeats)
+        advance(1)
+    ready: dict[str, list[float]] = {"offline": [], "server": []}  # of warm starts; the one before may have compiled
+    result: dict[str, Any] = {
+        "benchmark": "http",
+        "workload": asdict(plan.workload),
+        "repeats": plan.repeats,
+        "offline": {
+            "output_throughput": summary(found["output_throughput"]),
+            "mixed_step_ms": found["mixed_step_ms"],
+        },
+        "servers": [],
+        **{name: found[name] for name in ("date", "machine", "versions", "model")},
+    }
+    say(result)
+    for arguments in plan.servers:
+        with server([*plan.arguments, *arguments]) as started:
+            result["servers"].append(_measure_server(plan, arguments, started, result["offline"], progress))
+        if not arguments:
+            ready["server"].append(started.ready_s)
+        say(result)
+    with progress.stage("starts", total=plan.starts) as advance:
+        for number in range(plan.starts):
+            ready["offline"].append(offline(plan.options, None, 0)["ready_s"])
+            if number >= len(ready["server"]):
+                with server(plan.arguments) as started:
+                    ready["server"].append(started.ready_s)
+            advance(1)
+            result["ready_s"] = {name: summary(values) for name, values in ready.items() if values}
+            say(result)
+    return result
+
+
+def _measure_server(
+    plan: HttpPlan, arguments: Sequence[str], started: Ready, beside: Mapping[str, Any], progress: Progress
+) -> dict[str, Any]:
+    """All at once, repeated; then a share of the rate at which the server is saturated."""
+    generator = random.Random(plan.workload.seed + 1)
+    before = started.cpu_s()
+    runs = []
+    for _ in range(plan.repeats + 1):  # the first warms up
+        shift = generator.randrange(plan.workload.vocab_size)
+        prompts, lengths = plan.workload.requests(shift)
+        planned = [PlannedRequest(prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+        runs += measure(_load(plan, started.url, tuple(planned), (Rate(float("inf")),)), progress)["runs"]
+    after = started.cpu_s()
+    rates = (Rate(float("inf")), Rate(plan.share, is_share=True))
+    lengths_drawn = parse_lengths("length", f"uniform:{plan.workload.least}:{plan.workload.most}")
+    drawn = RandomPrompts(lengths_drawn, lengths_drawn, 0, 1, plan.workload.vocab_size)
+    saturated, steady = measure(_load(plan, started.url, drawn, rates), progress)["runs"]
+    throughput = summary([run["output_throughput"] for run in runs[1:]])
+    return {
+        "arguments": list(arguments),
+        "output_throughput": throughput,
+        "ratio": throughput["median"] / beside["output_throughput"]["median"],
+        "ttft_p99_by_median": steady["ttft_ms"]["p99"] / steady["ttft_ms"]["median"],
+        "itl_p99_by_mixed_step": steady["itl_ms"]["p99"] / beside["mixed_step_ms"],
+        "repeats": runs[1:],
+        "saturated": saturated,
+        "steady": steady,
+        "wall_s": sum(run["duration_s"] for run in runs),
+        "cpu_s": {name: after[name] - before.get(name, 0.0) for name in after},
+    }
+
+
+def _load(
+    plan: HttpPlan, url: str, prompts: RandomPrompts | tuple[PlannedRequest, ...], rates: tuple[Rate, ...]
+) -> LoadPlan:
+    """Streams whose every part has token ids: so each token is an event, whether or not it is text yet."""
+    target = parse_target(url, None, [])
+    count = plan.workload.num_requests
+    return LoadPlan(
+        target=target,
+        model=find_model(target, None, 0.0)[0],
+        endpoint="completions",
+        prompts=prompts,
+        wanted=TIMES * count if isinstance(prompts, RandomPrompts) else count,
+        fields={
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "temperature": plan.workload.temperature,
+        },
+        rates=rates,
+        ramp=None,
+        burstiness=1.0,
+        concurrency=count,
+        warm_ups=0,
+        timeout_s=TIMEOUT_S,
+        processes=plan.processes,
+        seed=plan.workload.seed,
+        goodput={},
+        percentiles=(90.0, 95.0, 99.0),
+        detailed=False,
+    )

@@ -1,0 +1,99 @@
+"""`compiled-engine bench http`: the same requests through the engine's own API and through its server."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.bench.host import require_httptools
+from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, as_written, takes_engine_options
+from compiled_engine.cli.bench_engine import AsJson, ShapeName, command_line, engine_options, print_json, resolved
+from compiled_engine.cli.errors import bad_input_is_reported, written_to
+from compiled_engine.cli.output_folder import make_folder
+
+
+@takes_engine_options
+def http(
+    *,
+    engine: dict[str, Any],
+    shape: ShapeName = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option(help="Options of a server to measure beside the default one, in quotes; may be repeated."),
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Of the saturating rate, at which latencies are measured.")
+    ] = 0.7,
+    repeats: Annotated[int, typer.Option(min=1, help="Of the workload, offline and through each server.")] = 3,
+    starts: Annotated[int, typer.Option(min=0, help="Of the engine and of its server, once it is compiled.")] = 2,
+    client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="File for the JSON, written anew after each part.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What HTTP costs: a workload offline and through the server, latencies under steady load, and the two starts.
+
+    On a GPU workload T of the table, on a CPU a small one. Every answer is streamed, each token as an event. Then
+    requests of the same kind come at random times, with a share of the rate that saturates the server.
+
+    Engine and servers run in fresh processes. With --shape the checkpoint has a tokenizer of 151,000 tokens.
+
+    JSON: benchmark, workload, repeats, offline (output_throughput, mixed_step_ms), servers (arguments,
+    output_throughput, ratio to offline, saturated and steady: as a run of `bench serve`), ready_s, date, machine,
+    model, versions, command.
+
+    Examples:
+
+      compiled-engine bench http --repeats 2
+
+      compiled-engine bench http --shape qwen3-0.6b --max-model-len 4096 --output http.json
+    """
+    with bad_input_is_reported(), engine_options(engine, shape) as options:
+        require_httptools()
+        from compiled_engine.bench.large_tokenizer import write_tokenizer
+        from compiled_engine.bench.machine import plain_options
+        from compiled_engine.bench.serving.beside_offline import HttpPlan, compare
+        from compiled_engine.bench.serving.http_workload import ON_CPU, ON_GPU
+        from compiled_engine.process.progress import RichProgress
+
+        if output is not None and output.is_dir():
+            raise ValueError(f"output is {str(output)!r}, a folder; allowed: a file")
+        if output is not None:
+            make_folder("output", output.absolute().parent)
+        if shape is not None:
+            write_tokenizer(Path(options["model"]))
+        on_gpu = resolved(options).device.type == "cuda"
+        plain = plain_options(options)
+        plan = HttpPlan(
+            options=plain,
+            arguments=as_written(ENGINE_ARGUMENTS, options),
+            workload=ON_GPU if on_gpu else ON_CPU,
+            servers=[(), *(shlex.split(each) for each in server or ())],
+            share=share,
+            repeats=repeats,
+            starts=starts,
+            processes=client_processes,
+        )
+
+        def complete(result: Mapping[str, Any]) -> dict[str, Any]:
+            model = {**result["model"], "name": shape or result["model"]["name"]}
+            return {**result, "model": model, "command": command_line()}
+
+        def keep(result: Mapping[str, Any]) -> None:
+            if output is not None:
+                with written_to(output):
+                    output.write_text(json.dumps(complete(result), indent=1) + "\n")
+
+        result = complete(compare(plan, RichProgress(), keep))
+    if as_json:
+        print_json(result)
+    else:
+        from compiled_engine.cli.serving_text import print_beside_offline
+
+        print_beside_offline(result)

@@ -1,0 +1,188 @@
+"""`compiled-engine bench serve`: load on an OpenAI-compatible server, and what its clients get to see."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from compiled_engine.bench.host import require_httptools
+from compiled_engine.cli.bench_engine import AsJson, command_line, print_json
+from compiled_engine.cli.bench_plot import make_plot_folder, write_serving
+from compiled_engine.cli.errors import bad_input_is_reported, written_to
+from compiled_engine.cli.output_folder import make_folder
+
+LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST"
+
+
+def serve(
+    *,
+    url: Annotated[str, typer.Option("--url", "--base-url", help="The server.")] = "http://127.0.0.1:8000",
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions",
+    model: Annotated[str | None, typer.Option(help="Name to ask for; without it the server's first.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="Key for the server.", envvar="OPENAI_API_KEY", show_default=False)
+    ] = None,
+    header: Annotated[list[str] | None, typer.Option(help="NAME=VALUE of each request; may be repeated.")] = None,
+    request_rate: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Requests per second; inf: all at once. Several, with commas or repeated, make a sweep; 70% is a share"
+            " of what an earlier inf completed."
+        ),
+    ] = None,
+    burstiness: Annotated[
+        float, typer.Option(help="Shape of the gamma distribution of gaps: 1 is Poisson, less comes in bursts.")
+    ] = 1.0,
+    ramp: Annotated[
+        str | None, typer.Option(help="START:END or exponential:START:END: a rate that changes, instead of one.")
+    ] = None,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", "--max-concurrency", min=1, help="Requests under way at most.")
+    ] = None,
+    num_requests: Annotated[
+        int | None,
+        typer.Option("--num-requests", "--num-prompts", min=1, help="Of each rate: 100, or as many as the dataset."),
+    ] = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before, which do not count.")] = 1,
+    input_len: Annotated[
+        str | None,
+        typer.Option("--input-len", "--random-input-len", help=f"Tokens of a random prompt: {LENGTHS_HELP}."),
+    ] = None,
+    output_len: Annotated[
+        str | None, typer.Option("--output-len", "--random-output-len", help="Tokens to ask for, in the same forms.")
+    ] = None,
+    shared_prefix: Annotated[
+        int, typer.Option("--shared-prefix", "--random-prefix-len", min=0, help="Common tokens before each prompt.")
+    ] = 0,
+    num_prefixes: Annotated[int, typer.Option(min=1, help="How many different ones there are.")] = 1,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Token ids of random prompts are below it.")] = 1000,
+    dataset: Annotated[
+        Path | None,
+        typer.Option(
+            "--dataset",
+            "--dataset-path",
+            help="JSONL instead of random prompts: prompt (text or token ids) or messages, and output_len.",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Ask for answers of full length, with a field that not all know.")
+    ] = True,
+    temperature: Annotated[float | None, typer.Option(help="Of all requests; without it the server's default.")] = None,
+    extra_body: Annotated[str | None, typer.Option(help="JSON object of further fields for every request.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts, lengths and times.")] = 0,
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="What a good answer keeps within, in ms: ttft=200,tpot=20,e2el=5000; may be repeated."),
+    ] = None,
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles to report beside the median.")] = "90,99",
+    ready_timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the server.")] = 0.0,
+    request_timeout: Annotated[float, typer.Option(min=0.001, help="Seconds for a request.")] = 600.0,
+    client_processes: Annotated[int, typer.Option(min=1, help="Processes that send and read.")] = 1,
+    save_detailed: Annotated[bool, typer.Option("--save-detailed", help="Keep the figures of each request.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="File for the JSON.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for plots.")] = None,
+    html: Annotated[Path | None, typer.Option(help="File for a page with plots, figures and conditions.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Put load on a server with OpenAI's API, and measure what its clients see, streaming.
+
+    Times are those of vLLM's benchmark: TTFT to the first token, TPOT for each further one, ITL between two parts of an
+    answer, E2EL until the last token. Tokens are counted by the server's usage. A part may hold several tokens; then
+    ITL is the time between parts, and the result says how many tokens a part has.
+
+    The client says how busy and how late it was itself. If it was, use more --client-processes.
+
+    If a request fails, the others go on, errors are counted by kind, and the exit code is 1.
+
+    JSON: benchmark, url, served_model, load, runs (name, rate, asked; requests, completed, errors; throughputs,
+    goodput; ttft_ms, tpot_ms, itl_ms, e2el_ms, each with mean, median and percentiles; timeline; client), date, machine
+    (of the client), versions, command.
+
+    Examples:
+
+      compiled-engine bench serve --request-rate 4 --num-requests 200
+
+      compiled-engine bench serve --input-len uniform:100:1024 --concurrency 64 --goodput ttft=200,tpot=20
+
+      compiled-engine bench serve --url http://host:8000 --endpoint chat --request-rate inf,25%,50%,75% --html load.html
+    """
+    with bad_input_is_reported():
+        require_httptools()
+        from compiled_engine.bench.serving.asked import Asked, make_plan
+        from compiled_engine.bench.serving.measure import measure
+        from compiled_engine.process.progress import RichProgress, SilentProgress
+
+        _check_outputs(output, plots, html)
+        plan = make_plan(
+            Asked(
+                url=url,
+                endpoint=endpoint,
+                model=model,
+                api_key=api_key,
+                header=header or (),
+                request_rate=request_rate or (),
+                burstiness=burstiness,
+                ramp=ramp,
+                concurrency=concurrency,
+                num_requests=num_requests,
+                num_warmups=num_warmups,
+                input_len=input_len,
+                output_len=output_len,
+                shared_prefix=shared_prefix,
+                num_prefixes=num_prefixes,
+                vocab_size=vocab_size,
+                dataset=dataset,
+                ignore_eos=ignore_eos,
+                temperature=temperature,
+                extra_body=extra_body,
+                seed=seed,
+                goodput=goodput or (),
+                metric_percentiles=metric_percentiles,
+                ready_timeout=ready_timeout,
+                request_timeout=request_timeout,
+                client_processes=client_processes,
+                save_detailed=save_detailed,
+            )
+        )
+        result = measure(plan, SilentProgress() if quiet else RichProgress()) | {"command": command_line()}
+        _write(result, output, plots, html)
+    if as_json:
+        print_json(result)
+    else:
+        from compiled_engine.cli.serving_text import print_load
+
+        print_load(result)
+    if any(run["errors"] for run in result["runs"]):
+        raise typer.Exit(1)
+
+
+def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -> None:
+    """Folders are made; what cannot be written is said before the work."""
+    for name, path in (("output", output), ("html", html)):
+        if path is not None and path.is_dir():
+            raise ValueError(f"{name} is {str(path)!r}, a folder; allowed: a file")
+    if output is not None:
+        make_folder("output", output.absolute().parent)
+    if html is not None:
+        make_plot_folder("html", html.absolute().parent)
+    if plots is not None:
+        make_plot_folder("plots", plots)
+
+
+def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, html: Path | None) -> None:
+    if output is not None:
+        with written_to(output):
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    if plots is not None:
+        with written_to(plots):
+            write_serving(result, plots)
+    if html is not None:
+        from compiled_engine.bench.serving.page import render
+
+        with written_to(html):
+            html.write_text(render(result), encoding="utf-8")
