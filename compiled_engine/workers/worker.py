@@ -89,7 +89,7 @@ class Worker:
         processors = resolve_logits_processors(start.logits_processors)
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group)
         self._rank, self._group, self._connection, self._results = start.rank, group, connection, results
-        self._has_failed = False
+        self._failure: Exception | None = None
         # A step is launched before the one before it has ended; on a CPU launching it is executing it.
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.device.type == "cuda":
@@ -103,7 +103,7 @@ class Worker:
                 case Step(step):
                     self._execute(step)
                 case GoOn():
-                    self._has_failed = False
+                    self._failure = None
                 case Call(number, method, arguments):
                     send(self._connection, Answer(number, getattr(self, method)(**arguments)))
                 case Stop():
@@ -114,11 +114,11 @@ class Worker:
     def _execute(self, step: SchedulerOutput) -> None:
         pending: PendingOutput
         try:
-            if self._has_failed:
-                raise RuntimeError("a step before it has failed")
+            if self._failure is not None:  # of a step before
+                raise self._failure
             pending = self.executor.submit(step)
         except Exception as error:
-            self._has_failed = True
+            self._failure = error
             runner = self.executor.runner
             between = runner.runs_begun == runner.runs_ended
             send(self._connection, StepFailed(step.step, Failed.of(error), between, runner.runs_begun))
