@@ -14,7 +14,7 @@ from compiled_engine.collectives.nccl import NcclGroup
 from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
 
 # From so many bytes on two exchanges of less are faster than one, by the number of ranks (up to it).
-ONE_SHOT_BYTES = {2: 256 << 10, 4: 128 << 10, 8: 64 << 10}
+ONE_SHOT_BYTES = {2: 512 << 10, 4: 128 << 10, 8: 64 << 10}
 # Larger tensors go through the workspace in parts.
 MOST_WORKSPACE_BYTES = 256 << 20
 # What PyTorch's kernels add up.

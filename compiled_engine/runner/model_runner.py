@@ -11,7 +11,7 @@ from torch import nn
 
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
-from compiled_engine.collectives.group import Group, StandIn, in_group
+from compiled_engine.collectives.group import Group, StandIn, gather_columns, in_group
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -107,7 +107,7 @@ class Runner:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        gather = self._group.gather_columns if config.local_model.vocab_size != config.model.vocab_size else None
+        gather = gather_columns if config.local_model.vocab_size != config.model.vocab_size else None
         self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None, gather)
 
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
