@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from compiled_engine.passes.registry import register_pass, unregister_pass
     from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
+    from compiled_engine.sampling.structured_outputs import StructuredOutputs
     from compiled_engine.sampling.token_mask import TokenMask
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "TokenMask",
     "register_pass",
     "unregister_pass",
@@ -41,6 +43,7 @@ _MODULES = {
     "Logprob": "compiled_engine.frontend.outputs",
     "RequestOutput": "compiled_engine.frontend.outputs",
     "SamplingParams": "compiled_engine.sampling.params",
+    "StructuredOutputs": "compiled_engine.sampling.structured_outputs",
     "TokenMask": "compiled_engine.sampling.token_mask",
     "register_pass": "compiled_engine.passes.registry",
     "unregister_pass": "compiled_engine.passes.registry",

@@ -71,6 +71,7 @@ class AsyncLLM:
         self._end = weakref.finalize(self, end, parts.client, parts.core, parts.streams)
         self._numbers = count()
         self._draining = False
+        self._has_vocabulary = False  # the core, of the tokenizer
 
     def generate(
         self,
@@ -129,6 +130,18 @@ class AsyncLLM:
             )
 
         return self._run(render, is_long(messages), sampling_params, request_id, output, priority)
+
+    async def prepare_structured_outputs(self) -> None:
+        """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
+
+        Raises ValueError if there is no tokenizer, or one that runs in Python.
+        """
+        self._attach()
+        if not self._has_vocabulary:
+            vocabulary = await asyncio.to_thread(lambda: self._parts.inputs.vocabulary)
+            if not self._has_vocabulary:
+                self._has_vocabulary = True
+                self._client.set_vocabulary(vocabulary)
 
     async def abort(self, request_id: str) -> None:
         """End a request: its iterator gives a last output with finish_reason "abort". Nothing if it is not known."""
@@ -230,7 +243,10 @@ class AsyncLLM:
                 raise ValueError("sampling_params.token_mask must be None unless core is 'in_process'")
             return prepared
 
-        prepared = await asyncio.to_thread(prepare) if is_long else prepare()
+        structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
+        prepared = await asyncio.to_thread(prepare) if is_long or structured else prepare()
+        if structured:
+            await self.prepare_structured_outputs()
         prepared = replace(prepared, request_id=self._new_id() if request_id is None else request_id)
         stream = self._streams.add(prepared, output)
         try:

@@ -16,7 +16,7 @@ from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputProcessor
+from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
@@ -125,7 +125,7 @@ class LLM:
         parsed = parse_prompts(prompt)
         if len(parsed) != 1:
             raise ValueError(f"prompt must be a single one, got {len(parsed)}")
-        return self._loop.run(self._inputs.process(parsed, self._params_or_default(sampling_params)), partial=True)
+        return self._loop.run(self._prepare(parsed, sampling_params), partial=True)
 
     def chat(
         self,
@@ -250,7 +250,7 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         progress = self._progress if use_tqdm else SilentProgress()
         with young_collected_alone():
-            requests = self._inputs.process(prompts, self._params_or_default(sampling_params), priority)
+            requests = self._prepare(prompts, sampling_params, priority)
             with (
                 progress.stage("generate", total=len(requests)) as advance,
                 closing(self._loop.run(requests)) as outputs,
@@ -260,10 +260,17 @@ class LLM:
                     advance(1)
         return [finished[request.request_id] for request in requests]
 
-    def _params_or_default(
-        self, given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> SamplingParams | Sequence[SamplingParams]:
-        return self._default_sampling_params if given is None else given
+    def _prepare(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[PreparedRequest]:
+        params = self._default_sampling_params if sampling_params is None else sampling_params
+        requests = self._inputs.process(prompts, params, priority)
+        if any(each.sampling_params.structured_outputs for each in requests):
+            self._require_open().set_vocabulary(self._inputs.vocabulary)
+        return requests
 
     def _require_open(self) -> EngineCore:
         if self._core is None:

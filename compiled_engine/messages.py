@@ -18,8 +18,9 @@ from compiled_engine.sampling.token_logprobs import LogprobRows
 class EngineRequest:
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
-    `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here. Only
-    requests of one `cache_salt` share a prefix in the KV cache.
+    `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
+    structured_outputs too: `grammar` is what became of them, as llguidance reads it. Only requests of one `cache_salt`
+    share a prefix in the KV cache.
     """
 
     request_id: str
@@ -28,6 +29,19 @@ class EngineRequest:
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     cache_salt: str | None = None
+    grammar: str | None = None
+
+
+@dataclass(frozen=True)
+class GrammarVocabulary:
+    """API to core: what grammars need to know of tokens. To be given before the first request with a grammar.
+
+    tokenizer: as the library `tokenizers` writes it (tokenizer.json). vocab_size: the width of the logits.
+    """
+
+    tokenizer: str
+    vocab_size: int
+    eos_token_ids: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -128,8 +142,8 @@ class StepOutputs:
 class NewRequest:
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
-    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: the steps that
-    sample it bring a token mask.
+    A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
+    with a mask (see TokenMasks).
     """
 
     request_id: str
@@ -150,7 +164,7 @@ class SchedulerOutput:
         token that the step before samples, whose id the scheduler does not know yet.
     samples: whether the step reaches a request's last token, so that a next one is sampled.
     new_block_ids: of requests that got blocks since the runner last heard of them (never a NewRequest).
-    token_masks: by request id, of masked requests that sample: the words of the mask (see sampling/token_mask.py).
+    awaits_masks: nothing is sampled before the step's TokenMasks come.
     """
 
     step: int
@@ -161,11 +175,23 @@ class SchedulerOutput:
     counts: list[int]
     samples: list[bool]
     new_block_ids: dict[str, tuple[int, ...]]
-    token_masks: dict[str, bytes] = field(default_factory=dict)
+    awaits_masks: bool = False
 
     @property
     def num_tokens(self) -> int:
         return sum(self.counts)
+
+
+@dataclass(frozen=True)
+class TokenMasks:
+    """Scheduler to runner: which tokens may come next, for the step that was sent last.
+
+    request_ids: M of its requests that sample. Others that are masked have failed: whatever they get is not used.
+    words: M masks of int32 words, one after the other (see sampling/token_mask.py).
+    """
+
+    request_ids: list[str]
+    words: memoryview
 
 
 @dataclass(frozen=True)

@@ -6,17 +6,17 @@ for each position, so a block that is shared wrongly, overwritten or stale canno
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
-from compiled_engine.sampling.token_mask import TokenMask, ask
+from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
 VOCAB_SIZE = 11
 
@@ -98,11 +98,14 @@ class FakeRunner:
         self.rows: dict[str, Row] = {}
         self.slots: dict[tuple[int, int], int] = {}
         self.last_step = 0
+        self.wanted: dict[int, dict[str, bytes]] = {}  # the masks, by step and request
         self.written: dict[int, list[tuple[int, int]]] = {}  # the slots, by step
         self.failed = False  # whether steps failed since the last one was received
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
+        """What it will produce with the right masks, which `check_masks` checks when they come."""
         self.receive(step)
+        self.wanted[step.step] = {}
         # As in a real layer: the whole step writes before anything reads.
         written = [slot for share in shares_of(step) for slot in self._write(share)]
         assert len(set(written)) == len(written), "two requests write to one slot"
@@ -127,14 +130,22 @@ class FakeRunner:
                 token_mask = self.token_masks.get(share.request_id)
                 mask = mask_of(token_mask, output_ids)
                 assert row.masked == (token_mask is not None)
-                sent = step.token_masks.get(share.request_id)
-                assert sent == (None if mask is None else mask.tobytes()), "a mask for other tokens"
+                assert step.awaits_masks or not row.masked
+                if mask is not None:
+                    self.wanted[step.step][share.request_id] = mask.tobytes()
                 token_id = next_token(row.hashes[-1], token_mask, output_ids)
                 token_ids.append(token_id)
                 wanted |= row.params.logprobs is not None
                 logprobs.append(logprobs_of(row.hashes[-1], token_id))
                 row.append(token_id)
         return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs)
+
+    def check_masks(self, step: SchedulerOutput, masks: TokenMasks, ended: Container[str]) -> None:
+        """They are those that the request's tokens so far ask for; `ended`: who needs none any more."""
+        words = np.frombuffer(masks.words, np.int32).reshape(len(masks.request_ids), num_words(VOCAB_SIZE))
+        sent = {request_id: mask.tobytes() for request_id, mask in zip(masks.request_ids, words, strict=True)}
+        wanted = self.wanted.pop(step.step)
+        assert sent == {request_id: mask for request_id, mask in wanted.items() if request_id not in ended}
 
     def receive(self, step: SchedulerOutput) -> None:
         """Take in a step's messages without computing anything."""
@@ -156,9 +167,7 @@ class FakeRunner:
             )
         ids = [share.request_id for share in shares_of(step)]
         assert len(set(ids)) == len(ids)
-        assert set(ids) <= self.rows.keys()
-        left_out = self.rows.keys() - set(ids)
-        assert all(self.rows[i].masked for i in left_out), "a request that has a row is not served"
+        assert set(ids) == self.rows.keys(), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
         several = [share.num_tokens > 1 for share in shares_of(step)]

@@ -117,6 +117,9 @@ class ScriptedEngine:
             yield RequestOutput("0", None, [1, 2], None, outputs, last, 0, RequestMetrics(time.perf_counter()))
             await asyncio.sleep(self.pause_s)
 
+    async def prepare_structured_outputs(self) -> None:
+        """The engine itself may be at work on another event loop."""
+
     async def wait_dead(self) -> str:
         await self._dead.wait()
         return self.errored or ""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from sampler_cases import logprob_entries
-from token_masks import ByLastToken
+from token_masks import ByLastToken, step_masks
 
 from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbel_triton, penalties
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
@@ -24,7 +24,7 @@ from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.step_masks import StepMasks, forbid_
+from compiled_engine.sampling.step_masks import forbid_
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
@@ -212,8 +212,8 @@ def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
     logits_SV = strided_logits(num_samples, vocab_size, torch.float32, vocab_size)
     logits_SV[::3] = torch.nan
     expected_SV, got_SV = logits_SV.clone(), to_device(logits_SV, device)
-    forbid_(expected_SV, StepMasks.of(masks_S, torch.device("cpu")))
-    edits_triton.forbid_(got_SV, StepMasks.of(masks_S, torch.device(device)))
+    forbid_(expected_SV, step_masks(masks_S, "cpu"))
+    edits_triton.forbid_(got_SV, step_masks(masks_S, device))
     torch.testing.assert_close(got_SV.cpu(), expected_SV, rtol=0, atol=0, equal_nan=True)
     assert got_SV._base is not None
     assert got_SV._base[:, vocab_size:].isnan().all()
@@ -224,7 +224,7 @@ def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
             torch.testing.assert_close(logits_V[token_id], wanted, rtol=0, atol=0, equal_nan=True)
     order = torch.from_numpy(generator.permutation(num_samples))
     shuffled_SV = logits_SV[order]
-    forbid_(shuffled_SV, StepMasks.of(masks_S, torch.device("cpu")).select(order))
+    forbid_(shuffled_SV, step_masks(masks_S, "cpu").select(order))
     torch.testing.assert_close(shuffled_SV, expected_SV[order], rtol=0, atol=0, equal_nan=True)
 
 
@@ -299,8 +299,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         index, at = torch.from_numpy(rows.astype(np.int32)), torch.from_numpy(positions)
         asked = [mask and ask(mask, outputs[row], vocab_size) for row in rows.tolist() for mask in [mask_of[row]]]
         some = any(mask is not None for mask in asked)
-        sent = [None if mask is None else mask.tobytes() for mask in asked]
-        on_cpu, on_device = (StepMasks.of(sent, torch.device(d)) if some else None for d in ("cpu", device))
+        on_cpu, on_device = (step_masks(asked, d) if some else None for d in ("cpu", device))
         expected = samplers[0].sample(logits_SV, rows, index, at, on_cpu)
         given = to_device(logits_SV, device)
         got = samplers[1].sample(given, rows, index.to(device), at.to(device), on_device)

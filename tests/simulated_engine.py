@@ -13,7 +13,7 @@ from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
-from compiled_engine.sampling.token_mask import TokenMask, ask
+from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask, ask
 from compiled_engine.scheduling.scheduler import Scheduler
 
 
@@ -89,7 +89,7 @@ class SimulatedEngine:
         params = params or SamplingParams()
         token_mask, params = params.token_mask, replace(params, token_mask=None)
         request = EngineRequest(request_id, tuple(prompt), params, eos, priority)
-        self.scheduler.add(request, token_mask)
+        self.scheduler.add(request, None if token_mask is None else MaskConstraint(token_mask, VOCAB_SIZE))
         self.runner.token_masks.pop(request_id, None)
         if token_mask is not None:
             self.runner.token_masks[request_id] = token_mask
@@ -134,8 +134,9 @@ class SimulatedEngine:
         assert step.request_ids
         records = [self.live[request_id] for request_id in step.request_ids]
         self._check_order(step)
-        self._check_masked(records)
         self.in_flight.append((step, self.runner.execute(step), records))
+        if len(self.in_flight) == 1:
+            self._give_masks()
         return step
 
     def _note_preemptions(self) -> None:
@@ -146,15 +147,12 @@ class SimulatedEngine:
         self.waiting |= {*running[len(running) - count :]}
         self.num_preemptions += count
 
-    def _check_masked(self, records: list[Record]) -> None:
-        """Whoever has a mask, and is served or left out: whether the newest token is known, or in flight."""
-        for record in self.live.values():
-            in_flight = any(r is record for step, _, rs in self.in_flight for r in compress(rs, step.samples))
-            served = any(r is record for r in records)
-            if record.token_mask is not None:
-                assert not (served and in_flight), "a mask is asked for before the token before it is known"
-                waits = record.request.request_id in self.waiting
-                assert served or in_flight or waits, "a request is left out whose tokens are all known"
+    def _give_masks(self) -> None:
+        """To the oldest step in flight, before whose tokens all are known, if it awaits masks."""
+        step, _, records = self.in_flight[0]
+        if step.awaits_masks:
+            ended = {record.request.request_id for record in records if record.finish_reason is not None}
+            self.runner.check_masks(step, self.scheduler.masks(step), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -195,6 +193,8 @@ class SimulatedEngine:
         step, result, records = self.in_flight.popleft()
         outputs = self.scheduler.update(step, result)
         self._take(step, records, outputs)
+        if self.in_flight:
+            self._give_masks()
         return outputs
 
     def fail_step(self, *, launching: bool = False) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import VOCAB_SIZE, shares_of
-from simulated_engine import SimulatedEngine, new_ids, outputs_of
-from token_masks import ByLastToken
+from fake_runner import shares_of
+from simulated_engine import SimulatedEngine, outputs_of
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
 
@@ -146,24 +145,6 @@ class TestPreemption:
         assert step.new[0].token_ids == (2, *engine.live["b"].token_ids)
         engine.run()
 
-    def test_nobody_is_resumed_before_the_token_in_flight_has_come(self) -> None:
-        engine = make_engine(block_size=2, num_blocks=3, prefix_caching=False)
-        engine.add("a", [1], params=outputs_of(6, token_mask=ByLastToken(VOCAB_SIZE)))
-        engine.add("b", [2, 3], params=outputs_of(4))
-        while engine.try_step() is not None:
-            if len(engine.in_flight) == 2:
-                engine.finish_step()
-        # For want of a block b gave way, and a's mask waits for a token.
-        assert engine.scheduler.metrics()["preemptions"] == 1
-        assert [record.request.request_id for record in engine.in_flight[0][2]] == ["a", "b"]
-        engine.abort("a")  # so that the whole cache is free
-        assert engine.try_step() is None
-        assert engine.scheduler.metrics()["waiting"] == 1
-        engine.finish_step()
-        assert new_ids(engine.begin_step()) == ["b"]
-        engine.finish_step()
-        engine.run()
-
     def test_the_token_in_flight_may_be_the_last(self) -> None:
         record = self.preempt().live["b"]
         last = len(record.token_ids) + 1
@@ -173,17 +154,6 @@ class TestPreemption:
         assert (record.finish_reason, len(record.token_ids)) == ("stop", last)
         assert engine.scheduler.metrics()["waiting"] == 0
         engine.run()
-
-
-def test_a_request_that_waits_for_its_token_keeps_its_place_in_the_budget() -> None:
-    engine = make_engine(budget=2)
-    engine.add("a", [1], params=outputs_of(4, token_mask=ByLastToken(VOCAB_SIZE)))
-    engine.begin_step()
-    engine.add("b", [2], params=outputs_of(4))
-    engine.add("c", [3], params=outputs_of(4))
-    step = engine.begin_step()
-    assert (step.request_ids, new_ids(step)) == (["b"], ["b"])
-    engine.run()
 
 
 class TestPrefixCache:

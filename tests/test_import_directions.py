@@ -41,6 +41,7 @@ FLOORS = (
     "options",
     "other_engines",
     "messages",
+    "grammars",
     "scheduling",
     "runner",
     "core",
@@ -65,6 +66,7 @@ FORBIDDEN = {
     "models.textbook": ("kernels", "process"),
     "scheduling": ("graphs", "passes", "models", "attention", "kernels"),
     "sampling": ("graphs", "passes", "models", "attention"),
+    "grammars": ("graphs", "passes", "models", "attention", "kernels"),
     "graphs": ("sampling", "scheduling"),
     "frontend": ("graphs", "passes", "runner", "core", "scheduling"),
 }

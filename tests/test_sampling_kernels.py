@@ -14,12 +14,12 @@ import pytest
 import sampling_kernel_cases as cases
 import torch
 from interpreter import loops_to_a_loaded_bound
+from token_masks import step_masks
 
 from compiled_engine.sampling.history import History, penalty_bytes
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
-from compiled_engine.sampling.step_masks import StepMasks
 
 EOS_ID = cases.EOS
 CHI_SQUARE_PARAMS: list[dict[str, Any]] = [
@@ -299,7 +299,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
     ]
     mask = requests[3].token_mask
     assert mask is not None
-    asked = [mask.allowed([]).tobytes() if row % 4 == 3 else None for row in range(num_rows)]
+    asked = [mask.allowed([]) if row % 4 == 3 else None for row in range(num_rows)]
     logits_SV = cases.strided_logits(num_rows, vocab_size, torch.bfloat16, 0).cuda()
     rows = np.arange(num_rows)
     row_index_S = torch.arange(num_rows, dtype=torch.int32, device="cuda")
@@ -311,7 +311,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
             for row in range(num_rows):
                 sampler.add_row(row, requests[row % 4], row, [1, 2, 3], 2, {EOS_ID}, masked=row % 4 == 3)
             for step in range(3):
-                masks = StepMasks.of(asked, torch.device("cuda"))
+                masks = step_masks(asked, "cuda")
                 token_ids_S = sampler.sample(logits_SV, rows, row_index_S, positions_S + step, masks)
                 num_logprobs_S = sampler.num_logprobs(rows)
                 assert num_logprobs_S is not None

@@ -47,6 +47,7 @@ def test_defaults() -> None:
         "bad_words_token_ids": (),
         "extra_args": None,
         "token_mask": None,
+        "structured_outputs": None,
     }
 
 

@@ -15,7 +15,6 @@ from token_masks import WAYS_TO_FAIL, ByLastToken, OneOf, packed
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.outputs import CompletionOutput
-from compiled_engine.messages import SchedulerOutput
 from compiled_engine.sampling.token_mask import ask, num_words
 
 TEXTS = ["yes", "no", "not at all", "never mind that at all"]
@@ -186,14 +185,9 @@ def test_on_a_gpu(sampling: dict[str, Any]) -> None:
 
 
 class TestScheduling:
-    """Two steps in flight: who has a share of which step."""
+    """Two steps in flight: the next one is launched before its masks can be known."""
 
-    def ids(self, step: SchedulerOutput | None) -> tuple[list[str], list[str]]:
-        """(those with a share, those with a mask)"""
-        assert step is not None
-        return sorted(step.request_ids), sorted(step.token_masks)
-
-    def test_a_masked_request_has_a_share_of_every_second_step(self) -> None:
+    def test_a_masked_request_has_a_share_of_every_step(self) -> None:
         engine = SimulatedEngine(steps_in_flight=2)
         engine.add("m", [1, 2], params=SamplingParams(max_tokens=4, token_mask=ByLastToken(VOCAB_SIZE)))
         engine.add("o", [3], params=SamplingParams(max_tokens=6))
@@ -201,28 +195,24 @@ class TestScheduling:
         for _ in range(5):
             steps.append(engine.begin_step())
             engine.finish_step()
-        assert [self.ids(step) for step in steps] == [(["m", "o"], ["m"]), (["o"], [])] * 3
+        shares = [(sorted(step.request_ids), step.awaits_masks) for step in steps]
+        assert shares == [(["m", "o"], True)] * 4 + [(["o"], False)] * 2
         engine.run()
 
-    def test_alone_it_waits_for_the_step_in_flight(self) -> None:
-        engine = SimulatedEngine(steps_in_flight=2, budget=2)
-        record = engine.add("m", [1, 2, 3], params=SamplingParams(max_tokens=3, token_mask=ByLastToken(VOCAB_SIZE)))
-        assert self.ids(engine.begin_step()) == (["m"], [])
-        assert self.ids(engine.begin_step()) == (["m"], ["m"])
-        assert not engine.finish_step()
-        assert engine.try_step() is None
-        engine.finish_step()
-        assert self.ids(engine.begin_step()) == (["m"], ["m"])
+    def test_a_part_of_a_prompt_needs_no_mask(self) -> None:
+        engine = SimulatedEngine(budget=2)
+        engine.add("m", [1, 2, 3], params=SamplingParams(max_tokens=1, token_mask=ByLastToken(VOCAB_SIZE)))
+        assert [engine.begin_step().awaits_masks, bool(engine.finish_step())] == [False, False]
+        assert engine.begin_step().awaits_masks
         engine.run()
-        assert record.finish_reason == "length"
 
-    def test_a_request_that_is_left_out_keeps_its_place(self) -> None:
-        """No more are admitted than can have a token each in one step."""
-        engine = SimulatedEngine(steps_in_flight=2, budget=1, max_num_seqs=4)
+    def test_masks_come_only_when_all_tokens_before_them_are_known(self) -> None:
+        engine = SimulatedEngine(steps_in_flight=2)
         engine.add("m", [1], params=SamplingParams(max_tokens=3, token_mask=ByLastToken(VOCAB_SIZE)))
-        engine.add("o", [2], params=SamplingParams(max_tokens=3))
-        assert self.ids(engine.begin_step()) == (["m"], ["m"])
-        assert engine.try_step() is None
+        engine.begin_step()
+        step = engine.begin_step()
+        with pytest.raises(RuntimeError, match="step 2 is not the oldest one in flight"):
+            engine.scheduler.masks(step)
         engine.run()
 
     def test_the_step_in_which_a_mask_fails_goes_on_without_it(self) -> None:
@@ -230,13 +220,14 @@ class TestScheduling:
         record = engine.add("m", [1], params=SamplingParams(token_mask=ByLastToken(VOCAB_SIZE, 1)))
         other = engine.add("o", [3], params=SamplingParams(max_tokens=6))
         engine.begin_step()
+        engine.begin_step()
         engine.finish_step()
-        step = engine.begin_step()
-        assert self.ids(step) == (["m", "o"], [])
+        engine.begin_step()  # launched before anybody knows
         engine.finish_step()
         assert (record.finish_reason, len(record.token_ids)) == ("error", 1)
         assert str(record.stop_reason).endswith("failed after 1 output tokens: LookupError: injected")
         again = engine.add("m", [1], params=SamplingParams(max_tokens=2))
+        engine.finish_step()
         step = engine.begin_step()
         assert (step.removed, [new.request_id for new in step.new]) == (("m",), ["m"])
         engine.run()

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
+from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
 
 WAYS_TO_FAIL = ("raises", "allows nothing", "too long", "wrong type", "no array")
@@ -18,6 +20,14 @@ def packed(token_ids: Sequence[int], vocab_size: int, *, garbage: bool = False) 
     bits[list(token_ids)] = 1
     bits[vocab_size:] = garbage
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def step_masks(masks_S: Sequence[np.ndarray | None], device: str | torch.device) -> StepMasks:
+    """For each row its mask, or None; at least one has one."""
+    given = [mask for mask in masks_S if mask is not None]
+    has_mask_S = np.array([mask is not None for mask in masks_S])
+    index_S = np.where(has_mask_S, np.cumsum(has_mask_S) - 1, -1)
+    return StepMasks.of(np.stack(given), index_S, torch.device(device))
 
 
 class OneOf:

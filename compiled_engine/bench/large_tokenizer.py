@@ -1,8 +1,8 @@
 """A tokenizer as large as those of current models, for start-up figures: byte-level BPE with real merges.
 
 Loading costs what it costs for a checkpoint of this vocabulary: a file of the same kind and size, read in the same way.
-The tokens are made, not learnt from text: each merge joins two earlier tokens. It needs no corpus, and is the same on
-every machine.
+The tokens are made, not learnt from text: each merge joins two earlier tokens. As in learnt vocabularies nearly all of
+them are text, not parts of characters. It needs no corpus, and is the same on every machine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ SPLIT = (
     r"|\s+(?!\S)|\s+"
 )
 LONGEST_TOKEN = 10
+# What tokens of several characters are made of: printable ASCII, with a space as the byte level writes it.
+MERGED = (*map(chr, range(33, 127)), "Ġ")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -58,11 +60,13 @@ def _vocabulary(num_tokens: int) -> tuple[dict[str, int], list[tuple[str, str]]]
     tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(tokens)}
     merges = []
+    parts = list(MERGED)
     while len(tokens) < num_tokens:
-        left, right = (tokens[int(len(tokens) * generator.random() ** 2)] for _ in range(2))
+        left, right = (parts[int(len(parts) * generator.random() ** 2)] for _ in range(2))
         merged = left + right
         if len(merged) <= LONGEST_TOKEN and merged not in vocabulary:
             vocabulary[merged] = len(tokens)
             tokens.append(merged)
+            parts.append(merged)
             merges.append((left, right))
     return vocabulary, merges

@@ -106,6 +106,7 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
 
 
 async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str) -> str | None:
+    from compiled_engine.process.garbage_collection import leave_alone_what_is_there
     from compiled_engine.server.app import build_app
     from compiled_engine.server.run import Server, address, allow_many_connections, serve
 
@@ -116,6 +117,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
         await engine.shutdown()
         raise
     allow_many_connections()
+    leave_alone_what_is_there()
     names = ", ".join(options.served_model_name or (name,))
     typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
     return await serve(engine, Server(app, options), bound)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 from compiled_engine.cli.arguments import Argument
@@ -32,6 +33,7 @@ SERVER_ARGUMENTS = (
         "Requests of different API keys share nothing in the prefix cache.",
         flag="--prefix-cache-salt-per-key",
     ),
+    Argument("web_page", bool, "Have no page at /.", flag="--no-web-page", convert=operator.not_),
     Argument("strict", bool, "Refuse unknown fields of requests instead of ignoring them.", flag="--strict"),
     Argument("shutdown_timeout", float, "Seconds for which requests under way may go on after SIGTERM."),
     Argument("uvicorn_log_level", str, "critical, error, warning, info, debug or trace."),
@@ -49,6 +51,7 @@ LIMIT_ARGUMENTS = (
     Argument("keep_alive_timeout", float, "Seconds of an idle connection."),
     Argument("max_completions", int, "Prompts times n of a request."),
     Argument("max_in_flight", int, "Completions that run or wait; beyond it the server is busy (503)."),
+    Argument("max_answer_tokens", int, "Tokens of a completion; -1 for as many as the model's length allows."),
     Argument("max_logprobs", int, "Alternatives for a token; -1 for any number."),
     Argument("max_stop", int, "Stop strings of a request."),
     Argument("max_stop_length", int, "Characters of a stop string."),

@@ -11,18 +11,22 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.executor import Executor, PendingOutput
-from compiled_engine.messages import EngineOutput, EngineRequest, SchedulerOutput, StepOutputs
+from compiled_engine.core.grammar_queue import GrammarQueue
+from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, SchedulerOutput, StepOutputs
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.sampling.params import derived
-from compiled_engine.sampling.token_mask import TokenMask
+from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 from compiled_engine.scheduling.scheduler import Scheduler
+
+# Where all requests wait for their grammars, a step waits so long for one of them.
+GRAMMAR_PATIENCE_S = 0.005
 
 
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps.
 
     num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
-    launch, wait and output. start_s: seconds that the start took.
+    launch, masks, wait and output. start_s: seconds that the start took.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor, clock: StepClock, start_s: float = 0.0):
@@ -41,53 +45,97 @@ class EngineCore:
         )
         self.num_slots = executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
+        self._grammars = GrammarQueue()
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
+        self._generated_tokens = 0
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
-        """Queue a request; `token_mask` says which of its tokens may come.
+        """Queue a request; `token_mask` says which of its tokens may come. One with a grammar is queued by the step
+        that finds it compiled, or ends with finish_reason "error" if it cannot be.
 
-        Raises ValueError if the request can never fit, if its id is in use, or if its parameters hold a token mask.
+        Raises ValueError if the request can never fit, if its id is in use, if its parameters hold a token mask, or if
+        its grammar has no vocabulary.
 
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
+        if request.request_id in self._grammars:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
         if request.sampling_params.token_mask is not None:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
         if request.sampling_params.seed is None:
             params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
             request = replace(request, sampling_params=params)
-        self._scheduler.add(request, token_mask)
+        if request.grammar is not None:
+            self._scheduler.check(request)
+            if token_mask is not None:
+                raise ValueError(f"request {request.request_id!r} must have a grammar or a token mask, got both")
+            self._grammars.add(request)
+            return
+        constraint = None if token_mask is None else MaskConstraint(token_mask, self.config.model.vocab_size)
+        self._scheduler.add(request, constraint)
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """To be called before the first request with a grammar; once is enough. Returns at once."""
+        self._grammars.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request now; None if it is not known any more. `stopped`: its output is complete, by a stop string."""
+        if self._grammars.remove(request_id):
+            return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=0)
         return self._scheduler.abort(request_id, stopped=stopped)
 
     def step(self) -> StepOutputs:
         """Launch what can be launched, then take in the oldest step; its outputs.
 
-        With async scheduling the device has the next step already while this one's result is taken in. A step that
-        nobody waits for any more (all its requests ended after its launch) may stay behind; a later call takes it
-        in and has no outputs. A request whose token mask fails ends with finish_reason "error"; the others go on.
+        With async scheduling the device has the next step already while this one's result is taken in. If requests of
+        that one have a grammar or a token mask, these are told of their tokens now, and the sampling of the next step
+        is launched while the device still computes its logits. A step that nobody waits for any more (all its requests
+        ended after its launch) may stay behind; a later call takes it in and has no outputs. A request whose grammar
+        or token mask fails ends with finish_reason "error"; the others go on.
 
         If a step fails, the requests that run are aborted and the error is raised; those that wait go on.
         """
+        failed = self._queue_compiled()
         try:
             while len(self._pending) < self._steps_in_flight and (step := self._scheduler.schedule()) is not None:
                 self.clock.lap("schedule")
                 self._pending.append((step, self.executor.submit(step)))
                 self.clock.lap("launch")
+                if len(self._pending) == 1:
+                    self._give_masks()
             if not self._pending:
-                return StepOutputs()
+                return StepOutputs(others=failed)
             step, pending = self._pending.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
+            self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
             self.clock.lap("output")
+            if self._pending:
+                self._give_masks()
         except BaseException:
             self._scheduler.fail_step()
             self._drain()
             raise
         self._scheduler.check_idle()
-        return outputs
+        return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
+
+    def _give_masks(self) -> None:
+        """To the only step that is pending, if it awaits masks: all tokens before it are known."""
+        ((step, _),) = self._pending
+        if step.awaits_masks:
+            self.executor.sample(self._scheduler.masks(step))
+            self.clock.lap("masks")
+
+    def _queue_compiled(self) -> list[EngineOutput]:
+        """Queue the requests whose grammars are ready; the ends of those that have none."""
+        if not self._grammars:
+            return []
+        busy = self._pending or self._scheduler.has_unfinished()
+        ready, failed = self._grammars.take(0 if busy else GRAMMAR_PATIENCE_S)
+        for request, constraint in ready:
+            self._scheduler.add(request, constraint)
+        return failed
 
     def _drain(self) -> None:
         """Wait for the steps that are launched. Nobody wants their results, nor to hear that they failed."""
@@ -105,13 +153,18 @@ class EngineCore:
         self._scheduler.reset_prefix_cache()
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished()
+        return self._scheduler.has_unfinished() or len(self._grammars) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """The scheduler's and the runner's figures, and `start_s`, seconds of construction."""
-        return {"start_s": self._start_s} | self.executor.metrics() | self._scheduler.metrics()
+        """The figures of scheduler, runner and grammars; `start_s`, seconds of construction; and `generated_tokens`,
+        those of requests that run included."""
+        own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
+        scheduler = self._scheduler.metrics()
+        scheduler["waiting"] += len(self._grammars)
+        return own | self.executor.metrics() | scheduler | self._grammars.metrics()
 
     def close(self) -> None:
         """Wait for the device and free it. So does dropping the last reference."""
         self._drain()
+        self._grammars.close()
         self._free()

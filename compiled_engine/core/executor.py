@@ -11,7 +11,7 @@ import torch
 from compiled_engine.collectives.group import Group
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.gpu_ahead import triton_digests
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
@@ -36,6 +36,10 @@ class Executor(Protocol):
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:
         """Have a step executed after all those submitted before. Raises what fails before it is under way."""
+        ...
+
+    def sample(self, masks: TokenMasks) -> None:
+        """Have the step that was submitted last sampled, if it awaits masks: before any other is submitted."""
         ...
 
     def metrics(self) -> dict[str, Any]: ...
@@ -69,6 +73,10 @@ class InProcessExecutor:
     def submit(self, step: SchedulerOutput) -> PendingOutput:
         with self._own_context():
             return self.runner.submit(step)
+
+    def sample(self, masks: TokenMasks) -> None:
+        with self._own_context():
+            self.runner.sample(masks)
 
     def metrics(self) -> dict[str, Any]:
         return self.runner.metrics()

@@ -19,6 +19,7 @@ from compiled_engine.core_process.wire import (
     Answered,
     Ask,
     Failed,
+    SetVocabulary,
     Started,
     Stepped,
     ToApi,
@@ -26,7 +27,7 @@ from compiled_engine.core_process.wire import (
     decode_to_api,
     encode,
 )
-from compiled_engine.messages import EngineRequest, StepOutputs
+from compiled_engine.messages import EngineRequest, GrammarVocabulary, StepOutputs
 
 _EXIT_S = 2.0
 
@@ -78,6 +79,10 @@ class CoreClient:
     def add(self, request: EngineRequest) -> None:
         """Raises MessageTooLargeError, a ValueError."""
         self._send(Add(request))
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """Once, before the first request with a grammar."""
+        self._send(SetVocabulary(vocabulary))
 
     def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
         if request_ids:

@@ -22,6 +22,7 @@ from compiled_engine.core_process.wire import (
     Ask,
     Failed,
     FrontendOptions,
+    SetVocabulary,
     Start,
     Started,
     Stepped,
@@ -124,6 +125,8 @@ class CoreServer:
         match message:
             case Add(request):
                 self._add(api_process, request)
+            case SetVocabulary(vocabulary):
+                self._core.set_vocabulary(vocabulary)
             case Abort(request_ids, stopped):
                 for request_id in request_ids:
                     if self._owners.get(request_id) is api_process:

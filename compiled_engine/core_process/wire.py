@@ -8,7 +8,7 @@ import msgspec
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.failure import Failed
-from compiled_engine.messages import EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
 from compiled_engine.plain_data import decode_other, encode_other
 from compiled_engine.process.timeline import Span
 
@@ -43,6 +43,12 @@ class Add(msgspec.Struct, tag=True, frozen=True):
     """Queue a request. One that cannot be is answered by its end, with finish_reason "error"."""
 
     request: EngineRequest
+
+
+class SetVocabulary(msgspec.Struct, tag=True, frozen=True):
+    """See EngineCore.set_vocabulary."""
+
+    vocabulary: GrammarVocabulary
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -82,7 +88,7 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
     value: dict[str, Any]
 
 
-ToCore = Start | Add | Abort | Ask
+ToCore = Start | Add | SetVocabulary | Abort | Ask
 ToApi = Started | Stepped | Answered | Failed
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
-from compiled_engine.messages import EngineRequest, RequestLimits
+from compiled_engine.grammars.text import grammar_text
+from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 
@@ -56,6 +58,14 @@ class InputProcessor:
             for prompt, token_ids, param, order in zip(prompts, encoded, params, priorities, strict=True)
         ]
 
+    @cached_property
+    def vocabulary(self) -> GrammarVocabulary:
+        """What the core has to have before the first request with a grammar. Raises ValueError without a tokenizer, or
+        for one of which the library `tokenizers` knows nothing."""
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs needs a tokenizer, and there is none")
+        return GrammarVocabulary(self._tokenizer.to_json(), self._limits.vocab_size, self._eos_token_ids)
+
     def _params_for(self, given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
         if isinstance(given, SamplingParams):
             return [self._complete(given, "sampling_params")] * count
@@ -74,13 +84,14 @@ class InputProcessor:
         """
         if not isinstance(params, SamplingParams):
             raise TypeError(f"{name} must be SamplingParams, got {params!r}")
-        if self._tokenizer is None and (params.stop or params.bad_words):
-            field = "stop" if params.stop else "bad_words"
+        if self._tokenizer is None and (params.stop or params.bad_words or params.structured_outputs):
+            field = "stop" if params.stop else "bad_words" if params.bad_words else "structured_outputs"
             raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
         try:
             params = checked_again(params)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
+            params.top_k = min(params.top_k, self._limits.vocab_size)  # more are not there
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
@@ -134,6 +145,7 @@ class InputProcessor:
         self, prompt: Prompt, token_ids: tuple[int, ...], params: SamplingParams, priority: int
     ) -> PreparedRequest:
         request_id = f"{self._id_prefix}{next(self._numbers)}"
+        grammar = None if params.structured_outputs is None else grammar_text(params.structured_outputs)
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
@@ -145,6 +157,7 @@ class InputProcessor:
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
+                grammar=grammar,
             )
             for index in range(params.n)
         )
@@ -157,6 +170,7 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
         params,
         n=1,
         token_mask=None,  # it is handed over beside the request
+        structured_outputs=None,  # the request has the grammar
         max_tokens=max_tokens,
         # The same 64 bits, and never -1, which is no seed.
         seed=None if params.seed is None else (params.seed + index) % 2**64,

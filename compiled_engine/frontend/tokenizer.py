@@ -99,6 +99,10 @@ class Tokenizer:
         """The text of `token_ids`, special tokens included; ids unknown to the tokenizer add nothing."""
         return self._words.decode(token_ids)
 
+    def to_json(self) -> str:
+        """The tokenizer as tokenizer.json has it. Raises ValueError if it runs in Python's code of transformers."""
+        return self._words.to_json()
+
     def decode_token(self, token_id: int) -> str:
         """The text of one token within a text, where it keeps its leading space; a special token's alone."""
         text = self._decoded_tokens.get(token_id)

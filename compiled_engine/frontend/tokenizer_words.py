@@ -31,6 +31,8 @@ class Words(Protocol):
 
     def special_ids(self) -> frozenset[int]: ...
 
+    def to_json(self) -> str: ...
+
 
 class FastWords:
     """By the library `tokenizers`."""
@@ -58,6 +60,9 @@ class FastWords:
     def special_ids(self) -> frozenset[int]:
         return frozenset(index for index, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
+    def to_json(self) -> str:
+        return self._backend.to_str()
+
 
 class SlowWords:
     """By the Python code that transformers has for some tokenizers."""
@@ -81,3 +86,6 @@ class SlowWords:
 
     def special_ids(self) -> frozenset[int]:
         return frozenset(self._hf.all_special_ids)
+
+    def to_json(self) -> str:
+        raise ValueError("structured_outputs needs a tokenizer of the library `tokenizers`, and this is a slow one")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import add
 
@@ -11,7 +11,7 @@ import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.messages import SchedulerOutput
+from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.runner.input_buffers import InputBuffers, StagedDecodes
 from compiled_engine.runner.prepare_inputs import prepare_inputs
 from compiled_engine.runner.request_states import RequestStates
@@ -23,7 +23,7 @@ class InputBatch:
 
     `key`: the graph that the batch is padded for, or None. `decodes_only`: attention and the kernels may rely on one
     token a row. `num_rows` and `padded_tokens` count the padding; `host` is AttentionInputs.host_3.
-    `step_starts` and `token_masks` are SchedulerOutput's, in its order. `order`: int [R], where the batch has each
+    `step_starts` is SchedulerOutput's, in its order. `order`: int [R], where the batch has each
     request of the step; None if it has them in the step's order.
     """
 
@@ -38,7 +38,6 @@ class InputBatch:
     num_rows: int
     padded_tokens: int
     host: tuple[int, int, int]
-    token_masks: dict[str, bytes] = field(default_factory=dict)
     order: np.ndarray | None = None
 
     @property
@@ -101,7 +100,6 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
         num_rows,
         padded_tokens,
         host,
-        step.token_masks,
         order,
     )
 
@@ -122,6 +120,13 @@ def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R
+
+
+def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarray, np.ndarray]:
+    """The masks, int32 [M, W] with M at least 1, and which of them each request has: int32 [R], -1 for none."""
+    place = {request_id: index for index, request_id in enumerate(masks.request_ids)}
+    index_R = np.fromiter((place.get(request_id, -1) for request_id in request_ids), np.int32, len(request_ids))
+    return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R
 
 
 def empty_batch(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +17,7 @@ from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
-from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
@@ -31,23 +30,21 @@ from compiled_engine.runner.input_batch import InputBatch, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
-from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs
+from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import load_model
 from compiled_engine.runner.rehearsal import rehearse
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.runner_metrics import runner_metrics
+from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.runner.warm_up import warm_up
-from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.history import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
-from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
-from compiled_engine.sampling.sampler import Sampler, SamplerClass
-from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """Everything on the device. `submit` is the only way in once it stands; it is not thread-safe.
+    """Everything on the device. `submit` and `sample` are the only ways in once it stands; it is not thread-safe.
 
     runs_begun, runs_ended: of the model with its collectives, how many were begun and launched to their end.
     """
@@ -63,12 +60,13 @@ class Runner:
     ):
         """Load, compile, size the KV cache, capture.
 
-        group: the ranks that this is one of: all construct a runner at the same time and submit the same steps, each in
-        a thread whose current group it is. None for a single one.
+        group: the ranks that this is one of, and the caller's current group: all of them construct a runner at the same
+        time, and submit the same steps.
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or StandIn()
+        self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
@@ -130,6 +128,7 @@ class Runner:
             else 0,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
+        self._sampling = StepSampling(self.sampler, self.states, self.buffers, self.pending, config.device)
         self._kv_caches = kv_cache.allocate(config, 1)
         self.step = PaddedStep(
             self.model,
@@ -170,34 +169,59 @@ class Runner:
                 graphs.capture_all(progress)
 
     @torch.inference_mode()
-    def submit(self, step: SchedulerOutput) -> PendingStep:
-        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device."""
+    def submit(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
+        """Launch a step: update the rows, prepare the inputs, run the model, sample. Nothing waits for the device.
+
+        What awaits masks is sampled by `sample`, which comes before the next step.
+        """
         self.states.writes.discard()  # left over from a step that failed
+        if self._unsampled is not None:  # so did this one
+            self._unsampled = None
+            self.pending.lose_count()
         self.pending.catch_up()
         try:
             self._update_rows(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
-            if self.captured.capture_next():
+            if self._unsampled is None and self.captured.capture_next():  # a capture may overwrite the logits
                 self.pending.lose_count()
         except BaseException:
-            self.buffers.forget_staged()
-            self.pending.lose_count()  # it may have been interrupted just after a launch
+            self._fail()
             raise
         return pending
 
-    def _launch(self, step: SchedulerOutput) -> PendingStep:
+    @torch.inference_mode()
+    def sample(self, masks: TokenMasks) -> None:
+        """Sample the step that was submitted last, which awaits masks. Nothing waits for the device."""
+        unsampled, self._unsampled = self._unsampled, None
+        assert unsampled is not None
+        try:
+            with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
+                unsampled.sampled = self._sampling.finish(unsampled, masks)
+        except BaseException:
+            self._fail()
+            raise
+
+    def _fail(self) -> None:
+        self.buffers.forget_staged()
+        self.pending.lose_count()  # it may have been interrupted just after a launch
+
+    def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
         key = self.captured.graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()
-        pending = self.run(batch, hidden_wanted)
+        pending = self.run(batch, hidden_wanted, awaits_masks=step.awaits_masks)
         self._clock.device_ends()
         return pending
 
-    def run(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
-        """All of a step that the device does, launched in its order; `submit` has prepared it."""
+    def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
+        """All of a step that the device does, launched in its order; `submit` has prepared it.
+
+        Every row is sampled by temperature and seed, those of masks for nothing: a graph of decodes does so anyway, and
+        it takes less than the graphs that would end at the logits.
+        """
         self.runs_begun += 1
         self.states.writes.apply()
         self.sampler.publish()
@@ -224,34 +248,11 @@ class Runner:
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()
         self.runs_ended += 1
-        rows_R = np.where(batch.samples, batch.rows, -1)
-        if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
-            self._sample_generally(batch, rows_R, logits_RV)
-        return self.pending.step(batch, self._logprobs(batch, rows_R, logits_RV), prompt)
-
-    def _sample_generally(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> None:
-        """Where a row asks for more than temperature and seed: other tokens for those that sample, rows_R."""
-        count = batch.num_requests
-        row_index_R = self.buffers.rows_R[:count]
-        if not batch.samples.all():
-            row_index_R = upload(rows_R.astype(np.int32), self._config.device)
-        positions_R = self.buffers.sample_positions_R[:count]
-        masks = None
-        if batch.token_masks:
-            masks = StepMasks.of([batch.token_masks.get(i) for i in batch.request_ids], self._config.device)
-        token_ids_R = self.sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, masks)
-        decodes_only = batch.decodes_only
-        advance(self.states, self.buffers, token_ids_R, batch.num_rows, decodes_only=decodes_only, again=True)
-        self.pending.launched()
-
-    def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Of the tokens that the states have now, where they are asked for."""
-        num_logprobs_R = self.sampler.num_logprobs(rows_R)
-        if num_logprobs_R is None:
-            return None
-        count = batch.num_requests
-        token_ids_R = self.states.last_token_S.index_select(0, self.buffers.rows_R[:count])
-        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R)
+        unsampled = UnsampledStep(batch, logits_RV, prompt)
+        if awaits_masks:
+            self._unsampled = unsampled
+            return unsampled
+        return self._sampling.finish(unsampled)
 
     def _update_rows(self, step: SchedulerOutput) -> None:
         for request_id in step.removed:

@@ -103,3 +103,22 @@ class PendingStep:
             few = LogprobRows.of_array(self._logprobs.few_SW.numpy()[sampled])
         many = {batch.request_ids[i]: LogprobRows.of_array(row.numpy()) for i, row in self._logprobs.many.items()}
         return RunnerOutput(token_ids, few, many, prompt)
+
+
+@dataclass
+class UnsampledStep:
+    """A launched step whose sampling awaits masks: its logits [R, V], valid until the next step is launched.
+
+    sampled: the step as it is pending afterwards.
+    """
+
+    batch: InputBatch
+    logits_RV: torch.Tensor
+    prompt: dict[str, PromptLogprobs]
+    sampled: PendingStep | None = None
+
+    def result(self) -> RunnerOutput:
+        """As PendingStep. Raises RuntimeError if nothing was sampled, as when a step before it has failed."""
+        if self.sampled is None:
+            raise RuntimeError("the step was not sampled: its masks did not come")
+        return self.sampled.result()

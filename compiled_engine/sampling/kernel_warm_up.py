@@ -54,8 +54,8 @@ def sample_once(params: SamplingParams, logits_RV: torch.Tensor) -> torch.Tensor
         sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=())
     masks = None
     if params.logit_bias:
-        every_token = np.full(num_words(vocab_size), -1, np.int32).tobytes()
-        masks = StepMasks.of([every_token, *[None] * (num_rows - 1)], device)
+        every_token = np.full((1, num_words(vocab_size)), -1, np.int32)
+        masks = StepMasks.of(every_token, np.where(np.arange(num_rows), -1, 0), device)
     rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)
     token_ids_R = sampler.sample(
         logits_RV, np.arange(num_rows), rows_R, torch.ones_like(rows_R, dtype=torch.int64), masks

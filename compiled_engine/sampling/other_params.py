@@ -45,7 +45,7 @@ def _output_kind(name: str, value: Any) -> None:
 
 _BEAM_SEARCH = "beam search is"
 _NO_BEAMS = "use n, and logprobs to choose by cumulative_logprob"
-_BY_MASK = "give a token_mask, an object that says before each token which ones may come"
+_STRUCTURED = "use structured_outputs=StructuredOutputs(json=...), or regex, choice, grammar, json_object"
 
 OTHER_PARAMS: dict[str, Settle] = {
     "flat_logprobs": _without_effect("log-probabilities come as a list of dicts", False),
@@ -64,8 +64,7 @@ OTHER_PARAMS: dict[str, Settle] = {
     "logprob_token_ids": _refused(
         "log-probabilities of chosen tokens are", "use logprobs=-1 and look them up by token id", None
     ),
-    "structured_outputs": _refused("a grammar, JSON schema, regex or choice is", _BY_MASK, None),
-    "guided_decoding": _refused("a grammar, JSON schema, regex or choice is", _BY_MASK, None),
+    "guided_decoding": _refused("the older name of structured_outputs is", _STRUCTURED, None),
     "thinking_token_budget": _refused("a limit on thinking alone is", "use max_tokens", None, -1),
     "repetition_detection": _refused(
         "ending a request because it repeats itself is", "watch LLM.stream and close the iterator", None

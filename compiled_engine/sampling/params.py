@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compiled_engine.sampling.other_params import settle_other_param
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.sampling.value_checks import (
     LARGEST_SCALE,
@@ -62,6 +63,7 @@ _CHECKS: dict[str, Check] = {
     "bad_words_token_ids": tuple_of(tuple_of(integer(0), may_be_empty=False)),
     "extra_args": arguments,
     "token_mask": optional(having("allowed")),
+    "structured_outputs": StructuredOutputs.of,
 }
 
 _CONTAINERS = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "extra_args")
@@ -130,7 +132,9 @@ class SamplingParams:
     bad_words: words whose tokens are not to be generated. bad_words_token_ids: these tokens, from the frontend.
     truncate_prompt_tokens: use only this many last tokens of the prompt; -1 for the model's length.
     extra_args: what the request has to say to the engine's logits processors, by name; nothing else reads it.
-    token_mask: decides before each token which ones are allowed, for structured output (see TokenMask).
+    token_mask: decides before each token which ones are allowed (see TokenMask).
+    structured_outputs: the form that the text must have: a JSON schema, a regular expression, one of several texts, a
+        grammar (see StructuredOutputs, or a dict with its fields). Not beside token_mask or ignore_eos.
 
     Raises TypeError or ValueError, naming the field, its value and what is allowed; AttributeError for an assignment to
     a field that there is not. What an assignment refuses leaves the object as it was.
@@ -163,6 +167,7 @@ class SamplingParams:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     extra_args: Mapping[str, Any] | None = None
     token_mask: TokenMask | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     if not TYPE_CHECKING:  # with this method any name could be assigned to
 
@@ -221,6 +226,11 @@ def _check_together(values: Mapping[str, Any]) -> None:
     min_tokens, max_tokens = values["min_tokens"], values["max_tokens"]
     if max_tokens is not None and min_tokens > max_tokens:
         raise ValueError(f"min_tokens must be <= max_tokens ({max_tokens}), got {min_tokens}")
+    if values["structured_outputs"] is not None:
+        if values["token_mask"] is not None:
+            raise ValueError("token_mask must be None where structured_outputs is given")
+        if values["ignore_eos"]:
+            raise ValueError("ignore_eos must be False where structured_outputs is given: the text ends with its form")
     if values["stop"] and not values["detokenize"]:
         raise ValueError(f"stop must be empty when detokenize is False, got {values['stop']!r}")
 

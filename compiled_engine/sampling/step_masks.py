@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,15 +21,11 @@ class StepMasks:
     mask_index_S: torch.Tensor
 
     @classmethod
-    def of(cls, masks_S: Sequence[bytes | None], device: torch.device) -> StepMasks:
-        """masks_S: a mask of W words or None for each row, at least one of them a mask. The host does not wait."""
-        masks = [np.frombuffer(mask, np.int32) for mask in masks_S if mask is not None]
-        has_mask_S = np.array([mask is not None for mask in masks_S])
-        index_S = np.where(has_mask_S, np.cumsum(has_mask_S) - 1, -1).astype(np.int32)
+    def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
+        """From the host, which does not wait; M is at least 1."""
         # One copy for all.
-        buffer = upload(np.concatenate([*masks, index_S]), device)
-        size = len(buffer) - len(index_S)
-        return cls(buffer[:size].view(len(masks), -1), buffer[size:])
+        buffer = upload(np.concatenate([words_MW.reshape(-1), mask_index_S.astype(np.int32)]), device)
+        return cls(buffer[: words_MW.size].view(words_MW.shape), buffer[words_MW.size :])
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
         """Those of some rows (int64 [R], on the device)."""

@@ -13,12 +13,11 @@ BITS = 32
 class TokenMask(Protocol):
     """Decides before each token of a request which ones are allowed, from those that it has already: a grammar, say.
 
-    It is given as `SamplingParams.token_mask` and called on the host, between steps, so it should be quick. The answer
+    It is given as `SamplingParams.token_mask` and called on the host, once a token, so it should be quick. The answer
     should depend on its argument alone: then one object serves any number of requests and all completions of `n`, and
     preemption changes nothing. (Who keeps a parser's state can key it by the tokens.)
 
-    Each token has to be known before the next mask can be asked for, so that such a request is not launched ahead: with
-    async scheduling it has a share of every second step at most, while the others go on.
+    It is called while the device computes the logits that it is for: only the choice of the token waits for it.
 
     What other parameters forbid stays forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
     Generation ends as ever, so a mask should allow an end-of-sequence token where its text may end.
@@ -62,3 +61,17 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
     if not mask.any():
         raise ValueError(f"token_mask: {name} must allow some token, got none {where}")
     return mask.view(np.int32)
+
+
+class MaskConstraint:
+    """A token mask as a Constraint: keeps the tokens that it has to be asked with."""
+
+    def __init__(self, token_mask: TokenMask, vocab_size: int) -> None:
+        self._token_mask, self._vocab_size = token_mask, vocab_size
+        self._output_token_ids: list[int] = []
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        self._output_token_ids += token_ids
+
+    def fill(self, words_W: np.ndarray) -> None:
+        words_W[:] = ask(self._token_mask, self._output_token_ids.copy(), self._vocab_size)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from compiled_engine.messages import EngineRequest, NewRequest
+from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
-from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.block_pool import salt_root
 from compiled_engine.scheduling.stop import StopRule
 
@@ -37,8 +37,9 @@ class Request:
     token_ids: the prompt, then what was generated, as far as it is known.
     max_num_tokens: the length, prompt included, at which it ends.
     ending_ids: the tokens that may end it sooner, and what comes in place of a token.
+    constraint: says which tokens may come; None for any. num_accepted: output tokens that it has been told of.
+    failure: why its constraint gives no mask; it ends with the next step that is taken in.
     prefix_root: stands for what comes before the first token; only requests with the same one share blocks.
-    token_mask: says which tokens may come, so that all have to be known before one is sampled; None for no mask.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
     block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
@@ -61,8 +62,10 @@ class Request:
     stop_rule: StopRule
     max_num_tokens: int
     ending_ids: frozenset[int]
-    token_mask: TokenMask | None
+    constraint: Constraint | None
     num_tokens: int
+    num_accepted: int = 0
+    failure: str | None = None
     prefix_root: bytes | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
@@ -79,7 +82,7 @@ class Request:
 
     @classmethod
     def of(
-        cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int, token_mask: TokenMask | None = None
+        cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int, constraint: Constraint | None = None
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together."""
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -95,7 +98,7 @@ class Request:
             stop_rule=rule,
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
-            token_mask=token_mask,
+            constraint=constraint,
             num_tokens=num_prompt_tokens,
             prefix_root=salt_root(request.cache_salt),
         )
@@ -120,7 +123,7 @@ class Request:
 
     def steady_limits(self) -> tuple[int, int]:
         """What the two have to be."""
-        if self.token_mask is not None or self.status is RequestStatus.FINISHED:
+        if self.failure is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
         decodes = self.num_computed_tokens + 1 == self.num_tokens
@@ -161,7 +164,7 @@ class Request:
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
             block_ids=tuple(self.block_ids),
-            masked=self.token_mask is not None,
+            masked=self.constraint is not None,
         )
 
 

@@ -7,14 +7,13 @@ request that is last in order is preempted, to be computed again later.
 
 With two steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
-A request with a token mask is left out of steps while its newest token is in flight.
+The masks of requests with a constraint are made while their step runs: only its sampling waits for them.
 """
 
 from __future__ import annotations
 
 import bisect
 import operator
-from collections import deque
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.messages import (
@@ -24,19 +23,22 @@ from compiled_engine.messages import (
     RunnerOutput,
     SchedulerOutput,
     StepOutputs,
+    TokenMasks,
 )
+from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import WHY_NO_TOKEN
-from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
-from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight
+from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
+from compiled_engine.scheduling.token_masks import make_masks
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output, call `update` with both; repeat while unfinished.
+    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `masks`), call
+    `update` with both; repeat while unfinished.
 
     Up to `steps_in_flight` steps (1 or 2) may be scheduled whose `update` is still to come, in the same order; the
     runner executes one after the other. Requests may be added and aborted at any time. If a step fails, call
@@ -49,28 +51,33 @@ class Scheduler:
         self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, vocab_size: int, steps_in_flight: int = 1
     ) -> None:
         self._config = scheduler
-        self._steps_in_flight = steps_in_flight
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # sorted by order
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight = StepsInFlight(steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
+        self._num_constrained = 0
         self._counts = SchedulerCounts(least_free=num_blocks)
 
-    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
-        """Queue a request. Raises ValueError if its id is in use, or if it can never be computed."""
-        if request.request_id in self._requests:
-            raise ValueError(f"request_id {request.request_id!r} is already in use")
-        self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", len(request.prompt_token_ids))
+    def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+        """Queue a request. Raises ValueError as `check` does."""
+        self.check(request)
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        queued = Request.of(request, order, self._limits.max_total_tokens, token_mask)
+        queued = Request.of(request, order, self._limits.max_total_tokens, constraint)
         self._requests[request.request_id] = queued
+        self._num_constrained += constraint is not None
         self._waiting.push(queued)
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ValueError if its id is in use, or if it can never be computed."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", len(request.prompt_token_ids))
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
         """End a request; what a step in flight yields for it is ignored. None if it is unknown or ended.
@@ -94,9 +101,7 @@ class Scheduler:
 
         Raises RuntimeError if as many steps are in flight as may be.
         """
-        if len(self._in_flight) == self._steps_in_flight:
-            oldest = self._in_flight[0].output.step
-            raise RuntimeError(f"step {oldest} is in flight: its result must be passed to update() first")
+        self._in_flight.require_room()
         self._retire()
         draft = StepDraft()
         budget = self._schedule_running(draft)
@@ -107,9 +112,9 @@ class Scheduler:
         counts = self._counts
         counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
         counts.steps += 1
-        masks, errors = draft.ask_for_masks(self._limits.vocab_size)
         removed, self._removed = self._removed, []
-        step = StepInFlight.of(counts.steps, draft, removed, self._kv_cache.take_registered(), masks, errors)
+        registered = self._kv_cache.take_registered()
+        step = StepInFlight.of(counts.steps, draft, removed, registered, constraints=self._num_constrained > 0)
         self._in_flight.append(step)
         return step.output
 
@@ -136,9 +141,6 @@ class Scheduler:
                 request.num_computed_tokens = start + 1
                 request.num_tokens += 1
                 budget -= 1
-                continue
-            if request.token_mask is not None and request.awaits_token:
-                budget -= 1  # as if it had its share: no more may be admitted than can run together
                 continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
             num_tokens = request.num_tokens - start
@@ -175,8 +177,6 @@ class Scheduler:
         if end >= request.next_block_end:
             self._kv_cache.register(request)
         if samples:
-            if request.token_mask is not None:
-                draft.masked.append(request)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
@@ -191,14 +191,16 @@ class Scheduler:
         self._counts.preemptions += 1
         return request
 
+    def masks(self, step: SchedulerOutput) -> TokenMasks:
+        """A constraint that fails ends its request in `update`. RuntimeError unless `step` is the oldest in flight."""
+        return make_masks(self._in_flight.oldest(step).constrained, self._limits.vocab_size)
+
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight.
         """
-        if not self._in_flight or self._in_flight[0].output is not step:
-            raise RuntimeError(f"step {step.step} is not the oldest one in flight")
-        in_flight = self._in_flight[0]
+        in_flight = self._in_flight.oldest(step)
         num_finished = self._counts.finished
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
         # All else is for requests that sample, and nearly always no more than the next token and its logprobs.
@@ -213,16 +215,16 @@ class Scheduler:
                 continue
             not_steady.append(index)
             if request.status is not RequestStatus.FINISHED:
-                others.append(self._take_token(request, index, in_flight, result))
+                others.append(self._take_token(request, index, result))
         self._in_flight.popleft()
         if self._counts.finished > num_finished:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
         return step_outputs(in_flight, result, not_steady, others)
 
-    def _take_token(self, request: Request, index: int, step: StepInFlight, result: RunnerOutput) -> EngineOutput:
+    def _take_token(self, request: Request, index: int, result: RunnerOutput) -> EngineOutput:
         """Token number `index` of a step, which may end its request, or comes with more than itself."""
         token_id = result.token_ids[index]
-        why = step.mask_errors.get(request.request_id) or WHY_NO_TOKEN.get(token_id)
+        why = request.failure or WHY_NO_TOKEN.get(token_id)
         if why is not None:
             self._drop(request)
             self._counts.aborted += 1
@@ -268,6 +270,7 @@ class Scheduler:
             self._waiting.remove(request)
         request.status = RequestStatus.FINISHED
         request.set_steady_limits()
+        self._num_constrained -= request.constraint is not None
         del self._requests[request.request_id]
 
     def _release(self, request: Request) -> None:
@@ -291,6 +294,6 @@ class Scheduler:
             self._kv_cache.pool.check_all_free()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, saying what is wrong, unless each block and request is accounted for once."""
+        """Raise RuntimeError, with what is wrong, unless each block and request is accounted for once."""
         check_requests(self._requests.values(), self._running, len(self._waiting))
         self._kv_cache.check_integrity(self._running)

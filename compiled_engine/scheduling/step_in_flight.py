@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import compress
 
 from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.sampling.token_mask import ask
 from compiled_engine.scheduling.request import Request
 
 
@@ -34,7 +34,7 @@ class StepDraft:
     """A step that is being put together.
 
     one_token: requests with a share of one token, which starts at `one_token_starts` and samples, but for those whose
-    index is in `unsampled`. longer: shares of more tokens. masked: requests that sample and have a token mask.
+    index is in `unsampled`. longer: shares of more tokens.
     """
 
     one_token: list[Request] = field(default_factory=list)
@@ -43,7 +43,6 @@ class StepDraft:
     longer: Shares = field(default_factory=Shares)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    masked: list[Request] = field(default_factory=list)
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == 1:
@@ -69,60 +68,63 @@ class StepDraft:
             samples + longer.samples,
         )
 
-    def ask_for_masks(self, vocab_size: int) -> tuple[dict[str, bytes], dict[str, str]]:
-        """By request id the masks of requests that are about to sample, and of those that failed what went wrong."""
-        masks: dict[str, bytes] = {}
-        errors: dict[str, str] = {}
-        for request in self.masked:
-            assert request.token_mask is not None
-            output_token_ids = request.token_ids[request.num_prompt_tokens :]
-            try:
-                masks[request.request_id] = ask(request.token_mask, output_token_ids, vocab_size).tobytes()
-            except ValueError as error:
-                errors[request.request_id] = str(error)
-        return masks, errors
-
 
 @dataclass(slots=True)
 class StepInFlight:
     """`output` as the runner has it, and the scheduler's side of it.
 
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
+    constrained: those that sample and have a constraint.
     registered_blocks: those that are in the prefix cache only because this step, or one before it, fills them.
-    mask_errors: by request id, why a token mask failed; what the step yields for these is not used.
     """
 
     output: SchedulerOutput
     requests: list[Request]
     sampling: list[Request]
     sampling_ids: list[str]
+    constrained: list[Request]
     registered_blocks: list[int]
-    mask_errors: dict[str, str]
 
     @classmethod
     def of(
-        cls,
-        number: int,
-        draft: StepDraft,
-        removed: list[str],
-        registered_blocks: list[int],
-        token_masks: dict[str, bytes],
-        mask_errors: dict[str, str],
+        cls, number: int, draft: StepDraft, removed: list[str], registered_blocks: list[int], *, constraints: bool
     ) -> StepInFlight:
+        """constraints: whether any request has one."""
         shares = draft.shares()
+        request_ids = [request.request_id for request in shares.requests]
+        sampling, sampling_ids = shares.requests, request_ids
+        if not all(shares.samples):
+            sampling = list(compress(sampling, shares.samples))
+            sampling_ids = list(compress(sampling_ids, shares.samples))
+        constrained = [request for request in sampling if request.constraint is not None] if constraints else []
         output = SchedulerOutput(
             step=number,
             removed=tuple(removed),
             new=tuple(draft.new),
-            request_ids=[request.request_id for request in shares.requests],
+            request_ids=request_ids,
             starts=shares.starts,
             counts=shares.counts,
             samples=shares.samples,
             new_block_ids=draft.new_block_ids,
-            token_masks=token_masks,
+            awaits_masks=bool(constrained),
         )
-        sampling, sampling_ids = shares.requests, output.request_ids
-        if not all(shares.samples):
-            sampling = list(compress(sampling, shares.samples))
-            sampling_ids = list(compress(sampling_ids, shares.samples))
-        return cls(output, shares.requests, sampling, sampling_ids, registered_blocks, mask_errors)
+        return cls(output, shares.requests, sampling, sampling_ids, constrained, registered_blocks)
+
+
+class StepsInFlight(deque[StepInFlight]):
+    """The oldest first, at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def require_room(self) -> None:
+        """Raise RuntimeError if there are as many as may be."""
+        if len(self) == self._most:
+            raise RuntimeError(f"step {self[0].output.step} is in flight: its result must be passed to update() first")
+
+    def oldest(self, step: SchedulerOutput) -> StepInFlight:
+        """The oldest one; RuntimeError if that is not `step`."""
+        if not self or self[0].output is not step:
+            raise RuntimeError(f"step {step.step} is not the oldest one in flight")
+        return self[0]

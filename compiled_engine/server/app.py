@@ -22,7 +22,7 @@ from compiled_engine.server.completions import completions
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
 from compiled_engine.server.metrics import ServerMetrics
-from compiled_engine.server.middleware import RequestScope
+from compiled_engine.server.middleware import OPEN_PATHS, RequestScope
 from compiled_engine.server.model_list import health, model, models, ready, version
 from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
@@ -30,6 +30,7 @@ from compiled_engine.server.replies import Reply, error_response
 from compiled_engine.server.responses import responses
 from compiled_engine.server.serving import Serving
 from compiled_engine.server.tokenization import detokenize, tokenize
+from compiled_engine.server.web_page import answers, page_files
 
 log = logging.getLogger("compiled_engine")
 
@@ -58,8 +59,10 @@ def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> Requ
 
     Raises ValueError for a chat template that is none.
     """
+    pages = page_files() if options.web_page else {}
     app = Starlette(
         routes=[
+            *(Route(path, answers(file), methods=["GET"]) for path, file in pages.items()),
             *(Route(path, _answered(handler), methods=["GET"]) for path, handler in GET.items()),
             *(Route(path, _answered(handler), methods=["POST"]) for path, handler in POST.items()),
         ],
@@ -76,7 +79,7 @@ def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> Requ
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),
     )
-    return RequestScope(app, serving, [*GET, *POST])
+    return RequestScope(app, serving, [*GET, *POST, *pages], open_paths=[*OPEN_PATHS, *pages])
 
 
 def _max_new_tokens(engine: AsyncLLM) -> int | None:

@@ -40,7 +40,7 @@ async def chat_completions(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ChatRequest)
     model = serving.model(fields.model)
-    prompt = await unless_gone(request.receive, chat_prompt(serving, fields, ignored))
+    prompt = await unless_gone(request.receive, chat_prompt(serving, fields))
     answer = _Answer(f"chatcmpl-{uuid.uuid4().hex}", serving.now(), model, fields, prompt)
     kind: OutputKind = "delta" if fields.streams else "final"
     salt = cache_salt(request, fields)

@@ -56,7 +56,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
 
 class FunctionDefinition(msgspec.Struct, kw_only=True):
-    """parameters: a JSON schema, which the model reads; calls are not checked against it."""
+    """parameters: a JSON schema, which the model reads. strict: calls follow it; they do so as well where tool_choice
+    asks for one."""
 
     name: Name
     description: str | None = None

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.answer_form import ToolUse, answer_form
 from compiled_engine.server.chat_messages import Tool, messages_for_template, tools_for_template
 from compiled_engine.server.chat_protocol import ChatRequest
-from compiled_engine.server.errors import bad_request, shown
+from compiled_engine.server.errors import bad_request, blamed_on_request, shown
 from compiled_engine.server.parsers.answer import AnswerParser
-from compiled_engine.server.response_format import require_text_format
+from compiled_engine.server.response_format import asked_form
 from compiled_engine.server.sampling_fields import sampling_params
 from compiled_engine.server.serving import Serving
 
@@ -26,22 +27,21 @@ class ChatPrompt:
     make_call_id: Callable[[], str]
 
 
-async def chat_prompt(serving: Serving, fields: ChatRequest, ignored: list[str]) -> ChatPrompt:
-    """Raises ApiError 400 naming the field that cannot be honoured; `ignored` gets what has no effect."""
+async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "response_format") -> ChatPrompt:
+    """form_field: what the request calls response_format. Raises ApiError 400 naming the field that cannot be had."""
     chat = serving.chat_format()
-    require_text_format(fields.response_format)
-    tools = fields.tools if wants_tools(fields.tool_choice, fields.tools) else None
+    asked = await asked_form(fields.response_format, fields.structured_outputs, form_field)
+    use = tool_use(fields.tool_choice, fields.tools, one_call=fields.parallel_tool_calls is False)
+    tools = None if use is None else fields.tools
     if tools and chat.tools is None:
         raise bad_request(
             "tools", "tools are not supported: it is not known how this model calls them (option --tool-call-parser)"
         )
-    if any(tool.function.strict for tool in tools or ()):
-        ignored.append("tools: strict is ignored, calls are not checked against their schema")
     more = _more(fields)
     if tools and chat.tools is not None and chat.tools.has_special_tokens and fields.skip_special_tokens is None:
         more["skip_special_tokens"] = False
     params = sampling_params(
-        fields, serving.default_chat_params(), serving.options.limits, serving.max_model_len, **more
+        fields, serving.default_chat_params(), serving.options.limits, serving.max_answer_tokens, **more
     )
     limits = serving.options.limits
     continues = bool(fields.continue_final_message)
@@ -52,7 +52,12 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, ignored: list[str])
         add_generation_prompt=not continues and fields.add_generation_prompt is not False,
         continue_final_message=continues,
     )
-    names = [tool.function.name for tool in tools or ()]
+    form = await answer_form(chat, text, use, asked)
+    try:
+        params.structured_outputs = form
+    except ValueError as error:
+        raise blamed_on_request(error) from error
+    names = [] if use is None else [tool.function.name for tool in use.tools]
     one_call = fields.parallel_tool_calls is False
     return ChatPrompt(
         {"prompt": text, "prompt_token_ids": token_ids},
@@ -62,19 +67,26 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, ignored: list[str])
     )
 
 
-def wants_tools(tool_choice: Any, tools: list[Tool] | None) -> bool:
-    """Whether the model may call tools. Raises ApiError 400 for what is no choice, or not supported."""
+def tool_use(tool_choice: Any, tools: list[Tool] | None, *, one_call: bool) -> ToolUse | None:
+    """What the answer may call, None for nothing. Raises ApiError 400 for what is no choice among the tools."""
+    if tool_choice == "none" or (tool_choice in (None, "auto") and not tools):
+        return None
+    tools = tools or []
     if tool_choice in (None, "auto"):
-        return bool(tools)
-    if tool_choice == "none":
-        return False
-    if tool_choice == "required" or isinstance(tool_choice, dict):
-        raise bad_request(
-            "tool_choice",
-            f"tool_choice {shown(tool_choice)} is not supported yet; allowed: 'auto', 'none'",
-            code="unsupported_parameter",
-        )
-    raise bad_request("tool_choice", f"tool_choice must be 'auto' or 'none', got {shown(tool_choice)}")
+        return ToolUse(tools, required=False, several=not one_call)
+    if tool_choice == "required":
+        if not tools:
+            raise bad_request("tool_choice", "tool_choice must not be 'required' where there are no tools")
+        return ToolUse(tools, required=True, several=not one_call)
+    if not isinstance(tool_choice, dict) or tool_choice.get("type") != "function":
+        allowed = "'auto', 'none', 'required', or a function"
+        raise bad_request("tool_choice", f"tool_choice must be {allowed}, got {shown(tool_choice)}")
+    function = tool_choice.get("function", tool_choice)  # the Responses API has the name beside the type
+    name = function.get("name") if isinstance(function, dict) else None
+    named = [tool for tool in tools if tool.function.name == name]
+    if not named:
+        raise bad_request("tool_choice", f"tool_choice must name one of the tools, got {shown(name)}")
+    return ToolUse(named[:1], required=True, several=False)
 
 
 def _more(fields: ChatRequest) -> dict[str, Any]:

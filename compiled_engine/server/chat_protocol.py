@@ -16,8 +16,9 @@ from compiled_engine.server.usage import Usage
 class ChatRequest(SamplingFields, kw_only=True):
     """max_completion_tokens: max_tokens by its newer name. top_logprobs needs logprobs.
 
-    tool_choice: auto or none. parallel_tool_calls: whether an answer may hold several calls. include_reasoning: whether
-    the answer shows its reasoning. continue_final_message: the last message is continued instead of answered.
+    tool_choice: auto, none, required, or a function. parallel_tool_calls: whether an answer may hold several calls.
+    include_reasoning: whether the answer shows its reasoning. continue_final_message: the last message is continued
+    instead of answered.
     """
 
     messages: list[ChatMessage]

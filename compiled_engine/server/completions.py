@@ -27,7 +27,7 @@ from compiled_engine.server.event_stream import EventStream, event, unless_gone,
 from compiled_engine.server.generation import Outputs, begun, generate
 from compiled_engine.server.logprob_shapes import CompletionLogprobs, completion_logprobs, prompt_logprobs
 from compiled_engine.server.replies import Reply, json_response, read_body, warned
-from compiled_engine.server.response_format import require_text_format
+from compiled_engine.server.response_format import asked_form
 from compiled_engine.server.sampling_fields import sampling_params
 from compiled_engine.server.serving import Serving, serving_of
 from compiled_engine.server.usage import Usage, UsageCounter
@@ -37,7 +37,7 @@ async def completions(request: Request) -> Reply:
     """POST /v1/completions."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CompletionRequest)
-    answer = _answer(serving, fields)
+    answer = await _answer(serving, fields)
     prompts: list[Any] = [answer.prompt(serving, each) for each in parse_prompts(fields.prompt)]
     kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
@@ -76,12 +76,12 @@ class _Answer:
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
-def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
+async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
     model = serving.model(fields.model)
-    require_text_format(fields.response_format)
+    form = await asked_form(fields.response_format, fields.structured_outputs)
     echo = bool(fields.echo)
     unwanted = fields.max_tokens == 0
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"structured_outputs": form}
     if unwanted:
         more["max_tokens"] = 1
     if fields.logprobs is not None:
@@ -91,7 +91,7 @@ def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
     if fields.add_special_tokens is False and isinstance(fields.prompt, str) and len(fields.prompt) > 1 << 20:
         raise bad_request("add_special_tokens", "add_special_tokens must be true for a prompt above 1 MiB")
     params = sampling_params(
-        fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_model_len, **more
+        fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_answer_tokens, **more
     )
     return _Answer(f"cmpl-{uuid.uuid4().hex}", serving.now(), model, fields, params, unwanted, serving.engine.tokenizer)
 

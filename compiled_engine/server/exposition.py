@@ -29,11 +29,17 @@ GAUGES = {
 COUNTERS = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked for in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found there."),
+    "generated_tokens": ("generation_tokens", "Tokens generated, as they come."),
     "preemptions": ("num_preemptions", "Completions that lost their blocks and were computed again."),
     "steps": ("num_steps", "Steps of the engine."),
     "traces": ("num_traces", "Models traced; 0 after a warm start."),
     "compiles": ("num_compiles", "Pieces compiled; 0 after a warm start."),
     "captures": ("num_graph_captures", "CUDA graphs captured."),
+    "grammar_requests": ("grammar_requests", "Completions with a grammar."),
+    "grammar_compiles": ("grammar_compiles", "Grammars compiled."),
+    "grammar_failures": ("grammar_failures", "Grammars that could not be compiled."),
+    "grammar_cache_hits": ("grammar_cache_hits", "Grammars that were compiled already."),
+    "grammar_compile_s": ("grammar_compile_seconds", "Time that compiling them took, beside the steps."),
     "graph_padded_tokens": ("graph_padded_tokens", "Tokens that replays computed for nothing."),
 }
 # The same for figures that have a label.

@@ -14,7 +14,7 @@ from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.cache_salt import salted
-from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, shortened
 from compiled_engine.server.serving import Serving
 
 Outputs: TypeAlias = "AsyncGenerator[tuple[int, RequestOutput], None]"
@@ -81,6 +81,8 @@ def _raise_if_failed(completion: CompletionOutput) -> None:
     """Raise ApiError for a completion that came to nothing: 400 where the request's parameters forbid every token."""
     if completion.finish_reason == "error" and completion.stop_reason == WHY_NO_TOKEN[NOTHING_ALLOWED]:
         raise bad_request(None, str(completion.stop_reason), code="no_token_allowed")
+    if completion.finish_reason == "error" and str(completion.stop_reason).startswith("structured_outputs: "):
+        raise bad_request("structured_outputs", shortened(str(completion.stop_reason)), code="grammar_failed")
     if completion.finish_reason == "error":
         raise engine_failure(str(completion.stop_reason))
     if completion.finish_reason == "abort":

@@ -66,7 +66,6 @@ class ServerMetrics:
         self.histograms = {name: Histogram(borders) for name, (_, borders) in HISTOGRAMS.items()}
         self.prompt_tokens = 0
         self.cached_prompt_tokens = 0
-        self.generation_tokens = 0
         self.finish_reasons: Counter[str] = Counter({"stop": 0, "length": 0, "error": 0, ABORTED: 0})
         self.responses: Counter[tuple[str, int]] = Counter()
 
@@ -87,7 +86,6 @@ class ServerMetrics:
         counters = (
             ("prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
             ("prompt_tokens_cached", "Those that came from the prefix cache.", self.cached_prompt_tokens),
-            ("generation_tokens", "Tokens generated.", self.generation_tokens),
         )
         families: list[Metric] = []
         for name, text, count in counters:
@@ -151,7 +149,6 @@ class ObservedRequest:
         metrics, generated = self._metrics, sum(self._tokens.values())
         metrics.prompt_tokens += len(result.prompt_token_ids)
         metrics.cached_prompt_tokens += result.num_cached_tokens or 0
-        metrics.generation_tokens += generated
         observed = {
             "request_prompt_tokens": len(result.prompt_token_ids),
             "request_generation_tokens": generated,

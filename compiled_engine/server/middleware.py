@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,12 +21,18 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestScope:
-    """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced."""
+    """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced.
 
-    def __init__(self, app: ASGIApp, serving: Serving, routes: Sequence[str]) -> None:
+    routes: the paths that responses are counted by. open_paths: those that need no API key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, serving: Serving, routes: Sequence[str], open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
         self.serving = serving
         self._app = app
         self._routes = frozenset(routes)
+        self._open_paths = frozenset(open_paths)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,7 +65,7 @@ class RequestScope:
 
     def _may_enter(self, scope: Scope) -> bool:
         """Every key is compared, each in constant time: how long it takes tells nothing of them."""
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        if not self._keys or scope["path"] in self._open_paths:
             return True
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()

@@ -18,6 +18,7 @@ class Limits:
     read nothing of what waits for it. keep_alive_timeout: seconds of an idle connection.
     max_completions: prompts times n of a request. max_in_flight: completions of all requests that run or wait; beyond
     it the server is busy (503).
+    max_answer_tokens: of a completion; -1 for as many as the model's length allows.
     max_logprobs: alternatives for a token; -1 for any number. max_stop, max_stop_length: stop strings and their
     characters. max_token_list: entries of stop_token_ids, logit_bias, bad_words and bad_words_token_ids each.
     max_messages, max_tools: of a conversation. render_timeout: seconds for template and tokenizer.
@@ -31,6 +32,7 @@ class Limits:
     keep_alive_timeout: float = 5.0
     max_completions: int = 128
     max_in_flight: int = 4096
+    max_answer_tokens: int = -1
     max_logprobs: int = 20
     max_stop: int = 64
     max_stop_length: int = 1024
@@ -52,6 +54,7 @@ class ServerOptions:
     `chat_template_kwargs` that requests may give.
     prefix_cache_salt_per_key: requests of different API keys share nothing in the prefix cache, so that nobody can
     find out by the clock how another key's prompts begin.
+    web_page: there is a page at /, to chat with the model and to watch the engine.
     strict: a field that nobody knows is an error, not a warning. shutdown_timeout: seconds for which requests under
     way may go on after SIGTERM.
     ssl_keyfile, ssl_certfile: serve HTTPS with these. root_path: what a proxy has cut off paths.
@@ -66,6 +69,7 @@ class ServerOptions:
     reasoning_parser: str = "auto"
     chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")
     prefix_cache_salt_per_key: bool = False
+    web_page: bool = True
     strict: bool = False
     shutdown_timeout: float = 30.0
     uvicorn_log_level: str = "info"
@@ -99,7 +103,7 @@ class ServerOptions:
 
 
 def _check_limit(name: str, value: Any) -> None:
-    lowest = -1 if name == "max_logprobs" else 1
+    lowest = -1 if name in ("max_logprobs", "max_answer_tokens") else 1
     if not lowest <= value < math.inf and not (name.endswith("timeout") and 0 < value < math.inf):
         raise ValueError(f"{name} is {value}; allowed: at least {lowest}")
 

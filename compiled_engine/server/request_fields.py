@@ -33,7 +33,11 @@ class Refused:
     asks_nothing: tuple[Any, ...] = ()
 
 
-STRUCTURED = "structured output is not supported yet"
+STRUCTURED = "give structured_outputs with json, regex, choice, grammar or json_object, or response_format"
+OTHER_FORMS = (  # earlier names, and those of other servers
+    *(f"guided_{kind}" for kind in ("json", "regex", "choice", "grammar", "decoding_backend", "whitespace_pattern")),
+    *("json_schema", "regex", "choice", "grammar", "ebnf", "structural_tag"),
+)
 REFUSED: dict[str, Refused] = {
     "best_of": Refused("more completions than are returned are not generated; give n", (1,)),
     "suffix": Refused("text cannot be inserted before a suffix", ("",)),
@@ -50,9 +54,7 @@ REFUSED: dict[str, Refused] = {
     "mm_processor_kwargs": Refused("input is text", ({},)),
     "prompt_embeds": Refused("prompts are text or token ids"),
     "token_mask": Refused("it is an object of Python; only LLM takes one"),
-    "structured_outputs": Refused(STRUCTURED),
-    **{name: Refused(STRUCTURED) for name in ("json_schema", "regex", "grammar", "ebnf")},
-    **{f"guided_{kind}": Refused(STRUCTURED) for kind in ("json", "regex", "choice", "grammar")},
+    **{name: Refused(STRUCTURED) for name in OTHER_FORMS},
     "guided_json_object": Refused(STRUCTURED, (False,)),
 }
 
@@ -121,12 +123,12 @@ def _wrong(error: msgspec.ValidationError, values: Any, within: str) -> ApiError
 
 
 def _with_integers(values: Any) -> Any:
-    """With 1 for 1.0, between which JSON makes no difference."""
+    """With 1 for 1.0, between which JSON makes no difference; floats too large to be exact stay."""
     if isinstance(values, dict):
         return {key: _with_integers(value) for key, value in values.items()}
     if isinstance(values, list):
         return [_with_integers(value) for value in values]
-    return int(values) if isinstance(values, float) and values.is_integer() else values
+    return int(values) if isinstance(values, float) and values.is_integer() and abs(values) < 2**53 else values
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:

@@ -21,7 +21,6 @@ from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import Content, Reasoning
 from compiled_engine.server.replies import Reply, json_response, read_body, warned
 from compiled_engine.server.response_events import Event, ResponseEvents, new_id
-from compiled_engine.server.response_format import require_text_format
 from compiled_engine.server.responses_input import messages_of, tools_of
 from compiled_engine.server.responses_protocol import (
     RESPONSES_HABITS,
@@ -32,7 +31,7 @@ from compiled_engine.server.responses_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
-from compiled_engine.server.sampling_fields import SAME
+from compiled_engine.server.sampling_fields import SAME, check_bounds
 from compiled_engine.server.serving import Serving, serving_of
 from compiled_engine.server.usage import UsageCounter
 
@@ -46,8 +45,9 @@ async def responses(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ResponsesRequest, RESPONSES_REFUSED, RESPONSES_HABITS)
     model = serving.model(fields.model)
+    check_bounds(fields, serving.options.limits, serving.max_answer_tokens, None)  # by the names that fields have here
     chat = _as_chat(fields, ignored)
-    prompt = await unless_gone(request.receive, chat_prompt(serving, chat, ignored))
+    prompt = await unless_gone(request.receive, chat_prompt(serving, chat, "text.format"))
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)
     # Always in parts: how many tokens are reasoning shows only while they come.
     salt = cache_salt(request, fields)
@@ -62,7 +62,8 @@ def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
     if (fields.n or 1) > 1:
         raise bad_request("n", f"n must be 1, got {fields.n}")
     text, reasoning = fields.text or {}, fields.reasoning or {}
-    require_text_format(text.get("format"), "text.format")
+    if not isinstance(text.get("format", {}), dict | None):
+        raise bad_request("text.format", f"text.format must be an object, got {shown(text['format'])}")
     if text.get("verbosity") not in (None, "medium"):
         raise bad_request("text.verbosity", f"text.verbosity {shown(text['verbosity'])} is not supported")
     effort = reasoning.get("effort")
@@ -83,6 +84,7 @@ def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
         top_logprobs=fields.top_logprobs if logprobs else None,
         tools=tools_of(fields.tools, ignored),
         tool_choice=choice,
+        response_format=text.get("format"),
         parallel_tool_calls=fields.parallel_tool_calls,
         reasoning_effort=effort,
         chat_template_kwargs=fields.chat_template_kwargs,
@@ -101,7 +103,7 @@ def _begun(serving: Serving, fields: ResponsesRequest, model: str, prompt: ChatP
         parallel_tool_calls=fields.parallel_tool_calls is not False,
         reasoning={"effort": (fields.reasoning or {}).get("effort"), "summary": None},
         temperature=prompt.params.temperature,
-        text={"format": {"type": "text"}},
+        text={"format": (fields.text or {}).get("format") or {"type": "text"}},
         tool_choice=fields.tool_choice or "auto",
         tools=[tool for tool in fields.tools or () if tool.get("type") == "function"],
         top_p=prompt.params.top_p,

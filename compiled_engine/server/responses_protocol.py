@@ -27,8 +27,8 @@ RESPONSES_HABITS = HABITS | {"max_tool_calls"}
 class ResponsesRequest(SamplingFields, kw_only=True):
     """input: text, or a list of messages, function calls and their outputs. instructions: a system message.
 
-    include: "message.output_text.logprobs" for log-probabilities. text, reasoning: only text.format {"type": "text"}
-    and reasoning.effort count.
+    include: "message.output_text.logprobs" for log-probabilities. text, reasoning: only text.format and
+    reasoning.effort count.
     """
 
     input: Any

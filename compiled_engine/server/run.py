@@ -99,13 +99,21 @@ def allow_many_connections() -> None:
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:
     """Answer requests until a signal comes; None then, or why the engine has died. The engine is shut down."""
     watching = asyncio.create_task(_end_with_engine(engine, server))
+    preparing = asyncio.create_task(_prepare_forms(engine))
     try:
         await server.serve(sockets=[bound])
     finally:
         reason = engine.errored
         watching.cancel()
+        preparing.cancel()
         await engine.shutdown()
     return reason
+
+
+async def _prepare_forms(engine: AsyncLLM) -> None:
+    """Reading the vocabulary holds up a step: better now than when requests run."""
+    with contextlib.suppress(ValueError):  # without a tokenizer there are no forms
+        await engine.prepare_structured_outputs()
 
 
 async def _end_with_engine(engine: AsyncLLM, server: Server) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,6 +23,11 @@ class SpecialTokenGuard:
         self._ids = {text: token_id for text, token_id in ids.items() if len(text) > 1}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def literal(self, text: str) -> str:
+        """A text as a grammar in Lark has it: a special token by its id, any other in quotes."""
+        token_id = self._ids.get(text)
+        return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
     def concerns(self, values: Any) -> bool:
         """Whether a special token stands in any text of these lists, dicts and strings."""

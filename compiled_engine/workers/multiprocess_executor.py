@@ -20,7 +20,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.failure import Failed
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.workers.heartbeat import Heartbeats
@@ -30,6 +30,7 @@ from compiled_engine.workers.worker_child import WorkerChild, end_all, visible_g
 from compiled_engine.workers.worker_wire import (
     Call,
     GoOn,
+    Masks,
     Ready,
     StartWorker,
     Step,
@@ -127,6 +128,11 @@ class MultiprocessExecutor:
         self._monitor.check()
         self._steps.write(encode(Step(step)))
         return _PendingResult(self, step.step)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """See Executor. What sampling raises, the step's result raises."""
+        self._monitor.check()
+        self._steps.write(encode(Masks(masks)))
 
     def _receive(self, step: int) -> RunnerOutput:
         """The next result, which is that of the step with this number."""

@@ -8,7 +8,7 @@ import select
 import shutil
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from compiled_engine.collectives.connect import connect
 from compiled_engine.collectives.group import Group, in_group
 from compiled_engine.core.executor import InProcessExecutor, PendingOutput
 from compiled_engine.failure import Failed
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -29,6 +29,7 @@ from compiled_engine.workers.worker_wire import (
     Answer,
     Call,
     GoOn,
+    Masks,
     Ready,
     StartWorker,
     Step,
@@ -90,6 +91,7 @@ class Worker:
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group)
         self._rank, self._group, self._connection, self._results = start.rank, group, connection, results
         self._failure: Exception | None = None
+        self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
         # A step is launched before the one before it has ended; on a CPU launching it is executing it.
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
         if results is not None and config.device.type == "cuda":
@@ -102,6 +104,8 @@ class Worker:
             match decode_to_worker(steps.read()):
                 case Step(step):
                     self._execute(step)
+                case Masks(masks):
+                    self._sample(masks)
                 case GoOn():
                     self._failure = None
                 case Call(number, method, arguments):
@@ -112,17 +116,46 @@ class Worker:
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
-        pending: PendingOutput
+        self._hand_over_unsampled()
+        pending = self._guarded(step.step, lambda: self.executor.submit(step))
+        if step.awaits_masks and not isinstance(pending, _Raised):
+            self._unsampled = step.step, pending
+        else:
+            self._hand_over(pending)
+
+    def _sample(self, masks: TokenMasks) -> None:
+        """The step that awaits them; there is none if it has failed."""
+        if self._unsampled is None:
+            return
+        (number, pending), self._unsampled = self._unsampled, None
+
+        def sampled() -> PendingOutput:
+            self.executor.sample(masks)
+            return pending
+
+        self._hand_over(self._guarded(number, sampled))
+
+    def _hand_over_unsampled(self) -> None:
+        """A step whose masks did not come: its result says so."""
+        if self._unsampled is not None:
+            (_, pending), self._unsampled = self._unsampled, None
+            self._hand_over(pending)
+
+    def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
+        """What `launch` returns, for step `number`. If it fails, the executor is told, and no step is executed until it
+        says so."""
         try:
             if self._failure is not None:  # of a step before
                 raise self._failure
-            pending = self.executor.submit(step)
+            return launch()
         except Exception as error:
             self._failure = error
             runner = self.executor.runner
             between = runner.runs_begun == runner.runs_ended
-            send(self._connection, StepFailed(step.step, Failed.of(error), between, runner.runs_begun))
-            pending = _Raised(error)
+            send(self._connection, StepFailed(number, Failed.of(error), between, runner.runs_begun))
+            return _Raised(error)
+
+    def _hand_over(self, pending: PendingOutput) -> None:
         if self._pending is not None:
             self._pending.put(pending)
         elif self._results is not None:

@@ -11,7 +11,7 @@ import msgspec
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.failure import Failed
-from compiled_engine.messages import RunnerOutput, SchedulerOutput
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.plain_data import decode_other, encode_other
 from compiled_engine.process.timeline import Span
 
@@ -48,6 +48,12 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     step: SchedulerOutput
 
 
+class Masks(msgspec.Struct, tag=True, frozen=True):
+    """Through the ring, to all: for the step that was sent last, which awaits them."""
+
+    masks: TokenMasks
+
+
 class Call(msgspec.Struct, tag=True, frozen=True):
     """Through the ring, to all: call a method of every worker; each sends an `Answer` with the number."""
 
@@ -78,7 +84,7 @@ class Answer(msgspec.Struct, tag=True, frozen=True):
     value: Any
 
 
-ToWorker = Step | Call | GoOn | Stop
+ToWorker = Step | Masks | Call | GoOn | Stop
 FromWorker = Ready | Failed | StepFailed | Answer
 Result = RunnerOutput | Failed
 

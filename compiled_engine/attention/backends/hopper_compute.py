@@ -98,9 +98,11 @@ def compute_items(  # type: ignore[no-untyped-def]
     none_MN = gl.zeros([HALF, KEYS], gl.float32, s_layout)
 
     item = program
-    kv_head, request, first_query = tile_of(batch, item)
+    kv_head, request, first_query = tile_of(batch, item, HEADS)
     query_start, query_len, seq_len = lengths_of(batch, request)
-    at_M, there_M = _rows_of(item, first_query, query_start, query_len, io_rows_M, q_token_stride, q_head_stride, HEADS)
+    at_M, there_M = _rows_of(
+        kv_head, first_query, query_start, query_len, io_rows_M, q_token_stride, q_head_stride, HEADS
+    )
     there_M = there_M & (item < batch.num_items)
     q_MD = gl.load(q_ptr + at_M[:, None] + io_d_D[None, :], mask=there_M[:, None], other=0.0)
     count = 0
@@ -110,7 +112,7 @@ def compute_items(  # type: ignore[no-untyped-def]
             q_smem.store(q_MD)
             fence_async_shared()
             next_item = item_at(first_item + num_programs, num_programs, program)
-            next_kv_head, next_request, next_first_query = tile_of(batch, next_item)
+            next_kv_head, next_request, next_first_query = tile_of(batch, next_item, HEADS)
             first_position = seq_len - query_len + first_query
             positions_M = first_position + rows_M // HEADS.group
             end_key, first_tile, first_masked, end_tile = key_tiles(first_position, seq_len, HEADS)

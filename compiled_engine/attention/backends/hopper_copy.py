@@ -55,9 +55,11 @@ class Heads(NamedTuple):
 
     dim: Any
     group: Any
+    num_kv_heads: Any
     block_size: Any
     box: Any
     window: Any
+    by_heads: Any
 
 
 @gluon.constexpr_function
@@ -73,13 +75,18 @@ def item_at(first_item, num_programs, program):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def tile_of(batch, item):  # type: ignore[no-untyped-def]
+def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """An item's K/V head, its request and first query; request 0 past the last item.
 
     All tiles of a head come one after another: the keys and values of all heads may be more than the L2 cache holds.
     """
-    kv_head = item // batch.num_tiles
-    tile_ptr = batch.tiles_ptr + 2 * (item - kv_head * batch.num_tiles)
+    if HEADS.by_heads:
+        kv_head = item // batch.num_tiles
+        tile = item - kv_head * batch.num_tiles
+    else:
+        kv_head = item % HEADS.num_kv_heads
+        tile = item // HEADS.num_kv_heads
+    tile_ptr = batch.tiles_ptr + 2 * tile
     there = item < batch.num_items
     return kv_head, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
 
@@ -152,7 +159,7 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
     for first_item in range(0, batch.num_items, num_programs):
         item = item_at(first_item, num_programs, program)
         if item < batch.num_items:
-            kv_head, request, first_query = tile_of(batch, item)
+            kv_head, request, first_query = tile_of(batch, item, HEADS)
             _, query_len, seq_len = lengths_of(batch, request)
             end_key, first_tile, _, end_tile = key_tiles(seq_len - query_len + first_query, seq_len, HEADS)
             table_ptr = block_table_ptr + request.to(gl.int64) * table_stride

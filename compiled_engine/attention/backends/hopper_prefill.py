@@ -37,6 +37,7 @@ from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.launcher import quick_launches
 
 HEAD_DIMS = (64, 128)
+BY_HEADS = False
 # Of a thread that computes, and of one that copies.
 COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
@@ -67,6 +68,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     BOX: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BY_HEADS: gl.constexpr,
     MAX_SPLITS: gl.constexpr,
     HEADER: gl.constexpr,
 ):
@@ -101,7 +103,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
         query_start_loc_ptr,
         seq_lens_ptr,
     )
-    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, BLOCK_SIZE, BOX, WINDOW)
+    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, NUM_KV_HEADS, BLOCK_SIZE, BOX, WINDOW, BY_HEADS)
     strides = (q_token_stride, out_token_stride, Q_HEAD_STRIDE, OUT_HEAD_STRIDE)
     gl.warp_specialize(
         [
@@ -176,6 +178,7 @@ def hopper_prefill(
         BOX=box,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        BY_HEADS=BY_HEADS,
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,
         num_warps=4,

@@ -1,6 +1,6 @@
 """Which parsers there are, by name, and which ones a checkpoint's chat template asks for.
 
-A new format is a file with a `TextParser` and a row here.
+A new format is a file with a `TextParser`, a function in call_grammars.py and a row here.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import string
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from compiled_engine.server.parsers.call_grammars import CallGrammar, hermes_calls, llama3_calls, mistral_calls
 from compiled_engine.server.parsers.hermes import HermesParser
 from compiled_engine.server.parsers.llama3_json import Llama3JsonParser
 from compiled_engine.server.parsers.mistral import MistralParser
@@ -23,12 +24,13 @@ ALPHANUMERIC = string.ascii_letters + string.digits
 class ToolFormat:
     """How a family of models writes calls.
 
-    parser: makes a parser, given the names of the request's tools. marks: texts of which a chat template for this
-    format has all of one row. has_special_tokens: the markup holds special tokens, so the text has to keep these.
-    call_id_length: of the ids that the family's templates take; None for any.
+    parser: makes a parser, given the names of the request's tools. grammar: its calls as a grammar. marks: texts of
+    which a chat template for this format has all of one row. has_special_tokens: the markup holds special tokens, so
+    the text has to keep these. call_id_length: of the ids that the family's templates take; None for any.
     """
 
     parser: Callable[[Collection[str]], TextParser]
+    grammar: CallGrammar
     marks: tuple[tuple[str, ...], ...]
     has_special_tokens: bool = False
     call_id_length: int | None = None
@@ -41,9 +43,11 @@ class ToolFormat:
 
 
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "hermes": ToolFormat(lambda names: HermesParser(), (("<tool_call>", "arguments"),)),
-    "llama3_json": ToolFormat(Llama3JsonParser, (("<|python_tag|>",), ('"parameters":', "ipython")), True),
-    "mistral": ToolFormat(lambda names: MistralParser(), (("[TOOL_CALLS]",),), True, 9),
+    "hermes": ToolFormat(lambda names: HermesParser(), hermes_calls, (("<tool_call>", "arguments"),)),
+    "llama3_json": ToolFormat(
+        Llama3JsonParser, llama3_calls, (("<|python_tag|>",), ('"parameters":', "ipython")), True
+    ),
+    "mistral": ToolFormat(lambda names: MistralParser(), mistral_calls, (("[TOOL_CALLS]",),), True, 9),
 }
 
 # Name -> whether a model of the format reasons from its first token on, unless the prompt has closed the tag.
@@ -68,9 +72,13 @@ def reasoning_format_of(template: str) -> str | None:
     return "qwen3" if OPENING in template else "deepseek_r1"
 
 
+def begins_inside(name: str, prompt: str) -> bool | None:
+    """Whether what follows `prompt` is reasoning from its first character on; None if the prompt has closed it."""
+    end = prompt.rstrip()
+    return None if end.endswith(CLOSING) else REASONING_FORMATS[name] or end.endswith(OPENING)
+
+
 def reasoning_parser(name: str, prompt: str) -> TextParser | None:
     """A parser for what follows `prompt`; None if the prompt has closed the reasoning already."""
-    end = prompt.rstrip()
-    if end.endswith(CLOSING):
-        return None
-    return ThinkParser(inside=REASONING_FORMATS[name] or end.endswith(OPENING))
+    inside = begins_inside(name, prompt)
+    return None if inside is None else ThinkParser(inside=inside)

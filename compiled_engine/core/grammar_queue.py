@@ -1,0 +1,91 @@
+"""Requests whose grammar is being compiled: they stand beside the scheduler's queue, and hold up nobody in it."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from compiled_engine.grammars.compiler import GrammarCompiler
+from compiled_engine.grammars.constraint import GrammarConstraint
+from compiled_engine.grammars.limits import LONGEST_COMPILE_S
+from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """deadline_s: of time.monotonic."""
+
+    request: EngineRequest
+    compiled: Future[LLMatcher]
+    deadline_s: float
+
+
+class GrammarQueue:
+    """The order in which grammars are ready is that in which their requests are given out."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._waiting: dict[str, _Waiting] = {}
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """The first one counts; any other is the same."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(vocabulary)
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises ValueError if no vocabulary was given."""
+        if self._compiler is None or request.grammar is None:
+            raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
+        self._num_requests += 1
+        compiled = self._compiler.compile(request.grammar)
+        deadline_s = time.monotonic() + LONGEST_COMPILE_S
+        self._waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
+
+    def remove(self, request_id: str) -> bool:
+        """Whether it waited. What is being compiled for it is kept for others."""
+        return self._waiting.pop(request_id, None) is not None
+
+    def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
+        """Those whose grammar is ready, and the ends of those for which there is none.
+
+        patience_s: how long to wait if none is ready.
+        """
+        if patience_s > 0:
+            wait([each.compiled for each in self._waiting.values()], patience_s, FIRST_COMPLETED)
+        ready: list[tuple[EngineRequest, GrammarConstraint]] = []
+        failed: list[EngineOutput] = []
+        for request_id, each in list(self._waiting.items()):
+            if not each.compiled.done() and time.monotonic() < each.deadline_s:
+                continue
+            del self._waiting[request_id]
+            try:
+                ready.append((each.request, self._constraint(each)))
+            except ValueError as error:
+                failed.append(EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error)))
+        return ready, failed
+
+    def _constraint(self, waiting: _Waiting) -> GrammarConstraint:
+        if not waiting.compiled.done():
+            raise ValueError(f"structured_outputs: the grammar takes more than {LONGEST_COMPILE_S:g} s to compile")
+        assert self._compiler is not None
+        return self._compiler.constraint(waiting.compiled)
+
+    def metrics(self) -> dict[str, int | float]:
+        """Since the start: grammar_requests, and GrammarCompiler.metrics if there has been any."""
+        return {"grammar_requests": self._num_requests} | (self._compiler.metrics() if self._compiler else {})
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()

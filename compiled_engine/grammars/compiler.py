@@ -1,0 +1,90 @@
+"""Compiles the grammars of requests beside the steps of the engine, and keeps what it has compiled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
+from compiled_engine.grammars.large_stack import on_large_stack
+from compiled_engine.grammars.limits import COMPILER_THREADS, KEPT_GRAMMARS, parser_limits
+from compiled_engine.messages import GrammarVocabulary
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+
+class GrammarCompiler:
+    """Threads in the core's process: a matcher cannot be handed from one process to another, and the library works
+    without the GIL, so the steps go on.
+
+    vocabulary: read once, by a thread, when the object is made.
+    """
+
+    def __init__(self, vocabulary: GrammarVocabulary, *, kept: int = KEPT_GRAMMARS) -> None:
+        self._threads = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
+        self._vocabulary: Future[tuple[LLTokenizer, LLExecutor]] = self._threads.submit(_load, vocabulary)
+        self._kept = kept
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used last
+        self._lock = threading.Lock()
+        self._hits = 0
+        self._compiles = 0
+        self._failures = 0
+        self._seconds = 0.0
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """A matcher at its beginning, to be copied. The future's exception is a ValueError if there is none."""
+        if (found := self._compiled.get(grammar)) is not None:
+            self._compiled.move_to_end(grammar)
+            self._hits += 1
+            return found
+        self._compiles += 1
+        compiled = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+        if len(self._compiled) > self._kept:
+            self._compiled.popitem(last=False)
+        return compiled
+
+    def constraint(self, compiled: Future[LLMatcher]) -> GrammarConstraint:
+        """For one request, from what is compiled. Raises ValueError if that failed."""
+        return GrammarConstraint(compiled.result().deep_copy(), self._vocabulary.result()[1])
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        tokenizer, _ = self._vocabulary.result()
+        start = time.perf_counter()
+        matcher = on_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()))
+        failed = matcher.is_error()
+        with self._lock:
+            self._seconds += time.perf_counter() - start
+            self._failures += failed
+        if failed:
+            raise ValueError(failure_text(matcher))
+        return matcher
+
+    def metrics(self) -> dict[str, int | float]:
+        """Since the start: grammar_compiles, those that failed, seconds of threads, and hits among those kept."""
+        return {
+            "grammar_compiles": self._compiles,
+            "grammar_failures": self._failures,
+            "grammar_compile_s": self._seconds,
+            "grammar_cache_hits": self._hits,
+        }
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _load(vocabulary: GrammarVocabulary) -> tuple[LLTokenizer, LLExecutor]:
+    from llguidance import LLExecutor, LLTokenizer
+
+    try:
+        tokenizer = LLTokenizer(
+            vocabulary.tokenizer, n_vocab=vocabulary.vocab_size, eos_token=sorted(vocabulary.eos_token_ids)
+        )
+    except Exception as error:  # the library raises nothing more special
+        raise ValueError(f"structured_outputs: the tokenizer cannot be read: {error}") from error
+    return tokenizer, LLExecutor()

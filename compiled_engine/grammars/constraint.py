@@ -1,0 +1,52 @@
+"""A compiled grammar and how far a request has come in it, by llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+
+class GrammarConstraint:
+    """Implements Constraint. Where the text may end, the end-of-sequence tokens are allowed.
+
+    A matcher raises nothing: what is wrong with it, for example that a step took more than its limits allow, is asked
+    for after each call.
+    """
+
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
+        self.matcher, self.executor = matcher, executor
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        if token_ids and not self.matcher.consume_tokens(list(token_ids)):
+            raise ValueError(self.failure)
+
+    def fill(self, words_W: np.ndarray) -> None:
+        self.matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
+        if self.matcher.is_error():
+            raise ValueError(self.failure)
+
+    @property
+    def failure(self) -> str:
+        """What is wrong with the matcher."""
+        return failure_text(self.matcher)
+
+
+def failure_text(matcher: LLMatcher) -> str:
+    """The error of a matcher that has one, as errors of requests begin."""
+    return f"structured_outputs: {matcher.get_error()}"
+
+
+def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:
+    """Fill rows of the masks (int32 [M, W], contiguous) by threads without the GIL; failures by row."""
+    if not constraints:
+        return {}
+    executor = next(iter(constraints.values())).executor
+    matchers = [(constraint.matcher, row) for row, constraint in constraints.items()]
+    num_rows, num_words = words_MW.shape
+    executor.unsafe_compute_mask_ptr(matchers, words_MW.ctypes.data, num_words * words_MW.itemsize, num_rows)
+    return {row: constraint.failure for row, constraint in constraints.items() if constraint.matcher.is_error()}

@@ -1,0 +1,29 @@
+"""The masks of many requests at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from compiled_engine.grammars.constraint import GrammarConstraint, fill_together
+from compiled_engine.sampling.constraint import Constraint
+
+
+def fill_masks(asked: Sequence[tuple[Constraint, Sequence[int]]], words_MW: np.ndarray) -> dict[int, str]:
+    """Tell each constraint of its new tokens and have it fill its row of the masks, int32 [M, W].
+
+    Those of grammars are filled side by side. Returns why some have none, by row; the others are not disturbed.
+    """
+    failures: dict[int, str] = {}
+    grammars: dict[int, GrammarConstraint] = {}
+    for row, (constraint, token_ids) in enumerate(asked):
+        try:
+            constraint.accept(token_ids)
+            if isinstance(constraint, GrammarConstraint):
+                grammars[row] = constraint
+            else:
+                constraint.fill(words_MW[row])
+        except ValueError as error:
+            failures[row] = str(error)
+    return failures | fill_together(grammars, words_MW)

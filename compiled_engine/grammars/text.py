@@ -1,0 +1,83 @@
+"""From StructuredOutputs to what llguidance compiles, and whether it can."""
+
+from __future__ import annotations
+
+import json
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING
+
+from compiled_engine.grammars.large_stack import on_large_stack
+from compiled_engine.grammars.limits import KEPT_GRAMMARS, parser_limits
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+# Between any two parts of JSON: enough for a line end and an indentation.
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
+ANY_OBJECT = '{"type": "object"}'
+# What only the model's own vocabulary can say of a grammar: whether it has these tokens.
+SPECIAL_TOKEN_MARKS = ("<[", "<|")
+
+
+def grammar_text(given: StructuredOutputs) -> str:
+    """Raises ValueError if it cannot be compiled, or takes more than a grammar may."""
+    text = _text(given)
+    if not any(mark in text for mark in SPECIAL_TOKEN_MARKS) and (error := _error(text)):
+        raise ValueError(f"structured_outputs: {error}")
+    return text
+
+
+def _text(given: StructuredOutputs) -> str:
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if given.regex is not None:
+        return LLMatcher.grammar_from_regex(given.regex)
+    if given.choice is not None:
+        texts = " | ".join(json.dumps(text) for text in given.choice)  # as one terminal: rules may have fewer branches
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    if given.grammar is not None:
+        if given.grammar.lstrip().startswith("{"):
+            return given.grammar
+        try:
+            return LLMatcher.grammar_from_lark(any_to_lark(given.grammar))
+        except Exception as error:  # the converter raises what its parser does
+            raise ValueError(f"structured_outputs.grammar cannot be read: {error}") from error
+    schema = ANY_OBJECT if given.json is None else given.json
+    assert isinstance(schema, str)
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        overrides={
+            "whitespace_flexible": not given.disable_any_whitespace,
+            "whitespace_pattern": given.whitespace_pattern or (None if given.disable_any_whitespace else WHITESPACE),
+        },
+    )
+
+
+@lru_cache(maxsize=KEPT_GRAMMARS)
+def _error(text: str) -> str:
+    """What is wrong with a grammar; empty if nothing is. It is compiled for a vocabulary of bytes, without the GIL."""
+    from llguidance import LLMatcher
+
+    return on_large_stack(lambda: LLMatcher(_bytes(), text, log_level=0, limits=parser_limits()).get_error())
+
+
+@cache
+def _bytes() -> LLTokenizer:
+    """A vocabulary of the 256 bytes and an end-of-sequence token."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    return LLTokenizer(TokenizerWrapper(_Bytes()), eos_token=_Bytes.eos_token_id)
+
+
+class _Bytes:
+    """As TokenizerWrapper wants it."""
+
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
+    tokens = (*(bytes([byte]) for byte in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)

@@ -1,0 +1,131 @@
+"""StructuredOutputs: the form that a request's text must have."""
+
+from __future__ import annotations
+
+import json as json_text
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+# Bytes of a schema, an expression or a grammar; arrays and objects within each other, found before they are parsed.
+MAX_BYTES = 128 * 1024
+MAX_DEPTH = 64
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+_STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_BRACKETS = re.compile(r"[\[\]{}]")
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """One of five forms. Fields have vLLM's names. The text ends by itself where its form is complete.
+
+    json: a JSON schema, as a dict or as text; stored as text. Keywords that are not supported are refused.
+    regex: a regular expression (Rust's syntax, without look-around) for the whole text.
+    choice: texts, one of which is generated.
+    grammar: a context-free grammar: Lark as llguidance reads it, or GBNF.
+    json_object: True: any JSON object.
+    disable_any_whitespace: JSON without whitespace. whitespace_pattern: a regular expression for it; by default up to
+        24 characters in a place, so that no model writes whitespace without end.
+
+    Raises TypeError or ValueError, naming the field and what is allowed. Whether a schema, expression or grammar can be
+    compiled is found out when a request with it is made.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}"
+            )
+        for name in ("json_object", "disable_any_whitespace"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise TypeError(f"structured_outputs.{name} must be True or False, got {getattr(self, name)!r}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            if (text := getattr(self, name)) is not None:
+                _check_text(f"structured_outputs.{name}", text)
+        if self.json is not None:
+            object.__setattr__(self, "json", _schema_text(self.json))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _choices(self.choice))
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> StructuredOutputs | None:
+        """A field's value: one of these, a dict with its fields, or None."""
+        if value is None or isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{name} must be StructuredOutputs or a dict with its fields, got {value!r}")
+        known = [field.name for field in fields(cls)]
+        for key in value:
+            if key not in known:
+                raise ValueError(f"{name} must not have {str(key)[:100]!r}; allowed: {', '.join(known)}")
+        given = {key: item for key, item in value.items() if item is not None}
+        return cls(**given)
+
+
+def _check_text(name: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"{name} must be text, got {text!r:.200}")
+    if not text:
+        raise ValueError(f"{name} must not be empty")
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be valid Unicode: {error.reason}") from error
+    if size > MAX_BYTES:
+        raise ValueError(f"{name} must have at most {MAX_BYTES} bytes, got {size}")
+
+
+def _schema_text(schema: Any) -> str:
+    name = "structured_outputs.json"
+    if not isinstance(schema, str | Mapping):
+        raise TypeError(f"{name} must be a JSON schema, a dict or text, got {schema!r:.200}")
+    if not isinstance(schema, str):
+        try:
+            schema = json_text.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name} must be a JSON schema: {error}") from error
+    _check_text(name, schema)
+    if _depth(schema) > MAX_DEPTH:
+        raise ValueError(f"{name} must have at most {MAX_DEPTH} arrays and objects within each other")
+    try:
+        parsed = json_text.loads(schema)
+    except ValueError as error:
+        raise ValueError(f"{name} must be valid JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{name} must be a JSON object, got {type(parsed).__name__}")
+    return schema
+
+
+def _depth(text: str) -> int:
+    """Of arrays and objects within each other, where the text is JSON."""
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _choices(choice: Any) -> tuple[str, ...]:
+    name = "structured_outputs.choice"
+    if not isinstance(choice, list | tuple):
+        raise TypeError(f"{name} must be a list of texts, got {choice!r:.200}")
+    if not choice:
+        raise ValueError(f"{name} must have at least one text, got []")
+    for index, text in enumerate(choice):
+        _check_text(f"{name}[{index}]", text)
+    size = sum(len(text.encode()) for text in choice)
+    if size > MAX_BYTES:
+        raise ValueError(f"{name} must have at most {MAX_BYTES} bytes in all, got {size}")
+    return tuple(choice)
