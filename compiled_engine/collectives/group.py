@@ -58,6 +58,11 @@ class StandIn:
         pass
 
 
+def stand_in_for(group: Group) -> StandIn:
+    """What one rank of `group` runs with while the others do not."""
+    return StandIn(group.size, pushed=group.pushed.alone() if group.pushed else None)
+
+
 # The ops of a compiled graph find their ranks here: which they are may not be part of the graph.
 _GROUP: ContextVar[Group] = ContextVar("group")
 

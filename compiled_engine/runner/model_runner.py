@@ -10,7 +10,7 @@ from torch import nn
 
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
-from compiled_engine.collectives.group import Group, StandIn, gather_columns, in_group
+from compiled_engine.collectives.group import Group, StandIn, gather_columns, in_group, stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -144,9 +144,7 @@ class Runner:
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
-            # The other ranks do not rehearse.
-            pushed = self._group.pushed.alone() if self._group.pushed else None
-            with self._timeline.span("compile kernels"), in_group(StandIn(self._group.size, pushed=pushed)):
+            with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
                 rehearse(self._config, self.step, workers, progress)
         workers.close()
         self._group.least(1)  # all wait for the kernels
