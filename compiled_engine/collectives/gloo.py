@@ -1,4 +1,4 @@
-"""Collectives between processes on CPUs."""
+"""Collectives between processes on CPUs, and how processes find each other at all."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ from compiled_engine.collectives.push import PushBuffer
 TIMEOUT = timedelta(hours=1)
 
 
-class GlooGroup:
-    """See Group. folder: where the ranks find each other; private to them.
+def join(backends: str, rank: int, size: int, folder: Path) -> None:
+    """Make this process one of `size`, and wait for the others. folder: empty, and private to them."""
+    store = dist.FileStore(str(folder / "ranks"), size)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
-    bfloat16 and float16 are summed in float32 and rounded once.
-    """
+
+def least(value: int) -> int:
+    """See Group: numbers of the host go through gloo."""
+    number = torch.tensor([value], dtype=torch.int64, device="cpu")
+    dist.all_reduce(number, dist.ReduceOp.MIN)
+    return int(number)
+
+
+class GlooGroup:
+    """See Group. bfloat16 and float16 are summed in float32 and rounded once."""
 
     def __init__(self, rank: int, size: int, folder: Path):
-        """Waits for the other ranks."""
+        """See join."""
         self.kind, self.rank, self.size = "gloo", rank, size
         self.pushed: PushBuffer | None = None
-        store = dist.FileStore(str(folder / "gloo"), size)
-        self._group = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
+        join("gloo", rank, size, folder)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.to(torch.float32, copy=True).contiguous()
-        self._group.allreduce(total).wait()
+        dist.all_reduce(total)
         return total.to(x.dtype)
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x_TV, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        self._group.allgather(parts, x_TV.contiguous()).wait()
+        dist.all_gather(parts, x_TV.contiguous())
         return torch.cat(parts, -1)
 
     def least(self, value: int) -> int:
-        number = torch.tensor([value], dtype=torch.int64, device="cpu")
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
-        self._group.allreduce([number], options).wait()
-        return int(number)
+        return least(value)
 
     def close(self) -> None:
-        del self._group
+        dist.destroy_process_group()

@@ -7,20 +7,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compiled_engine.collectives.gloo import TIMEOUT
+from compiled_engine.collectives.gloo import join, least
 from compiled_engine.collectives.push import PushBuffer
 
 
 class NcclGroup:
-    """See Group. Numbers of the host go through gloo. folder: where the ranks find each other; private to them."""
+    """See Group."""
 
     def __init__(self, rank: int, size: int, folder: Path, device: torch.device):
-        """Waits for the other ranks. NCCL itself connects at its first collective."""
+        """See join. NCCL itself connects at its first collective."""
         self.kind, self.rank, self.size = "NCCL", rank, size
         self.pushed: PushBuffer | None = None
-        store = dist.FileStore(str(folder / "ranks"), size)
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self.device = device
+        join("cpu:gloo,cuda:nccl", rank, size, folder)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -34,9 +33,7 @@ class NcclGroup:
         return parts_RTV.transpose(0, 1).reshape(num_rows, self.size * num_columns)
 
     def least(self, value: int) -> int:
-        number = torch.tensor([value], dtype=torch.int64, device="cpu")
-        dist.all_reduce(number, dist.ReduceOp.MIN)
-        return int(number)
+        return least(value)
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -29,7 +29,7 @@ def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor)
 
 
 class _DividedEmbedding(nn.Module):
-    def __init__(self, weight_VD: nn.Parameter):
+    def __init__(self, weight_VD: torch.Tensor):
         super().__init__()
         self.weight = weight_VD
 

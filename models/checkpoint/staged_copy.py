@@ -41,7 +41,7 @@ def copy_to_device(
     """
     largest_tensor = max(source.nbytes for source, _ in pairs)
     chunk_bytes = min(CHUNK_BYTES, largest_tensor // NUM_THREADS)
-    chunks = deque(chunk for source, target in pairs for chunk in _chunks(source, target, chunk_bytes))
+    chunks = deque(chunk for source, target in pairs for chunk in chunks_of(source, target, chunk_bytes))
     buffer_bytes = max(chunk.source.nbytes for chunk in chunks)
     torch.cuda.current_stream(device).synchronize()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -50,7 +50,8 @@ def copy_to_device(
         worker.result()
 
 
-def _chunks(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
+def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
+    """Parts of about chunk_bytes, at least a row where rows alone are contiguous; views, all of them."""
     if source.is_contiguous():
         source, target = source.view(-1), target.view(-1)
     # Of a slice of columns the rows alone are contiguous, and nothing may be copied to make it so.
