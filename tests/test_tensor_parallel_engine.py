@@ -69,7 +69,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def test_the_tokens_are_those_of_one(one: LLM, two: LLM) -> None:
     """All kinds of sampling side by side; twice, as the second time the prompts are in the prefix cache."""
-    params = [SamplingParams(max_tokens=20, ignore_eos=True, **kind) for kind in KINDS.values()]
+    params = [SamplingParams(max_tokens=16, ignore_eos=True, **kind) for kind in KINDS.values()]
     for _ in range(2):
         same(*(engine.generate(TEXTS, params, use_tqdm=False) for engine in (two, one)))
     metrics = two.metrics()
@@ -106,8 +106,11 @@ def test_every_family(name: str, tmp_path: Path) -> None:
 
 def test_a_core_of_its_own_has_workers_too() -> None:
     async def answer() -> RequestOutput:
-        async with AsyncLLM(mode="eager", **ENGINE, **TWO) as engine:
-            params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        engine = AsyncLLM(mode="eager", **ENGINE, **TWO)
+        params = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
+        try:
             return [output async for output in engine.generate(TEXTS[0], params, output="final")][-1]
+        finally:
+            await engine.shutdown()
 
     assert len(asyncio.run(answer()).outputs[0].token_ids) == 5
