@@ -161,6 +161,8 @@ ENGINE_ARGUMENTS = (
         flag="--logits-processor",
         convert=tuple,
     ),
+    Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
+    Argument("distributed_executor", str, "auto, in_process or multiprocess: who runs the devices."),
     Argument("profile_dir", Path, "Where a profile is written to.", convert=str),
 )
 
