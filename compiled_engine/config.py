@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,36 @@ class GraphConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks compute each layer together, one a device, and who runs them: in_process or multiprocess."""
+
+    tensor_parallel_size: int
+    executor: str
+
+
+def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
+    """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
+
+    Ranks that are more than the KV heads share these. A vocabulary that num_ranks does not divide stays whole.
+    """
+    vocab_size, rest = divmod(model.vocab_size, num_ranks)
+
+    def part(heads: HeadShape) -> HeadShape:
+        num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
+        return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
+
+    usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
+    return replace(
+        model,
+        num_heads=usual.num_heads,
+        num_kv_heads=usual.num_kv_heads,
+        layer_heads=None if model.layer_heads is None else tuple(map(part, model.layer_heads)),
+        intermediate_size=model.intermediate_size // num_ranks,
+        vocab_size=model.vocab_size if rest else vocab_size,
+    )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything. `reasons` maps a dotted field name to why it has its value, for those that were "auto".
 
@@ -224,9 +254,15 @@ class EngineConfig:
     scheduler: SchedulerConfig
     compile: CompileConfig
     graph: GraphConfig
+    parallel: ParallelConfig
     device: torch.device
     attention_backend: str
     reasons: dict[str, str]
+
+    @property
+    def local_model(self) -> ModelConfig:
+        """The model as one rank computes it."""
+        return local_share(self.model, self.parallel.tensor_parallel_size)
 
 
 def json_value(value: Any) -> Any:

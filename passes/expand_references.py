@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.passes import (
+    all_reduce_residual_rms_norm,
     residual_rms_norm,
     rms_norm,
     rope_angles,
@@ -24,6 +25,7 @@ from compiled_engine.passes import (
 from compiled_engine.passes.matching import fake_mode_of, is_call
 
 REFERENCES = {
+    torch.ops.compiled_engine.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm.reference,
     torch.ops.compiled_engine.residual_rms_norm.default: residual_rms_norm.reference,
     torch.ops.compiled_engine.rms_norm.default: rms_norm.reference,
     torch.ops.compiled_engine.rope_angles.default: rope_angles.reference,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
+from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
 from compiled_engine.passes.graph_pass import GraphPass
 from compiled_engine.passes.merge_linears import MergeLinears
@@ -21,6 +22,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     MergeLinears(),
     Experts(),
     ResidualRMSNorm(),
+    AllReduceResidualRMSNorm(),
     RMSNorm(),
     RopeAngles(),
     RopeKVWrite(),

@@ -116,6 +116,8 @@ PERTURBED: dict[str, Any] = {
     "graph.decode_sizes": (1, 2),
     "graph.token_sizes": (1, 2),
     "graph.background": True,
+    "parallel.tensor_parallel_size": 2,
+    "parallel.executor": "multiprocess",
     "attention_backend": "triton",
     "reasons": {"device": "another"},
 }
@@ -143,7 +145,7 @@ def perturbed(config: EngineConfig, field: str) -> EngineConfig:
 
 def final_graph(config: EngineConfig) -> list[Any]:
     """What a compiler would be given: for each range its plan and its unique pieces; and the compiler's options."""
-    traced = trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+    traced = trace(without_storage(build_model(config.local_model), config.device), example_inputs(config))
     versions: list[Any] = [INDUCTOR_OPTIONS]
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, traced, compile_range)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.executor import Executor, InProcessExecutor, PendingOutput
+from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.grammar_queue import GrammarQueue
 from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, SchedulerOutput, StepOutputs
-from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 from compiled_engine.scheduling.scheduler import Scheduler
@@ -172,19 +168,3 @@ class EngineCore:
         self._drain()
         self._grammars.close()
         self._free()
-
-
-def start_core(
-    config: EngineConfig,
-    progress: Progress,
-    logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
-    timeline: Timeline | None = None,
-) -> EngineCore:
-    """A core whose runner is in this process, ready to serve. Raises what `Runner` raises.
-
-    timeline: holds the stages of the start so far, and gets those of the core.
-    """
-    timeline, clock = timeline or Timeline(), StepClock(config.device)
-    start_s = timeline.now()
-    executor = InProcessExecutor(config, progress, timeline, clock, logits_processors)
-    return EngineCore(config, executor, clock, timeline.now() - start_s)

@@ -15,7 +15,6 @@ from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.running_core import run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
 from compiled_engine.process.garbage_collection import leave_alone_what_is_there
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
 _WATCH_S = 0.5
 
@@ -41,7 +40,7 @@ def serve(listener: socket.socket, folder: Path) -> None:
     run_core(
         start,
         connection,
-        lambda: resolve_logits_processors(start.logits_processors),
+        start.logits_processors,
         listener,
         when_started=when_started,
     )

@@ -11,6 +11,7 @@ from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.tensor_parallel import TensorParallel
 
 # With another value the pieces, their plan or their ranges can be others.
 GRAPH_FIELDS = (
@@ -40,6 +41,7 @@ GRAPH_FIELDS = (
     "scheduler.max_num_batched_tokens",
     "compile.passes",
     "compile.ranges",
+    "parallel.tensor_parallel_size",
     "attention_backend",
 )
 # These count by what they make of model.rope.angle_scale, a constant of the graph.
@@ -89,6 +91,7 @@ OTHER_FIELDS = (
     "graph.decode_sizes",
     "graph.token_sizes",
     "graph.background",
+    "parallel.executor",
     "device",
     "reasons",
 )
@@ -98,6 +101,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     """All factors as JSON. `environment` None: this process's, for the config's device."""
     environment = this_environment(config.device) if environment is None else environment
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
+    if config.parallel.tensor_parallel_size > 1:
+        passes = {TensorParallel.name: pass_uuid(TensorParallel({}, 1))} | passes
     return {"config": graph_config(config), "passes": passes} | environment.as_factors()
 
 
