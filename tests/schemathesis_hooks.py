@@ -56,9 +56,10 @@ def may_not_compile(body: dict[str, Any]) -> bool:
     """A form that is none, or one whose tokens other fields forbid. Schemas and choices made at random are forms, as
     unknown keywords have no effect; expressions and grammars hardly ever are."""
     form, described = body.get("structured_outputs"), body.get("response_format")
-    if isinstance(form, dict) and any(isinstance(form.get(name), str) for name in ("json", *PATTERNS)):
+    if isinstance(form, dict):
         texts = {name: form[name] for name in ("json", *PATTERNS) if isinstance(form.get(name), str)}
-        return not all(name in PATTERNS and re.fullmatch(PATTERNS[name], text) for name, text in texts.items())
+        if not all(name in PATTERNS and re.fullmatch(PATTERNS[name], text) for name, text in texts.items()):
+            return True
     has_form = isinstance(form, dict) or (isinstance(described, dict) and described.get("type") != "text")
     return has_form and any(body.get(name) for name in ("allowed_token_ids", *FORBIDS, "ignore_eos"))
 
