@@ -28,7 +28,6 @@ from compiled_engine.messages import RequestLimits
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -75,8 +74,8 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
         )
         token_masks: dict[str, TokenMask] | None = None
         if isinstance(running, CoreThread):
-            token_masks, processors = {}, resolve_logits_processors(given.logits_processors)
-            running.start(start, lambda: processors, token_masks)
+            token_masks = {}
+            running.start(start, given.logits_processors, token_masks)
         else:
             running.start(frame(encode(start)))
         tokenizer = _find_tokenizer(config, start.frontend)  # while the core starts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import EngineCore, start_core
+from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -37,8 +37,8 @@ from compiled_engine.process.profiler import Profiler
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import compiler_obstacle, resolve
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.workers.start_core import start_core
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,11 +71,12 @@ class LLM:
             tokenizer_path = find_tokenizer_folder(self._config.tokenizer, model_path)
         self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
         read_eos_token_ids(model_path, None)  # what is wrong with them is said before work starts
-        processors = resolve_logits_processors(engine_options.logits_processors)
         # No text is there before the engine stands, so the tokenizer is loaded beside it.
         tokenizer = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
         tokenizer_start_s = timeline.now()
-        self._core: EngineCore | None = start_core(self._config, self._progress, processors, timeline)
+        self._core: EngineCore | None = start_core(
+            self._config, self._progress, engine_options.logits_processors, timeline
+        )
         try:
             with timeline.span("wait for the tokenizer"):
                 self._tokenizer = tokenizer.result()

@@ -25,6 +25,8 @@ class EngineOptions:
     max_model_len: most tokens of prompt and output together.
     max_num_seqs: most requests in one step.
     max_num_batched_tokens: most tokens in one step (the token budget).
+    max_prefill_tokens: most tokens of prompts in a step that other requests run in: less holds up their next tokens
+        less, and prompts more; None for as many as the step has room for.
     block_size: tokens in a KV cache block, or "auto" for the attention backend's own.
     num_blocks: size of the KV cache in blocks, instead of what fits into memory.
     gpu_memory_utilization: share of the device's memory that the engine may use, weights included.
@@ -45,6 +47,8 @@ class EngineOptions:
     background_capture: capture between the steps of the first requests instead of before them.
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
+    tensor_parallel_size: devices that compute each layer together, one process a device.
+    distributed_executor: auto | in_process | multiprocess: who runs the devices; auto is in_process for one.
     logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
         that make one, or "package.module:Name" for any of these.
     profile_dir: where `LLM.stop_profile` writes.
@@ -62,6 +66,7 @@ class EngineOptions:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_prefill_tokens: int | None = None
     block_size: int | str = "auto"
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -84,5 +89,7 @@ class EngineOptions:
     cache_dir: str | Path | None = None
     compile_cache: bool = True
     generation_config: str = "auto"
+    tensor_parallel_size: int = 1
+    distributed_executor: str = "auto"
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()
     profile_dir: str | Path = "profiles"

@@ -173,6 +173,24 @@ def beside_transformers(result: Result) -> str:
     return "\n\n".join([markdown(headings, rows), "\n".join(said), conditions(result)])
 
 
+def through_http(result: Result) -> str:
+    """The engine itself and each of its servers: throughput, latencies under steady load, and the time of a start."""
+    ready = {name: median(seconds, 1) for name, seconds in result.get("ready_s", {}).items()}
+    offline = result["offline"]
+    rows = [["offline", median(offline["output_throughput"], 0), *[""] * 7, ready.get("offline", "")]]
+    for server in result["servers"]:
+        steady = server["steady"]
+        name = "server" if not server["arguments"] else f"server, `{' '.join(server['arguments'])}`"
+        row = [name, median(server["output_throughput"], 0), f"{server['ratio']:.1%}"]
+        row += [f"{server[load]['request_throughput']:.1f}" for load in ("saturated", "steady")]
+        row += [f"{steady['ttft_ms'][key]:.1f}" for key in ("median", "p99")]
+        row += [f"{steady['itl_ms'][key]:.2f}" for key in ("median", "p99")]
+        rows.append([*row, "" if server["arguments"] else ready.get("server", "")])
+    headings = ["", "output tok/s", "of offline", "saturated, requests/s", "steady, requests/s"]
+    headings += ["TTFT, ms", "TTFT p99, ms", "ITL, ms", "ITL p99, ms", "ready after, s"]
+    return below(markdown(headings, rows), result)
+
+
 def performance(result: Result, peers: Result) -> str:
     """The rows of the table beside a peer's, this engine's before, their bounds, and what was aimed at."""
     known = {row["id"]: row for row in peers["rows"]}

@@ -14,6 +14,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.passes import (
+    all_reduce_residual_rms_norm,
     residual_rms_norm,
     rms_norm,
     rope_angles,
@@ -24,6 +25,7 @@ from compiled_engine.passes import (
 from compiled_engine.passes.matching import fake_mode_of, is_call
 
 REFERENCES = {
+    torch.ops.compiled_engine.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm.reference,
     torch.ops.compiled_engine.residual_rms_norm.default: residual_rms_norm.reference,
     torch.ops.compiled_engine.rms_norm.default: rms_norm.reference,
     torch.ops.compiled_engine.rope_angles.default: rope_angles.reference,
@@ -56,8 +58,9 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
     for fused in graph.find_nodes(op="call_function", target=rope_kv_write.FUSED):
         attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))
         q, k, v, *norm_and_angles = fused.args[:8]
+        norm = fused.args[10:]
         with graph.inserting_before(fused):
-            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles))
+            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles, *norm))
             rotated_q, rotated_k = (graph.call_function(operator.getitem, (rotated, i)) for i in range(2))
         with graph.inserting_before(attend):
             graph.call_function(rope_kv_write.ATTENTION, (rotated_q, rotated_k, v, *attend.args[1:]))

@@ -123,7 +123,12 @@ def _run(
     result = graph_pass.run(graph)
     graph.lint()
     seconds = time.perf_counter() - start
-    verified = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device) if before else 0
+    own_verifier = getattr(graph_pass, "verify", None)
+    verified = 0
+    if before is not None and own_verifier is not None:
+        verified = own_verifier(graph, result, compile_range, device)
+    elif before is not None:
+        verified = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device)
     after = graph_text(graph)
     report = PassReport(
         name=graph_pass.name,

@@ -82,7 +82,7 @@ def verify_rewrites(
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
         for scale in SCALES:
             inputs = RandomInputs(before, num_tokens, device, scale)
-            run = _Run(inputs, *_run_whole(before, inputs))
+            run = _Run(inputs, *run_whole(before, inputs))
             for new, old in replaced.items():
                 _verify(f"pass {name}, {num_tokens} tokens", old, new, same, run)
     return len(replaced)
@@ -119,11 +119,11 @@ def _check_inputs_and_writes(
     compared = set(same).union(*(_region(new, set(same) - {new})[1] for new in replaced))
     for graph, known, what in ((before, stayed, "went"), (after, compared, "came")):
         for node in graph.nodes:
-            if node.op == "call_function" and _mutated(node) and node not in known:
+            if node.op == "call_function" and mutated(node) and node not in known:
                 raise VerificationError(f"pass {name}: {node.name}, which writes to its inputs, {what} unreported")
 
 
-def _run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple[fx.Node, fx.Node], torch.Tensor]]:
+def run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tuple[fx.Node, fx.Node], torch.Tensor]]:
     """Every value of the graph; and for each (tensor, op that mutates it) what the tensor was before."""
     values: Values = {}
     snapshots = {}
@@ -131,9 +131,9 @@ def _run_whole(graph: fx.Graph, inputs: RandomInputs) -> tuple[Values, dict[tupl
         if node.op == "placeholder":
             values[node] = inputs.of(node)
         elif node.op == "call_function":
-            for argument in _mutated(node).values():
+            for argument in mutated(node).values():
                 snapshots[argument, node] = values[argument].clone()
-            values[node] = _call(node, values)
+            values[node] = run_call(node, values)
     return values, snapshots
 
 
@@ -151,7 +151,7 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
     oracle = _execute(old_inner, {leaf: _widened(value(leaf, leaf)) for leaf in old_leaves}, wide=True)
     found = _execute(new_inner, {leaf: value(same.get(leaf), leaf) for leaf in new_leaves})
     for what, old_node, new_node in _results(old, old_inner, new, new_inner):
-        problem = _difference(expected[old_node], oracle[old_node], found[new_node])
+        problem = difference(expected[old_node], oracle[old_node], found[new_node])
         if problem is not None:
             raise VerificationError(f"{where}: {what} of {new.name}, which replaced {old.name}, {problem}")
 
@@ -179,16 +179,17 @@ def _execute(calls: Iterable[fx.Node], leaves: Values, wide: bool = False) -> Va
     values = dict(leaves)
     for node in calls:
         narrows = is_call(node, aten._to_copy.default) and node.kwargs.get("dtype") in (torch.bfloat16, torch.float16)
-        values[node] = values[node.args[0]] if wide and narrows else _call(node, values)  # type: ignore[index]
+        values[node] = values[node.args[0]] if wide and narrows else run_call(node, values)  # type: ignore[index]
     return values
 
 
-def _call(node: fx.Node, values: Values) -> Any:
+def run_call(node: fx.Node, values: Values) -> Any:
+    """Make the call on these values of its arguments."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: values[argument])
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _mutated(node: fx.Node) -> dict[str, fx.Node]:
+def mutated(node: fx.Node) -> dict[str, fx.Node]:
     """The tensors that a call writes to, by the op's name for them."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return {}
@@ -204,8 +205,8 @@ def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
     """What to compare: the values, or, for calls that return nothing, the tensors that the regions wrote to."""
-    written = {name: node for call in old_inner for name, node in _mutated(call).items()}
-    rewritten = {name: node for call in new_inner for name, node in _mutated(call).items()}
+    written = {name: node for call in old_inner for name, node in mutated(call).items()}
+    rewritten = {name: node for call in new_inner for name, node in mutated(call).items()}
     if set(written) != set(rewritten):
         raise VerificationError(f"{new.name} writes to {sorted(rewritten)}, {old.name} wrote to {sorted(written)}")
     return [*([] if written else [("the value", old, new)]), *((n, written[n], rewritten[n]) for n in sorted(written))]
@@ -215,7 +216,7 @@ def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-def _difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
+def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
     """None when `found` is about as near to the oracle as `expected` is, row by row; otherwise how it differs."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"

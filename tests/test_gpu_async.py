@@ -13,11 +13,11 @@ import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.shapes import write_shape
-from compiled_engine.core.engine_core import start_core
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.workers.start_core import start_core
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

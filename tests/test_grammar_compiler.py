@@ -84,7 +84,7 @@ def test_failures_are_by_row_and_disturb_nobody(compiler: GrammarCompiler) -> No
 
 
 def test_what_cannot_be_compiled(compiler: GrammarCompiler) -> None:
-    with pytest.raises(ValueError, match="structured_outputs: .*unknown special token"):
+    with pytest.raises(ValueError, match=r"structured_outputs: .*unknown special token"):
         compiler.compile(grammar_text(StructuredOutputs(grammar="start: <|nobody|>"))).result()
     assert compiler.metrics()["grammar_failures"] == 1
 

@@ -14,7 +14,7 @@ import torch
 
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
-from compiled_engine.core.engine_core import EngineCore, start_core
+from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
 from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
@@ -27,6 +27,7 @@ from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling import scheduler
+from compiled_engine.workers.start_core import start_core
 from tests.other_padding import prepare_with, replay_with_other_padding
 from tests.recorded_capture import RecordedCapture
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.core.engine_core import start_core
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.workers.start_core import start_core
 from tests.lagging_device import lagging_device
 
 WAYS: tuple[dict[str, Any], ...] = (

@@ -47,6 +47,9 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("scheduling_policy", "priority", {"scheduling_policy": "priority"}),
     ("async_scheduling", False, {"async_scheduling": False}),
     ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
+    ("tensor_parallel_size", 2, {"tensor_parallel_size": 2}),
+    ("distributed_executor_backend", "mp", {"distributed_executor": "multiprocess"}),
+    ("distributed_executor_backend", "uni", {"distributed_executor": "in_process"}),
     ("dtype", "half", {"dtype": "float16"}),
     ("dtype", "float", {"dtype": "float32"}),
     ("dtype", "bfloat16", {"dtype": "bfloat16"}),
@@ -163,7 +166,7 @@ def test_all_keywords_without_effect_are_in_one_warning() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2: a model on several GPUs is not supported"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2: this way to use several GPUs is not supported"),
         ({"trust_remote_code": True}, "trust_remote_code is True: code that comes with a checkpoint"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
         ({"enforce_eager": 1}, "enforce_eager is 1; allowed: True, False"),

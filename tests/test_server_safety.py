@@ -24,7 +24,7 @@ COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
 LIMITS = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, max_in_flight=4, max_logprobs=5,
                 max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
-                receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
+                max_answer_tokens=20, receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +73,8 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
 BOUNDS: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 5}),
     ("n", {"n": 2, "prompt": ["a", "b", "c"]}),
-    ("max_tokens", {"max_tokens": 257}),
-    ("min_tokens", {"min_tokens": 300}),
+    ("max_tokens", {"max_tokens": 21}),
+    ("min_tokens", {"min_tokens": 21}),
     ("logprobs", {"logprobs": 6}),
     ("logprobs", {"logprobs": -1}),
     ("prompt_logprobs", {"prompt_logprobs": 6}),
@@ -302,6 +302,26 @@ def test_a_client_that_goes_ends_its_requests(server: RunningServer, path: str, 
         await wait_until(lambda: not server.serving.admission.in_flight)
 
     asyncio.run(run())
+
+
+def test_an_answer_has_the_length_that_the_server_allows(client: httpx.Client, scripted: ScriptedEngine) -> None:
+    message = {"role": "user", "content": "x"}
+    paths = {"completions": {"prompt": "x"}, "chat/completions": {"messages": [message]}, "responses": {"input": "x"}}
+    for path, asked in paths.items():
+        assert client.post(f"/v1/{path}", json=asked).status_code == 200
+        assert scripted.asked[-1][1].max_tokens in (16, 20)
+    for name in ("max_completion_tokens", "max_tokens"):
+        response = client.post("/v1/chat/completions", json={"messages": [message], name: 21})
+        assert (response.status_code, error_of(response)["param"]) == (400, name)
+    for name in ("max_output_tokens", "top_logprobs"):
+        response = client.post("/v1/responses", json={"input": "x", name: 21})
+        assert (response.status_code, error_of(response)["param"]) == (400, name)
+
+
+def test_numbers_of_more_than_64_bits(server: RunningServer) -> None:
+    body = '{"prompt": "x", "max_tokens": 2, "top_k": %d, "temperature": 1.0, "extra_args": {"a": [%d, -1.7e308]}}'
+    response = httpx.post(f"{server.url}/v1/completions", content=body % (2**70, 2**70), timeout=30)
+    assert response.status_code == 200, response.text
 
 
 NAMES = (

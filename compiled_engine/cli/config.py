@@ -12,6 +12,7 @@ from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.cli.rank_plan import rank_plan, rank_table
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -25,13 +26,15 @@ def config(
 ) -> None:
     """Show the configuration that the engine would run with, and why.
 
-    Nothing is compiled, no weights are read or downloaded.
+    Nothing is compiled, no weights are read or downloaded. Of a model on several devices it shows what each will hold.
 
     Examples:
 
       compiled-engine config
 
       compiled-engine config --model path/to/Qwen3-0.6B --mode eager --max-num-seqs 8
+
+      compiled-engine config --tensor-parallel-size 2
 
       compiled-engine config --json | jq .scheduler
     """
@@ -41,11 +44,16 @@ def config(
         from compiled_engine.resolve.engine import resolve
 
         resolved = resolve(make_options(engine))
+    plan = rank_plan(resolved) if resolved.parallel.tensor_parallel_size > 1 else None
     if as_json:
-        typer.echo(json.dumps(json_value(resolved), indent=2))
+        ranks = {} if plan is None else {"ranks": plan.as_json()}
+        typer.echo(json.dumps(json_value(resolved) | ranks, indent=2))
     else:
         # Without a terminal nothing says how wide the output may be: wide enough for paths and reasons.
-        Console(width=None if sys.stdout.isatty() else 160).print(config_table(resolved))
+        console = Console(width=None if sys.stdout.isatty() else 160)
+        console.print(config_table(resolved))
+        if plan is not None:
+            console.print(rank_table(plan))
 
 
 def config_table(config: EngineConfig) -> Table:

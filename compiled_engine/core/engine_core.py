@@ -5,19 +5,15 @@ from __future__ import annotations
 import random
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.executor import Executor, InProcessExecutor, PendingOutput
+from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.grammar_queue import GrammarQueue
 from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, SchedulerOutput, StepOutputs
-from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
-from compiled_engine.process.timeline import Timeline
-from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 from compiled_engine.scheduling.scheduler import Scheduler
@@ -52,6 +48,7 @@ class EngineCore:
         self._grammars = GrammarQueue()
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
+        self._generated_tokens = 0
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
         """Queue a request; `token_mask` says which of its tokens may come. One with a grammar is queued by the step
@@ -112,6 +109,7 @@ class EngineCore:
             step, pending = self._pending.popleft()
             result = pending.result()
             outputs = self._scheduler.update(step, result)
+            self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
             self.clock.lap("output")
             if self._pending:
                 self._give_masks()
@@ -158,29 +156,15 @@ class EngineCore:
         return self._scheduler.has_unfinished() or len(self._grammars) > 0
 
     def metrics(self) -> dict[str, Any]:
-        """The scheduler's and the runner's figures, and `start_s`, seconds of construction."""
+        """The figures of scheduler, runner and grammars; `start_s`, seconds of construction; and `generated_tokens`,
+        those of requests that run included."""
+        own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
         scheduler["waiting"] += len(self._grammars)
-        return {"start_s": self._start_s} | self.executor.metrics() | scheduler | self._grammars.metrics()
+        return own | self.executor.metrics() | scheduler | self._grammars.metrics()
 
     def close(self) -> None:
         """Wait for the device and free it. So does dropping the last reference."""
         self._drain()
         self._grammars.close()
         self._free()
-
-
-def start_core(
-    config: EngineConfig,
-    progress: Progress,
-    logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
-    timeline: Timeline | None = None,
-) -> EngineCore:
-    """A core whose runner is in this process, ready to serve. Raises what `Runner` raises.
-
-    timeline: holds the stages of the start so far, and gets those of the core.
-    """
-    timeline, clock = timeline or Timeline(), StepClock(config.device)
-    start_s = timeline.now()
-    executor = InProcessExecutor(config, progress, timeline, clock, logits_processors)
-    return EngineCore(config, executor, clock, timeline.now() - start_s)

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from compiled_engine.collectives.group import Group
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.gpu_ahead import triton_digests
 from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
@@ -56,7 +57,9 @@ class InProcessExecutor:
         timeline: Timeline,
         clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+        group: Group | None = None,
     ):
+        """group: the ranks that this one is of, see Runner."""
         self._device = config.device
         if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
             cuda_context(config.device.index or 0)
@@ -64,7 +67,7 @@ class InProcessExecutor:
         if not config.compile.enabled:
             import_apart("torch._dynamo")  # as the first call of a custom op does
         with self._own_context():
-            self.runner = Runner(config, progress, timeline, clock, logits_processors)
+            self.runner = Runner(config, progress, timeline, clock, logits_processors, group)
         self.num_blocks = self.runner.num_blocks
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:

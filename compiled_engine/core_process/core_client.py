@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import builtins
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -200,18 +199,6 @@ def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
         raise EngineDeadError(f"the engine core did not start: {core.how_it_ended(_EXIT_S)}") from error
     (message,) = messages
     if isinstance(message, Failed):
-        raise _as_exception(message)
+        raise message.as_exception("the engine core")
     assert isinstance(message, Started)
     return connection, message
-
-
-def _as_exception(failure: Failed) -> Exception:
-    """What was raised in the core: if it is no exception of Python's own, a RuntimeError with its name."""
-    kind = getattr(builtins, failure.kind, None)
-    error: Exception
-    if isinstance(kind, type) and issubclass(kind, ValueError | TypeError | OSError | RuntimeError | MemoryError):
-        error = RuntimeError(failure.text) if issubclass(kind, UnicodeError) else kind(failure.text)
-    else:
-        error = RuntimeError(f"{failure.kind}: {failure.text}")
-    error.add_note(f"in the engine core:\n{failure.where}")
-    return error

@@ -14,7 +14,7 @@ import torch
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.running_core import run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
+from compiled_engine.process.garbage_collection import leave_alone_what_is_there
 
 _WATCH_S = 0.5
 
@@ -30,14 +30,19 @@ def serve(listener: socket.socket, folder: Path) -> None:
         return
     torch.set_num_threads(start.num_threads)
     started = threading.Event()
+
+    def when_started() -> None:
+        leave_alone_what_is_there()
+        started.set()
+
     threading.Thread(target=_exit_without_caller, args=(connection.fileno(), started, folder), daemon=True).start()
 
     run_core(
         start,
         connection,
-        lambda: resolve_logits_processors(start.logits_processors),
+        start.logits_processors,
         listener,
-        when_started=started.set,
+        when_started=when_started,
     )
 
 

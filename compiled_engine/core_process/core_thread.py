@@ -8,7 +8,7 @@ import threading
 from collections.abc import MutableMapping
 
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.running_core import FindProcessors, run_core
+from compiled_engine.core_process.running_core import GivenProcessors, run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -23,9 +23,9 @@ class CoreThread:
         self.socket, self._other = socket.socketpair()
         self._thread: threading.Thread | None = None
 
-    def start(self, start: Start, find_processors: FindProcessors, token_masks: MutableMapping[str, TokenMask]) -> None:
+    def start(self, start: Start, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]) -> None:
         """token_masks: those of requests, by engine request id, each before its request."""
-        arguments = (start, self._other, find_processors, token_masks)
+        arguments = (start, self._other, processors, token_masks)
         self._thread = threading.Thread(target=_run, args=arguments, name="engine core", daemon=True)
         self._thread.start()
 
@@ -43,10 +43,10 @@ class CoreThread:
 
 
 def _run(
-    start: Start, sock: socket.socket, find_processors: FindProcessors, token_masks: MutableMapping[str, TokenMask]
+    start: Start, sock: socket.socket, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]
 ) -> None:
     connection: Connection[ToCore] = Connection(sock, decode_to_core)
     try:
-        run_core(start, connection, find_processors, token_masks=token_masks)
+        run_core(start, connection, processors, token_masks=token_masks)
     except Exception:
         log.exception("the engine core has ended")

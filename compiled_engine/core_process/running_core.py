@@ -7,7 +7,6 @@ from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from compiled_engine.core.engine_core import start_core
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.core_server import CoreServer
 from compiled_engine.core_process.frames import frame
@@ -16,8 +15,9 @@ from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.sampling.token_mask import TokenMask
+from compiled_engine.workers.start_core import start_core
 
-FindProcessors = Callable[[], Sequence[LogitsProcessor | LogitsProcessorFactory]]
+GivenProcessors = Sequence[LogitsProcessor | LogitsProcessorFactory | str]
 
 
 class RunningCore(Protocol):
@@ -45,7 +45,7 @@ class RunningCore(Protocol):
 def run_core(
     start: Start,
     connection: Connection[ToCore],
-    find_processors: FindProcessors,
+    processors: GivenProcessors,
     listener: socket.socket | None = None,
     token_masks: MutableMapping[str, TokenMask] | None = None,
     when_started: Callable[[], None] = lambda: None,
@@ -59,7 +59,7 @@ def run_core(
     timeline.add("wait for the core's process", so_far, timeline.now() - so_far)
     progress = RichProgress() if start.progress else SilentProgress()
     try:
-        core = start_core(start.config, progress, find_processors(), timeline)
+        core = start_core(start.config, progress, processors, timeline)
     except BaseException as error:
         with suppress(OSError):
             connection.send(frame(encode(Failed.of(error))))

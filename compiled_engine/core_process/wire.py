@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
-import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.failure import Failed
 from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
+from compiled_engine.plain_data import decode_other, encode_other
 from compiled_engine.process.timeline import Span
 
 
@@ -89,41 +88,13 @@ class Answered(msgspec.Struct, tag=True, frozen=True):
     value: dict[str, Any]
 
 
-class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The core cannot start, or cannot go on: the exception's type, its text, and where it was raised."""
-
-    kind: str
-    text: str
-    where: str
-
-    @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
-
-
 ToCore = Start | Add | SetVocabulary | Abort | Ask
 ToApi = Started | Stepped | Answered | Failed
 
 
-def _encode_other(value: Any) -> str:
-    if isinstance(value, Path | torch.device):
-        return str(value)
-    if isinstance(value, torch.dtype):
-        return str(value).removeprefix("torch.")
-    raise TypeError(f"no message holds a {type(value).__name__}")
-
-
-def _decode_other(kind: type, value: Any) -> Any:
-    if kind is torch.dtype:
-        return getattr(torch, value)
-    if kind in (Path, torch.device):
-        return kind(value)
-    raise TypeError(f"no message holds a {kind.__name__}")
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_other)
-_core_decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=_decode_other)
-_api_decoder = msgspec.msgpack.Decoder(ToApi, dec_hook=_decode_other)
+_encoder = msgspec.msgpack.Encoder(enc_hook=encode_other)
+_core_decoder = msgspec.msgpack.Decoder(ToCore, dec_hook=decode_other)
+_api_decoder = msgspec.msgpack.Decoder(ToApi, dec_hook=decode_other)
 
 
 def encode(message: ToCore | ToApi) -> bytes:

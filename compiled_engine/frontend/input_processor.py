@@ -91,6 +91,7 @@ class InputProcessor:
             params = checked_again(params)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
+            params.top_k = min(params.top_k, self._limits.vocab_size)  # more are not there
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error

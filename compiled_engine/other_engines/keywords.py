@@ -75,6 +75,7 @@ HONOURED: dict[str, Row] = {
             "scheduling_policy",
             "async_scheduling",
             "logits_processors",
+            "tensor_parallel_size",
         )
     },
     "dtype": Honoured("`dtype`; half, float and a `torch.dtype` as well", _dtype),
@@ -92,6 +93,14 @@ HONOURED: dict[str, Row] = {
                 }
             ),
         }
+    ),
+    "distributed_executor_backend": choice(
+        "`distributed_executor`; mp is multiprocess, uni is in_process",
+        {
+            "mp": {"distributed_executor": "multiprocess"},
+            "uni": {"distributed_executor": "in_process"},
+            **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess")},
+        },
     ),
     "num_gpu_blocks_override": same("num_blocks"),
     "kvcache_block_size": same("block_size"),

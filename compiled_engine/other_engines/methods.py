@@ -6,7 +6,7 @@ _POOLING = "the engine generates text; embeddings, classes and scores need anoth
 _SLEEP = "close() the engine and make a new one, which starts from the compile cache"
 _QUEUE = "generate() takes any number of prompts, and stream() gives out one as it grows"
 _WEIGHTS = "close() the engine and make a new one from the new checkpoint"
-_ONE_PROCESS = "the engine runs in this process, on one device"
+_ONE_PROCESS = "the processes of an engine take no calls but its own"
 
 MISSING = {
     "encode": _POOLING,

@@ -6,9 +6,8 @@ from compiled_engine.other_engines.rows import Row, only
 
 NOT_SUPPORTED: dict[str, Row] = {
     **only(
-        "a model on several GPUs",
-        "run one process for each GPU, with CUDA_VISIBLE_DEVICES and a share of the prompts",
-        tensor_parallel_size=1,
+        "this way to use several GPUs",
+        "give tensor_parallel_size, or run one engine for each GPU with a share of the prompts",
         pipeline_parallel_size=1,
         data_parallel_size=1,
         prefill_context_parallel_size=1,

@@ -6,8 +6,8 @@ from compiled_engine.other_engines.rows import Row, without_effect
 
 WITHOUT_EFFECT: dict[str, Row] = without_effect(
     {
-        "the engine runs in your process, on one device": """
-            distributed_executor_backend master_addr master_port node_rank distributed_timeout_seconds
+        "the processes of an engine run on one host and need no address": """
+            master_addr master_port node_rank distributed_timeout_seconds
             cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus data_parallel_rank
             data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
             data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend

@@ -10,9 +10,17 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.folders import check_folders
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
+EXECUTORS = ("auto", "in_process", "multiprocess")
 MODES = ("auto", "eager", "compiled", "graphed")
 # Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
-MOST = {"max_model_len": 1 << 24, "max_num_seqs": 65535, "max_num_batched_tokens": 1 << 20, "num_blocks": 2**31 - 1}
+MOST = {
+    "max_model_len": 1 << 24,
+    "max_num_seqs": 65535,
+    "max_num_batched_tokens": 1 << 20,
+    "max_prefill_tokens": 1 << 20,
+    "num_blocks": 2**31 - 1,
+    "tensor_parallel_size": 1024,
+}
 
 
 def check_types(options: EngineOptions) -> None:
@@ -31,6 +39,7 @@ def check_types(options: EngineOptions) -> None:
     if not 0 < share <= 1:
         raise ValueError(f"gpu_memory_utilization is {share!r}; allowed: above 0 and at most 1")
     require_one_of("mode", options.mode, MODES)
+    require_one_of("distributed_executor", options.distributed_executor, EXECUTORS)
     require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     require_one_of("generation_config", options.generation_config, ("auto", "none"))
     lists = ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes", "logits_processors")

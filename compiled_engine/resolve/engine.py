@@ -16,6 +16,7 @@ from compiled_engine.config import (
     EngineConfig,
     ModelConfig,
     SchedulerConfig,
+    local_share,
 )
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
@@ -27,6 +28,7 @@ from compiled_engine.resolve.folders import (
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
+from compiled_engine.resolve.parallel import resolve_parallel
 
 DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 
@@ -52,9 +54,11 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         device_type=device.type,
     )
     reasons |= model_reasons
+    parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
     scheduler = _scheduler(options, model, device, reasons)
-    backend, block_size = _attention(options, model, device, reasons)
+    local_model = local_share(model, parallel.tensor_parallel_size)
+    backend, block_size = _attention(options, local_model, device, reasons)
     return EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
@@ -72,6 +76,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             device=device,
             reasons=reasons,
         ),
+        parallel=parallel,
         device=device,
         attention_backend=backend,
         reasons=reasons,
@@ -152,7 +157,14 @@ def _scheduler(
         reasons["scheduler.async_scheduling"] = f"default on {device.type}"
     elif not isinstance(ahead, bool):
         raise TypeError(f"async_scheduling is {ahead!r}; allowed: True, False or None")
-    return SchedulerConfig(max_num_seqs, max_num_batched_tokens, model.max_model_len, options.scheduling_policy, ahead)
+    return SchedulerConfig(
+        max_num_seqs,
+        max_num_batched_tokens,
+        model.max_model_len,
+        options.scheduling_policy,
+        ahead,
+        options.max_prefill_tokens,
+    )
 
 
 def _attention(

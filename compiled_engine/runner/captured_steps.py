@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 from compiled_engine.config import EngineConfig, GraphConfig
@@ -21,18 +22,20 @@ log = logging.getLogger("compiled_engine")
 POOL_SHARE = 0.125
 
 
-def affordable(config: EngineConfig, activation_bytes: int, left_bytes: int | None) -> GraphConfig:
-    """The graphs to capture: of mixed batches those alone that the memory allows.
+def affordable(
+    config: EngineConfig, activation_bytes: int, left_bytes: int | None, least: Callable[[int], int]
+) -> GraphConfig:
+    """The graphs to capture: of mixed batches those alone that the memory allows, on every rank.
 
     activation_bytes: peak of a step of max_num_batched_tokens, which a pool follows in proportion to the tokens.
-    left_bytes: for that and the KV cache, without graphs; None where memory does not matter.
+    left_bytes: for that and the KV cache, without graphs; None where memory does not matter. least: of all ranks.
     """
     if left_bytes is None:
         return config.graph
     most_bytes = POOL_SHARE * (left_bytes - activation_bytes)
     per_token = activation_bytes / config.scheduler.max_num_batched_tokens
     sizes = config.graph.token_sizes
-    kept = tuple(size for size in sizes if size * per_token <= most_bytes)
+    kept = sizes[: least(sum(size * per_token <= most_bytes for size in sizes))]  # they ascend
     if len(kept) < len(sizes):
         log.warning(
             "no CUDA graphs of more than %d tokens: their pool would take more than %.0f %% of the KV cache's memory",

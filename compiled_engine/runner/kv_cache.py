@@ -38,8 +38,8 @@ class CacheSize:
 
 def block_bytes(config: EngineConfig) -> int:
     """Bytes of one block over all layers, keys and values."""
-    return sum(math.prod(shape) for shape in config.model.kv_shapes(1, config.cache.block_size)) * (
-        config.model.dtype.itemsize
+    return sum(math.prod(shape) for shape in config.local_model.kv_shapes(1, config.cache.block_size)) * (
+        config.local_model.dtype.itemsize
     )
 
 
@@ -103,5 +103,5 @@ def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, se
 
 def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:
     """One tensor a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
-    shapes = config.model.kv_shapes(num_blocks, config.cache.block_size)
-    return [torch.zeros(shape, dtype=config.model.dtype, device=config.device) for shape in shapes]
+    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size)
+    return [torch.zeros(shape, dtype=config.local_model.dtype, device=config.device) for shape in shapes]

@@ -29,6 +29,7 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
+    gather: makes whole rows of logits of the ranks' columns; None where each rank has whole rows.
     """
 
     def __init__(
@@ -37,8 +38,11 @@ class ModelForward:
         compiled: CompiledModel | None,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None,
+        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits  # type: ignore[assignment]
+        self._gather = gather
+        logits: Callable[[torch.Tensor], torch.Tensor] = model.logits  # type: ignore[assignment]
+        self.logits = logits if gather is None else lambda hidden_RD: gather(logits(hidden_RD))
         if compiled:
             self._whole = self._parts = compiled.bind(parameters)
             if on_attention is not None:
@@ -64,7 +68,8 @@ class ModelForward:
         forwards = self._parts if around_attention else self._whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
-            return ForwardOutput(small(*arguments), is_logits=True)
+            logits_TV = small(*arguments)
+            return ForwardOutput(logits_TV if self._gather is None else self._gather(logits_TV), is_logits=True)
         return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
+from compiled_engine.collectives.group import Group, StandIn, gather_columns, in_group, stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -17,8 +18,6 @@ from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
-from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
@@ -33,6 +32,7 @@ from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
+from compiled_engine.runner.rank_model import load_model
 from compiled_engine.runner.rehearsal import rehearse
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.runner_metrics import runner_metrics
@@ -44,7 +44,10 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """Everything on the device. `submit` and `sample` are the only ways in once it stands; it is not thread-safe."""
+    """Everything on the device. `submit` and `sample` are the only ways in once it stands; it is not thread-safe.
+
+    runs_begun, runs_ended: of the model with its collectives, how many were begun and launched to their end.
+    """
 
     def __init__(
         self,
@@ -53,19 +56,28 @@ class Runner:
         timeline: Timeline,
         clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
+        group: Group | None = None,
     ):
         """Load, compile, size the KV cache, capture.
 
+        group: the ranks that this is one of, and the caller's current group: all of them construct a runner at the same
+        time, and submit the same steps.
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
+        self._group: Group = group or StandIn()
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
         with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (rehearse.__module__,)) as workers:
-            if kernels is not None and not any(kernels.iterdir()):
+            is_first = self._group.rank == 0
+            if is_first and kernels is not None and not any(kernels.iterdir()):
                 workers.start()
             self._load(progress, logits_processors, workers)
+            # The first rank compiles the kernels that are new to any of them; the others find them then.
+            if not self._group.least(not self._is_new) and is_first:
+                workers.start()
             with kernels_in(kernels):
                 self._start(progress, workers)
 
@@ -79,28 +91,28 @@ class Runner:
         processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
 
         def model_to_trace() -> nn.Module:
-            workers.start()  # what is new to the compile cache has kernels that are new
-            return build_model(config.model)
+            self._is_new = True
+            if self._group.rank == 0:
+                workers.start()  # what is new to the compile cache has kernels that are new
+            return build_model(config.local_model)
 
+        self._is_new = False
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
         with timeline.span("load weights"):
-            model = build_model(config.model)
-            parameters = materialize(model, self._compiled.packed if self._compiled else {}, config.device)
-            load_weights(model, config.model, progress)
+            model, named = load_model(config, self._compiled, self._group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        # One compile range may take a parameter alone that another takes packed: the model's own are views.
-        named = dict(model.named_parameters(remove_duplicate=False)) | parameters
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None)
+        gather = gather_columns if config.local_model.vocab_size != config.model.vocab_size else None
+        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None, gather)
 
         self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
-        cases = AttentionCase.all_of(config.model, config.cache.block_size, config.device)
+        cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
         # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
         planned = cases[0] if len(cases) == 1 else None
         self.buffers = InputBuffers(
@@ -132,21 +144,23 @@ class Runner:
     @torch.inference_mode()
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
-            with self._timeline.span("compile kernels"):
+            with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
                 rehearse(self._config, self.step, workers, progress)
         workers.close()
+        self._group.least(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
         set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
-        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config))
+        graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
-                graph_bytes = predicted_bytes(self._config, self._compiled.lookup if self._compiled else None, graphs)
+                lookup = self._compiled.lookup if self._compiled else None
+                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least)
         self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
-        self.num_blocks = self._cache_size.num_blocks
+        self.num_blocks = self._group.least(self._cache_size.num_blocks)
         self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
         if graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
@@ -206,6 +220,7 @@ class Runner:
         Every row is sampled by temperature and seed, those of masks for nothing: a graph of decodes does so anyway, and
         it takes less than the graphs that would end at the logits.
         """
+        self.runs_begun += 1
         self.states.writes.apply()
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
@@ -224,11 +239,13 @@ class Runner:
                 nobody_R = self.buffers.sample_positions_R
                 advance(self.states, self.buffers, nobody_R, count, decodes_only=batch.decodes_only)
                 self.pending.launched()
+                self.runs_ended += 1
                 return self.pending.step(batch, None, prompt)
             wanted = output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()
+        self.runs_ended += 1
         unsampled = UnsampledStep(batch, logits_RV, prompt)
         if awaits_masks:
             self._unsampled = unsampled

@@ -24,6 +24,8 @@ def runner_metrics(
         "compiles": counts.compiles if counts else 0,
         "captures": graphs.num_captures if graphs else 0,
         "cache": compiled.lookup.status if compiled else "off",
+        "cache_why": compiled.lookup.why if compiled else "nothing is compiled",
+        "cache_key": compiled.lookup.key if compiled else None,
         "cache_entry": str(compiled.lookup.folder) if compiled else None,
         "passes": _pass_counts(compiled),
         **captured.counters.metrics(),

@@ -130,7 +130,12 @@ def arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """What JSON can say, as a copy."""
+    """What JSON can say, as a copy. An integer of more than 64 bits becomes a float, as it does in most languages."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        try:
+            return float(value)
+        except OverflowError as error:
+            raise ValueError(f"{name} must be within the range of a float, got a larger integer") from error
     if value is None or isinstance(value, str | int | float):  # a bool is an int
         return value
     if isinstance(value, list | tuple):

@@ -103,18 +103,16 @@ class Scheduler:
         """
         self._in_flight.require_room()
         self._retire()
-        draft = StepDraft()
+        draft = StepDraft(self._config.max_prefill_tokens)
         budget = self._schedule_running(draft)
         if self._waiting and budget > 0:
-            self._admit_waiting(draft, budget)
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget)
         if not draft.one_token and not draft.longer.requests:
             return None
-        counts = self._counts
-        counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
-        counts.steps += 1
+        number = self._counts.begin_step(self._kv_cache.pool.num_free)
         removed, self._removed = self._removed, []
         registered = self._kv_cache.take_registered()
-        step = StepInFlight.of(counts.steps, draft, removed, registered, constraints=self._num_constrained > 0)
+        step = StepInFlight.of(number, draft, removed, registered, constraints=self._num_constrained > 0)
         self._in_flight.append(step)
         return step.output
 
@@ -146,6 +144,8 @@ class Scheduler:
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget - (len(running) - index))
+                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
+                    continue
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 if self._preempt_last() is request:
                     return 0

@@ -41,7 +41,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     if tools and chat.tools is not None and chat.tools.has_special_tokens and fields.skip_special_tokens is None:
         more["skip_special_tokens"] = False
     params = sampling_params(
-        fields, serving.default_chat_params(), serving.options.limits, serving.max_model_len, **more
+        fields, serving.default_chat_params(), serving.options.limits, serving.max_answer_tokens, **more
     )
     limits = serving.options.limits
     continues = bool(fields.continue_final_message)

@@ -91,7 +91,7 @@ async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
     if fields.add_special_tokens is False and isinstance(fields.prompt, str) and len(fields.prompt) > 1 << 20:
         raise bad_request("add_special_tokens", "add_special_tokens must be true for a prompt above 1 MiB")
     params = sampling_params(
-        fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_model_len, **more
+        fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_answer_tokens, **more
     )
     return _Answer(f"cmpl-{uuid.uuid4().hex}", serving.now(), model, fields, params, unwanted, serving.engine.tokenizer)
 

@@ -107,6 +107,9 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
             if not (idle or (cycle is not None and not cycle.response_started)):
                 self.transport.close()
                 return
+            if cycle is not None:  # whoever answers it has lost its client
+                cycle.disconnected = True
+                cycle.message_event.set()
             body = error.body()
             reason = REASONS.get(error.status, b"Bad Request")
             head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"

@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,17 +16,24 @@ from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
 
 REQUEST_ID = b"x-request-id"
+OTHER_ROUTE = "other"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestScope:
-    """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced."""
+    """The outermost layer. A request's id comes back in the response; one that is no plain word is replaced.
 
-    def __init__(self, app: ASGIApp, serving: Serving, routes: Sequence[str]) -> None:
+    routes: the paths that responses are counted by. open_paths: those that need no API key.
+    """
+
+    def __init__(
+        self, app: ASGIApp, serving: Serving, routes: Sequence[str], open_paths: Collection[str] = OPEN_PATHS
+    ) -> None:
         self.serving = serving
         self._app = app
         self._routes = frozenset(routes)
+        self._open_paths = frozenset(open_paths)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -35,7 +42,9 @@ class RequestScope:
             return
         given = _header(scope, REQUEST_ID) or b""
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        route = scope["path"] if scope["path"] in self._routes else "other"  # a label must not grow with what is asked
+        route = (
+            scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+        )  # a label must not grow with what is asked
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -59,7 +68,7 @@ class RequestScope:
 
     def _may_enter(self, scope: Scope) -> bool:
         """Every key is compared, each in constant time: how long it takes tells nothing of them."""
-        if not self._keys or scope["path"] in OPEN_PATHS:
+        if not self._keys or scope["path"] in self._open_paths:
             return True
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()

@@ -16,7 +16,7 @@ def _item(kind: str, required: tuple[str, ...], **properties: Any) -> dict[str, 
     return {
         "type": "object",
         "required": [*required, *(["type"] if kind != "message" else [])],
-        "properties": {"type": {"const": kind}, **properties},
+        "properties": {"type": {"const": kind} if kind != "message" else {"enum": [kind, None]}, **properties},
     }
 
 
@@ -33,6 +33,15 @@ INPUT_ITEMS = [
     _item("function_call", ("call_id", "name", "arguments"), call_id=NAME, name=NAME, arguments=TEXT),
     _item("function_call_output", ("call_id", "output"), call_id=NAME, output=CONTENT),
 ]
+EXTRA = "#/components/schemas/ExtraValue"
+# What a logits processor may be told: any JSON whose names are not empty.
+EXTRA_VALUE = {
+    "anyOf": [
+        {"type": ["string", "number", "boolean", "null"]},
+        {"type": "array", "items": {"$ref": EXTRA}},
+        {"type": "object", "propertyNames": {"minLength": 1}, "additionalProperties": {"$ref": EXTRA}},
+    ]
+}
 
 
 def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
@@ -43,11 +52,16 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     most_logprobs = {} if limits.max_logprobs == -1 else {"maximum": limits.max_logprobs, "minimum": 0}
     for name in REQUESTS:
         fields = schemas[name]["properties"]
-        _narrow(fields, ("n",), maximum=limits.max_completions)
-        _narrow(fields, ("max_tokens", "min_tokens", "max_completion_tokens", "max_output_tokens"),
-                maximum=serving.max_model_len)  # fmt: skip
+        _narrow(fields, ("n",), maximum=1 if name == "ResponsesRequest" else limits.max_completions)
+        lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+        _narrow(fields, lengths, maximum=serving.max_answer_tokens)
         _narrow(fields, ("logprobs", "prompt_logprobs", "top_logprobs"), **most_logprobs)
-        _narrow(fields, ("truncate_prompt_tokens",), maximum=serving.max_model_len)
+        _narrow(fields, ("min_tokens",), maximum=min(serving.max_answer_tokens, serving.max_model_len - 1))
+        shortened = {"type": "integer", "minimum": 1, "maximum": serving.max_model_len}
+        fields["truncate_prompt_tokens"] = {"anyOf": [shortened, {"enum": [-1, None]}]}
+        for branch in _branches(fields["extra_args"]):
+            if branch.get("type") == "object":
+                branch |= {"propertyNames": {"minLength": 1}, "additionalProperties": {"$ref": EXTRA}}
         if name != "CompletionRequest":
             _narrow(fields, ("max_tokens",), minimum=1)
         _narrow(fields, ("seed",), minimum=-(2**63), maximum=2**64 - 1)
@@ -72,6 +86,9 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
             fields["chat_template_kwargs"] = _settings(serving)
         if "reasoning_effort" in fields and (serving.chat is None or not serving.chat.knows("reasoning_effort")):
             fields["reasoning_effort"] = {"const": None}
+    schemas["ExtraValue"] = EXTRA_VALUE
+    if serving.chat is None or not serving.chat.knows("tools"):
+        schemas["TokenizeRequest"]["properties"]["tools"] = {"enum": [[], None]}
     schemas["ChatRequest"]["anyOf"] = [
         {"properties": {"top_logprobs": {"type": "null"}}},
         {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},

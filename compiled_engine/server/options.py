@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MOST_API_SERVERS = 64
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -18,6 +19,7 @@ class Limits:
     read nothing of what waits for it. keep_alive_timeout: seconds of an idle connection.
     max_completions: prompts times n of a request. max_in_flight: completions of all requests that run or wait; beyond
     it the server is busy (503).
+    max_answer_tokens: of a completion; -1 for as many as the model's length allows.
     max_logprobs: alternatives for a token; -1 for any number. max_stop, max_stop_length: stop strings and their
     characters. max_token_list: entries of stop_token_ids, logit_bias, bad_words and bad_words_token_ids each.
     max_messages, max_tools: of a conversation. render_timeout: seconds for template and tokenizer.
@@ -31,6 +33,7 @@ class Limits:
     keep_alive_timeout: float = 5.0
     max_completions: int = 128
     max_in_flight: int = 4096
+    max_answer_tokens: int = -1
     max_logprobs: int = 20
     max_stop: int = 64
     max_stop_length: int = 1024
@@ -44,7 +47,8 @@ class Limits:
 class ServerOptions:
     """The server's options beside the engine's.
 
-    host, port: where it listens; port 0 takes a free one. api_key: any of these is asked of every request but /health
+    host, port: where it listens; port 0 takes a free one. api_server_count: processes that answer requests; there is
+    one engine core in any case. api_key: any of these is asked of every request but /health
     and /ready; none: no key is asked for. served_model_name: the names under which requests may ask for the model,
     the first of which answers carry; none: what `model` was given as.
     chat_template: a file or a Jinja template, instead of the checkpoint's. tool_call_parser, reasoning_parser: the
@@ -52,6 +56,8 @@ class ServerOptions:
     `chat_template_kwargs` that requests may give.
     prefix_cache_salt_per_key: requests of different API keys share nothing in the prefix cache, so that nobody can
     find out by the clock how another key's prompts begin.
+    web_page: there is a page at /, to chat with the model and to watch the engine.
+    debug_inspect: there is /debug/inspect, the report of `compiled-engine inspect`, which names folders of the server.
     strict: a field that nobody knows is an error, not a warning. shutdown_timeout: seconds for which requests under
     way may go on after SIGTERM.
     ssl_keyfile, ssl_certfile: serve HTTPS with these. root_path: what a proxy has cut off paths.
@@ -59,6 +65,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_server_count: int = 1
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
@@ -66,6 +73,8 @@ class ServerOptions:
     reasoning_parser: str = "auto"
     chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")
     prefix_cache_salt_per_key: bool = False
+    web_page: bool = True
+    debug_inspect: bool = False
     strict: bool = False
     shutdown_timeout: float = 30.0
     uvicorn_log_level: str = "info"
@@ -83,6 +92,8 @@ class ServerOptions:
         _require_one_of("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed: 0 to 65535")
+        if not 1 <= self.api_server_count <= MOST_API_SERVERS:
+            raise ValueError(f"api_server_count is {self.api_server_count}; allowed: 1 to {MOST_API_SERVERS}")
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}; allowed: seconds, at least 0")
         for name, value in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):
@@ -99,7 +110,7 @@ class ServerOptions:
 
 
 def _check_limit(name: str, value: Any) -> None:
-    lowest = -1 if name == "max_logprobs" else 1
+    lowest = -1 if name in ("max_logprobs", "max_answer_tokens") else 1
     if not lowest <= value < math.inf and not (name.endswith("timeout") and 0 < value < math.inf):
         raise ValueError(f"{name} is {value}; allowed: at least {lowest}")
 

@@ -123,12 +123,12 @@ def _wrong(error: msgspec.ValidationError, values: Any, within: str) -> ApiError
 
 
 def _with_integers(values: Any) -> Any:
-    """With 1 for 1.0, between which JSON makes no difference."""
+    """With 1 for 1.0, between which JSON makes no difference; floats too large to be exact stay."""
     if isinstance(values, dict):
         return {key: _with_integers(value) for key, value in values.items()}
     if isinstance(values, list):
         return [_with_integers(value) for value in values]
-    return int(values) if isinstance(values, float) and values.is_integer() else values
+    return int(values) if isinstance(values, float) and values.is_integer() and abs(values) < 2**53 else values
 
 
 def refuse(name: str, value: Any, field: Refused) -> None:

@@ -31,7 +31,7 @@ from compiled_engine.server.responses_protocol import (
     ResponsesRequest,
     ResponseUsage,
 )
-from compiled_engine.server.sampling_fields import SAME
+from compiled_engine.server.sampling_fields import SAME, check_bounds
 from compiled_engine.server.serving import Serving, serving_of
 from compiled_engine.server.usage import UsageCounter
 
@@ -45,6 +45,7 @@ async def responses(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, ResponsesRequest, RESPONSES_REFUSED, RESPONSES_HABITS)
     model = serving.model(fields.model)
+    check_bounds(fields, serving.options.limits, serving.max_answer_tokens, None)  # by the names that fields have here
     chat = _as_chat(fields, ignored)
     prompt = await unless_gone(request.receive, chat_prompt(serving, chat, "text.format"))
     events = ResponseEvents(_begun(serving, fields, model, prompt), prompt.make_call_id)

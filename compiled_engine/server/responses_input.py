@@ -31,7 +31,7 @@ def messages_of(given: Any, instructions: str | None) -> list[ChatMessage]:
         where = f"input[{index}]"
         if not isinstance(item, dict):
             raise bad_request(where, f"{where} must be an object, got {shown(item)}")
-        kind = item.get("type") or "message"
+        kind = "message" if item.get("type") is None else item["type"]
         if kind == "message":
             messages.append(_message(where, item))
         elif kind == "function_call_output":

@@ -76,15 +76,17 @@ SAME = tuple(name for name in SamplingFields.__struct_fields__ if name not in OT
 
 
 def sampling_params(
-    fields: SamplingFields, defaults: SamplingParams, limits: Limits, max_model_len: int, **more: Any
+    fields: SamplingFields, defaults: SamplingParams, limits: Limits, longest: int, **more: Any
 ) -> SamplingParams:
-    """The defaults with what the request gives. `more`: further fields. Raises ApiError 400 naming the field."""
-    check_bounds(fields, limits, max_model_len, more.get("logprobs"))
+    """The defaults with what the request gives. longest: most tokens of an answer. `more`: further fields. Raises
+    ApiError 400 naming the field."""
+    check_bounds(fields, limits, longest, more.get("logprobs"))
     values = {name: value for name in SAME if (value := getattr(fields, name)) is not None} | more
     if fields.logit_bias is not None:
         values["logit_bias"] = _by_token_id(fields.logit_bias)
-    if defaults.max_tokens is not None and "max_tokens" not in values:
-        values["max_tokens"] = max(defaults.max_tokens, fields.min_tokens or 0)
+    default = defaults.max_tokens if limits.max_answer_tokens == -1 else min(defaults.max_tokens or longest, longest)
+    if default is not None and "max_tokens" not in values:
+        values["max_tokens"] = max(default, fields.min_tokens or 0)
     if fields.stop == "":
         values["stop"] = None
     try:
@@ -93,7 +95,7 @@ def sampling_params(
         raise blamed_on_request(error) from error
 
 
-def check_bounds(fields: SamplingFields, limits: Limits, max_model_len: int, logprobs: int | None) -> None:
+def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs: int | None) -> None:
     """Raise ApiError 400 where a request asks for more than the server allows."""
     most = limits.max_token_list
     if isinstance(fields.stop, list):
@@ -108,13 +110,15 @@ def check_bounds(fields: SamplingFields, limits: Limits, max_model_len: int, log
         require_at_most("bad_words", word, limits.max_stop_length, "characters in a word")
     for tokens in fields.bad_words_token_ids or ():
         require_at_most("bad_words_token_ids", tokens, limits.max_stop_length, "tokens in a word")
-    for name, value in (("logprobs", logprobs), ("prompt_logprobs", fields.prompt_logprobs)):
+    top_logprobs = getattr(fields, "top_logprobs", None)
+    asked = (("top_logprobs", top_logprobs), ("logprobs", logprobs), ("prompt_logprobs", fields.prompt_logprobs))
+    for name, value in asked:
         if value is not None and limits.max_logprobs != -1 and (value > limits.max_logprobs or value == -1):
             raise bad_request(name, f"{name} must be at most {limits.max_logprobs}, got {value}")
-    for name in ("max_tokens", "min_tokens"):
-        value = getattr(fields, name)
-        if value is not None and value > max_model_len:
-            raise bad_request(name, f"{name} must be at most {max_model_len}, the model's length, got {value}")
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"):
+        value = getattr(fields, name, None)
+        if value is not None and value > longest:
+            raise bad_request(name, f"{name} must be at most {longest}, got {value}")
     if fields.streams and fields.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs", "prompt_logprobs must be absent where stream is true")
 

@@ -51,6 +51,12 @@ class Serving:
         """Most tokens of prompt and output together."""
         return self.engine.limits.max_model_len
 
+    @property
+    def max_answer_tokens(self) -> int:
+        """Most tokens that a request may ask for."""
+        limit = self.options.limits.max_answer_tokens
+        return self.max_model_len if limit == -1 else min(limit, self.max_model_len)
+
     def model(self, requested: str | None) -> str:
         """The model's name for an answer. Raises ApiError 404 if the request asks for another."""
         if requested is not None and requested not in self.names:

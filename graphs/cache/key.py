@@ -11,6 +11,7 @@ from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.tensor_parallel import TensorParallel
 
 # With another value the pieces, their plan or their ranges can be others.
 GRAPH_FIELDS = (
@@ -30,10 +31,17 @@ GRAPH_FIELDS = (
     "model.layer_heads",
     "model.attention_scale",
     "model.attention_soft_cap",
+    "model.logit_soft_cap",
+    "model.experts.count",
+    "model.experts.per_token",
+    "model.experts.intermediate_size",
+    "model.experts.renormalise",
+    "model.experts.dense_layers",
     "model.dtype",
     "scheduler.max_num_batched_tokens",
     "compile.passes",
     "compile.ranges",
+    "parallel.tensor_parallel_size",
     "attention_backend",
 )
 # These count by what they make of model.rope.angle_scale, a constant of the graph.
@@ -58,6 +66,7 @@ OTHER_FIELDS = (
     "model.rope.beta_slow",
     "model.rope.truncate",
     "model.attention_sinks",
+    "model.local_rope_theta",
     "model.tie_word_embeddings",
     "model.max_position_embeddings",
     "model.max_model_len",
@@ -71,6 +80,7 @@ OTHER_FIELDS = (
     "scheduler.max_num_seqs",
     "scheduler.max_model_len",
     "scheduler.policy",
+    "scheduler.max_prefill_tokens",
     "scheduler.async_scheduling",
     "compile.enabled",
     "compile.strict",
@@ -81,6 +91,7 @@ OTHER_FIELDS = (
     "graph.decode_sizes",
     "graph.token_sizes",
     "graph.background",
+    "parallel.executor",
     "device",
     "reasons",
 )
@@ -90,6 +101,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     """All factors as JSON. `environment` None: this process's, for the config's device."""
     environment = this_environment(config.device) if environment is None else environment
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
+    if config.parallel.tensor_parallel_size > 1:
+        passes = {TensorParallel.name: pass_uuid(TensorParallel({}, 1))} | passes
     return {"config": graph_config(config), "passes": passes} | environment.as_factors()
 
 

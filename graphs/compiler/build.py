@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import fx, nn
 
+from compiled_engine.collectives.group import StandIn, in_group
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
@@ -17,12 +19,15 @@ from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.structured_trace import emit_entry
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.shards import shards_of
 from compiled_engine.passes.expand_references import expand_references
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.profile import profile_of
 from compiled_engine.passes.registry import op_modules, registered_passes
+from compiled_engine.passes.tensor_parallel import TensorParallel
 from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -46,9 +51,10 @@ def build_entry(
         with progress.stage("trace"), timeline.span("trace"):
             model = without_storage(make_model(), config.device)
             traced = trace(model, example_inputs(config))
+            whole = trace_whole(config)
         for compile_range in compile_ranges(config):
             with timeline.span(f"passes {compile_range.name}"):
-                module, reports = apply_passes(config, traced, compile_range)
+                module, reports = apply_passes(config, traced, compile_range, whole)
             with timeline.span(f"split {compile_range.name}"):
                 plan, unique = make_plan(module.graph, split(module.graph))
                 pieces |= unique
@@ -90,20 +96,44 @@ def compile_pieces(
     return tuple(records)
 
 
+def trace_whole(config: EngineConfig) -> TracedGraph | None:
+    """The undivided model, where a rank's share is to be compared with it."""
+    if config.parallel.tensor_parallel_size == 1 or not config.compile.verify:
+        return None
+    undivided = replace(config, parallel=replace(config.parallel, tensor_parallel_size=1))
+    return trace(without_storage(build_model(config.model), config.device), example_inputs(undivided))
+
+
 def apply_passes(
-    config: EngineConfig, traced: TracedGraph, compile_range: CompileRange
+    config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """The graph of one range after its passes, as it is split; on a CPU with fused ops written out."""
+    """The graph of one range after its passes, as it is split; on a CPU with fused ops written out.
+
+    whole: what `trace_whole` returns.
+    """
     module = traced.for_range(compile_range)
-    reports = run_passes(
-        module.graph,
-        registered_passes(),
-        config.compile.passes,
-        config.model,
-        compile_range,
-        config.device,
-        profile=profile_of(config.device),
-        strict=config.compile.strict,
-        verify=config.compile.verify,
-    )
+    structure = structure_passes(config, compile_range, whole)
+    with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
+        reports = run_passes(
+            module.graph,
+            (*structure, *registered_passes()),
+            (*(graph_pass.name for graph_pass in structure), *config.compile.passes),
+            config.local_model,
+            compile_range,
+            config.device,
+            profile=profile_of(config.device),
+            strict=config.compile.strict,
+            verify=config.compile.verify,
+        )
     return (module if config.device.type == "cuda" else expand_references(module)), reports
+
+
+def structure_passes(
+    config: EngineConfig, compile_range: CompileRange, whole: TracedGraph | None
+) -> tuple[GraphPass, ...]:
+    """Passes that come before all others and cannot be switched off: they say what a graph means to its device."""
+    num_ranks = config.parallel.tensor_parallel_size
+    if num_ranks == 1:
+        return ()
+    undivided = None if whole is None else whole.for_range(compile_range).graph
+    return (TensorParallel(shards_of(config), num_ranks, undivided),)

@@ -29,7 +29,7 @@ def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 def example_inputs(config: EngineConfig) -> ForwardInputs:
     """Three requests of four tokens; every size in them is dynamic in the trace."""
     tokens, requests, blocks = 12, 3, 5
-    device, model = config.device, config.model
+    device, model = config.device, config.local_model
     cache_shapes = model.kv_shapes(blocks, config.cache.block_size)
     attention_inputs = AttentionInputs(
         query_start_loc_R1=torch.zeros(requests + 1, dtype=torch.int32, device=device),

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -68,18 +68,23 @@ class Predicting(Protocol):
     def expect(self, predicted: int) -> int: ...
 
 
-def predicted_bytes(config: EngineConfig, lookup: Lookup | None, graphs: Predicting) -> int:
+def predicted_bytes(
+    config: EngineConfig,
+    lookup: Lookup | None,
+    graphs: Predicting,
+    least: Callable[[int], int] = lambda value: value,
+) -> int:
     """Bytes that all graphs will take: as `graphs` predicts, or predicted in an earlier process with these factors.
 
     lookup: of the compiled model; without one, or where the cache keeps nothing, the prediction is made. A file that
-    is damaged, or another user's, counts as none.
+    is damaged, or another user's, counts as none. least: of all ranks; they predict together, or none of them does.
     """
     if lookup is None or lookup.status == "off":
         return graphs.predict()
     factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture)))
     path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
     kept = _read(path, factors)
-    if kept is not None:
+    if least(kept is not None) and kept is not None:
         return graphs.expect(kept)
     predicted = graphs.predict()
     _write(path, {"factors": factors, "bytes": predicted, "digest": _digest(factors, predicted)})

@@ -9,16 +9,19 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors, name_some
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
+from compiled_engine.models.textbook.experts import Experts
+from compiled_engine.parallel.shards import WHOLE, RankShare
 from compiled_engine.process.progress import Progress
 
 STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
 
 
-def load_weights(model: nn.Module, config: ModelConfig, progress: Progress) -> None:
+def load_weights(model: nn.Module, config: ModelConfig, progress: Progress, share: RankShare = WHOLE) -> None:
     """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
 
-    What is missing of a checkpoint from the hub is downloaded first. The model has been through
+    share: the slices of the tensors that the model's parameters are; nothing else of the files is read. config: of the
+    undivided model. What is missing of a checkpoint from the hub is downloaded first. The model has been through
     `parameters.materialize`. config.load_format dummy: random weights instead.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
     unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
@@ -26,7 +29,7 @@ def load_weights(model: nn.Module, config: ModelConfig, progress: Progress) -> N
     """
     if config.load_format == "dummy":
         with progress.stage("random weights"):
-            fill_with_random_weights(model, config.seed)
+            fill_with_random_weights(model, config.seed, share)
         return
     if config.hub_name is not None:
         from compiled_engine.models.checkpoint.hub import (
@@ -34,7 +37,7 @@ def load_weights(model: nn.Module, config: ModelConfig, progress: Progress) -> N
         )
 
         download_weights(config.hub_name, config.path, progress)
-    pairs = _match(map_tensors(config.path), model, config)
+    pairs = _match(map_tensors(config.path), model, config, share)
     device = next(model.parameters()).device
     with progress.stage("load weights", len(pairs)) as advance:
         if device.type == "cuda":
@@ -45,20 +48,33 @@ def load_weights(model: nn.Module, config: ModelConfig, progress: Progress) -> N
             advance(1)
 
 
+def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint has of a model, by name: its parameters, or views of them where a module says that it holds
+    them in parts. A tied parameter is there under each of its names."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            for name, _ in module.named_parameters():
+                del tensors[f"{path}.{name}"]
+            tensors |= {f"{path}.{name}": view for name, view in module.checkpoint_tensors()}
+    return tensors
+
+
 def _match(
-    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig
+    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, share: RankShare
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter with the tensor that belongs in it, in file order."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    """Each parameter with the slice of a tensor that belongs in it, in file order."""
+    parameters = checkpoint_tensors(model)
     known = {name: tensor for name, tensor in tensors.items() if name in parameters}
     found = {id(parameters[name]) for name in known}
+    whole = {name: share.whole_shape(name, parameters[name]) for name in known}
     problems = {
-        "missing": [name for name, parameter in model.named_parameters() if id(parameter) not in found],
+        "missing": [name for name, target in parameters.items() if id(target) not in found],
         "unexpected": [name for name in tensors if name not in known and not name.endswith(RECOMPUTED)],
         "of another shape": [
-            f"{name} ({list(tensor.shape)} instead of {list(parameters[name].shape)})"
+            f"{name} ({list(tensor.shape)} instead of {list(whole[name])})"
             for name, tensor in known.items()
-            if tensor.shape != parameters[name].shape
+            if tuple(tensor.shape) != whole[name]
         ],
         "of a dtype that is not supported": [
             f"{name} ({tensor.dtype})" for name, tensor in known.items() if tensor.dtype not in STORED_DTYPES
@@ -71,6 +87,6 @@ def _match(
     sources: dict[int, str] = {}
     for name, tensor in known.items():
         twin = sources.setdefault(id(parameters[name]), name)
-        if twin != name and not torch.equal(known[twin], tensor):
+        if twin != name and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor)):
             raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
-    return [(known[name], parameters[name]) for name in sources.values()]
+    return [(share.of(name, known[name]), parameters[name]) for name in sources.values()]

@@ -22,7 +22,7 @@ CHUNK_BYTES = 8 * 2**20
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Consecutive elements of one tensor: `source` in its own dtype, `target` in the parameter's."""
+    """Consecutive elements, or rows, of one tensor: `source` in its own dtype, `target` in the parameter's."""
 
     source: torch.Tensor
     target: torch.Tensor
@@ -32,7 +32,8 @@ class _Chunk:
 def copy_to_device(
     pairs: list[tuple[torch.Tensor, torch.Tensor]], device: torch.device, advance: Callable[[int], None]
 ) -> None:
-    """Copy each source (on the CPU) into its target (on the device), both contiguous and of one size.
+    """Copy each source (on the CPU) into its target (on the device), of one shape; targets are contiguous, and so are
+    sources, or the rows of those with several.
 
     Where dtypes differ the device converts. Takes 2 * NUM_THREADS * CHUNK_BYTES of pinned memory, or about
     twice the largest tensor if that is less. `advance` is told of each tensor whose last chunk is on its way;
@@ -40,7 +41,7 @@ def copy_to_device(
     """
     largest_tensor = max(source.nbytes for source, _ in pairs)
     chunk_bytes = min(CHUNK_BYTES, largest_tensor // NUM_THREADS)
-    chunks = deque(chunk for source, target in pairs for chunk in _chunks(source, target, chunk_bytes))
+    chunks = deque(chunk for source, target in pairs for chunk in chunks_of(source, target, chunk_bytes))
     buffer_bytes = max(chunk.source.nbytes for chunk in chunks)
     torch.cuda.current_stream(device).synchronize()
     with ThreadPoolExecutor(NUM_THREADS) as pool:
@@ -49,9 +50,13 @@ def copy_to_device(
         worker.result()
 
 
-def _chunks(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
-    elements = max(chunk_bytes // source.element_size(), 1)
-    sources, targets = source.flatten().split(elements), target.view(-1).split(elements)
+def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> Iterator[_Chunk]:
+    """Parts of about chunk_bytes, at least a row where rows alone are contiguous; views, all of them."""
+    if source.is_contiguous():
+        source, target = source.view(-1), target.view(-1)
+    # Of a slice of columns the rows alone are contiguous, and nothing may be copied to make it so.
+    count = max(chunk_bytes // source[0].nbytes, 1) if source.dim() else 1
+    sources, targets = source.split(count), target.split(count)
     for index, (source_chunk, target_chunk) in enumerate(zip(sources, targets, strict=True), start=1):
         yield _Chunk(source_chunk, target_chunk, is_last=index == len(sources))
 
@@ -71,7 +76,7 @@ def _copy_chunks(
                 except IndexError:
                     break
                 fetched.synchronize()
-                staged = buffer[: chunk.source.nbytes].view(chunk.source.dtype)
+                staged = buffer[: chunk.source.nbytes].view(chunk.source.dtype).view(chunk.source.shape)
                 # numpy copies without the GIL and in this thread alone; torch would start a pool for each.
                 np.copyto(_raw(staged), _raw(chunk.source))
                 if chunk.source.dtype != chunk.target.dtype:

@@ -42,7 +42,7 @@ def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.cons
 @gluon.jit
 def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zero the rows of values from `end` on in the box that has this row: nobody has written them, and zero times a NaN
-    is no zero. Both groups do it, each for itself."""
+    is no zero."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     height: gl.constexpr = HEADS.box
     boxes: gl.constexpr = KEYS // height
@@ -59,12 +59,12 @@ def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def
 
 @gluon.jit
 def _rows_of(  # type: ignore[no-untyped-def]
-    item, first_query, query_start, query_len, rows_M, token_stride, head_stride, HEADS: gl.constexpr
+    kv_head, first_query, query_start, query_len, rows_M, token_stride, head_stride, HEADS: gl.constexpr
 ):
     """Where an item's rows stand in queries and results, and which there are."""
     queries_M = first_query + rows_M // HEADS.group
     there_M = (rows_M < ROWS // HEADS.group * HEADS.group) & (queries_M < query_len)
-    heads_M = item % HEADS.num_kv_heads * HEADS.group + rows_M % HEADS.group
+    heads_M = kv_head * HEADS.group + rows_M % HEADS.group
     starts_M = gl.multiple_of((query_start + queries_M).to(gl.int64) * token_stride, 8)
     return starts_M + heads_M * head_stride, there_M
 
@@ -98,18 +98,21 @@ def compute_items(  # type: ignore[no-untyped-def]
     none_MN = gl.zeros([HALF, KEYS], gl.float32, s_layout)
 
     item = program
-    request, first_query = tile_of(batch, item, HEADS)
+    kv_head, request, first_query = tile_of(batch, item, HEADS)
     query_start, query_len, seq_len = lengths_of(batch, request)
-    at_M, there_M = _rows_of(item, first_query, query_start, query_len, io_rows_M, q_token_stride, q_head_stride, HEADS)
+    at_M, there_M = _rows_of(
+        kv_head, first_query, query_start, query_len, io_rows_M, q_token_stride, q_head_stride, HEADS
+    )
     there_M = there_M & (item < batch.num_items)
     q_MD = gl.load(q_ptr + at_M[:, None] + io_d_D[None, :], mask=there_M[:, None], other=0.0)
     count = 0
+    cleared = 0
     for first_item in range(0, batch.num_items, num_programs):
         if item < batch.num_items:
             q_smem.store(q_MD)
             fence_async_shared()
             next_item = item_at(first_item + num_programs, num_programs, program)
-            next_request, next_first_query = tile_of(batch, next_item, HEADS)
+            next_kv_head, next_request, next_first_query = tile_of(batch, next_item, HEADS)
             first_position = seq_len - query_len + first_query
             positions_M = first_position + rows_M // HEADS.group
             end_key, first_tile, first_masked, end_tile = key_tiles(first_position, seq_len, HEADS)
@@ -127,8 +130,13 @@ def compute_items(  # type: ignore[no-untyped-def]
             weights_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
             acc_MD = gl.zeros([HALF, dim], gl.float32, o_layout)
             if end_key % HEADS.box != 0:
-                mbarrier.wait(rings.values_full.index(stage), (count // STAGES) & 1)
-                _clear_from(rings.value_stages.index(stage), end_key - (end_tile - 1) * KEYS, HEADS)
+                if GROUP_OF_WARPS == 0:
+                    mbarrier.wait(rings.values_full.index(stage), (count // STAGES) & 1)
+                    _clear_from(rings.value_stages.index(stage), end_key - (end_tile - 1) * KEYS, HEADS)
+                    mbarrier.arrive(rings.cleared.index(cleared % STAGES), count=1)
+                else:
+                    mbarrier.wait(rings.cleared.index(cleared % STAGES), (cleared // STAGES) & 1)
+                cleared += 1
             # First the tiles that some queries do not see whole, then the others.
             for masked in gl.static_range(1, -1, -1):
                 if masked == 1:
@@ -162,7 +170,7 @@ def compute_items(  # type: ignore[no-untyped-def]
             acc_MD = warpgroup_mma(weights_MN, tile_in(rings.value_stages.index(stage), HEADS), acc_MD, is_async=True)
             next_query_start, next_query_len, seq_len = lengths_of(batch, next_request)
             at_M, there_M = _rows_of(
-                next_item,
+                next_kv_head,
                 next_first_query,
                 next_query_start,
                 next_query_len,
@@ -180,7 +188,8 @@ def compute_items(  # type: ignore[no-untyped-def]
             sum_M = gl.convert_layout(gl.where(sum_M > 0, sum_M, 1.0), gl.SliceLayout(1, o_layout))
             q_smem.store((acc_MD / sum_M[:, None]).to(dtype))
             at_M, there_M = _rows_of(
-                item, first_query, query_start, query_len, io_rows_M, out_token_stride, out_head_stride, HEADS
+                kv_head, first_query, query_start, query_len, io_rows_M, out_token_stride, out_head_stride, HEADS
             )
             gl.store(out_ptr + at_M[:, None] + io_d_D[None, :], q_smem.load(io_layout), mask=there_M[:, None])
-            item, first_query, query_start, query_len = next_item, next_first_query, next_query_start, next_query_len
+            item, kv_head, first_query = next_item, next_kv_head, next_first_query
+            query_start, query_len = next_query_start, next_query_len

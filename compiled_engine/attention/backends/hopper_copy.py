@@ -29,6 +29,7 @@ OUTSIDE = gl.constexpr(1 << 30)
 class Batch(NamedTuple):
     """Where a kernel finds its items and their lengths."""
 
+    num_tiles: Any
     num_items: Any
     tiles_ptr: Any
     query_start_loc_ptr: Any
@@ -37,7 +38,8 @@ class Batch(NamedTuple):
 
 class Rings(NamedTuple):
     """Stages of keys and of values, [STAGES, columns of WIDTH times KEYS, WIDTH], and for each stage the barriers that
-    say that it is full and that both groups have done with it."""
+    say that it is full and that both groups have done with it. `cleared`: the first group has cleared the values after
+    an item's last. A group is at most STAGES tiles ahead of the other, hence of this too as many."""
 
     key_stages: Any
     value_stages: Any
@@ -45,6 +47,7 @@ class Rings(NamedTuple):
     keys_empty: Any
     values_full: Any
     values_empty: Any
+    cleared: Any
 
 
 class Heads(NamedTuple):
@@ -56,6 +59,7 @@ class Heads(NamedTuple):
     block_size: Any
     box: Any
     window: Any
+    by_heads: Any
 
 
 @gluon.constexpr_function
@@ -72,10 +76,19 @@ def item_at(first_item, num_programs, program):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """An item's request and its first query; those of request 0 past the last item."""
+    """An item's K/V head, its request and first query; request 0 past the last item.
+
+    All tiles of a head come one after another: the keys and values of all heads may be more than the L2 cache holds.
+    """
+    if HEADS.by_heads:
+        kv_head = item // batch.num_tiles
+        tile = item - kv_head * batch.num_tiles
+    else:
+        kv_head = item % HEADS.num_kv_heads
+        tile = item // HEADS.num_kv_heads
+    tile_ptr = batch.tiles_ptr + 2 * tile
     there = item < batch.num_items
-    tile_ptr = batch.tiles_ptr + 2 * (item // HEADS.num_kv_heads)
-    return gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
+    return kv_head, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
 
 
 @gluon.jit
@@ -146,11 +159,11 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
     for first_item in range(0, batch.num_items, num_programs):
         item = item_at(first_item, num_programs, program)
         if item < batch.num_items:
-            request, first_query = tile_of(batch, item, HEADS)
+            kv_head, request, first_query = tile_of(batch, item, HEADS)
             _, query_len, seq_len = lengths_of(batch, request)
             end_key, first_tile, _, end_tile = key_tiles(seq_len - query_len + first_query, seq_len, HEADS)
             table_ptr = block_table_ptr + request.to(gl.int64) * table_stride
-            column = (item % HEADS.num_kv_heads) * HEADS.dim
+            column = kv_head * HEADS.dim
             for i in range(end_tile - first_tile):
                 key_rows = ()
                 value_rows = ()

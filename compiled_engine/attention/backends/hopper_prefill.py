@@ -37,6 +37,7 @@ from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.launcher import quick_launches
 
 HEAD_DIMS = (64, 128)
+BY_HEADS = False
 # Of a thread that computes, and of one that copies.
 COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
@@ -67,6 +68,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     BOX: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
+    BY_HEADS: gl.constexpr,
     MAX_SPLITS: gl.constexpr,
     HEADER: gl.constexpr,
 ):
@@ -84,20 +86,24 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout()),
     )
     for stage in gl.static_range(STAGES):
         mbarrier.init(rings.keys_full.index(stage), count=1)
         mbarrier.init(rings.values_full.index(stage), count=1)
         mbarrier.init(rings.keys_empty.index(stage), count=2)
         mbarrier.init(rings.values_empty.index(stage), count=2)
+        mbarrier.init(rings.cleared.index(stage), count=1)
     fence_async_shared()
+    num_tiles = gl.load(work_ptr + 1)
     batch = Batch(
-        gl.load(work_ptr + 1) * NUM_KV_HEADS,
+        num_tiles,
+        num_tiles * NUM_KV_HEADS,
         work_ptr + HEADER + num_requests * (NUM_KV_HEADS + MAX_SPLITS),
         query_start_loc_ptr,
         seq_lens_ptr,
     )
-    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, NUM_KV_HEADS, BLOCK_SIZE, BOX, WINDOW)
+    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, NUM_KV_HEADS, BLOCK_SIZE, BOX, WINDOW, BY_HEADS)
     strides = (q_token_stride, out_token_stride, Q_HEAD_STRIDE, OUT_HEAD_STRIDE)
     gl.warp_specialize(
         [
@@ -172,6 +178,7 @@ def hopper_prefill(
         BOX=box,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
+        BY_HEADS=BY_HEADS,
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,
         num_warps=4,

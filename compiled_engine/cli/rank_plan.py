@@ -1,0 +1,118 @@
+"""What each rank of a divided model will hold, before any process starts: for `compiled-engine config`."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+    from compiled_engine.parallel.shards import Shard
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Parameters that differ in the number of their layer alone: `count` of them, of shape `whole`.
+
+    rank: the shape of each rank's part. cut: "rows", "columns", "no", or "first rank" for what the others lack.
+    """
+
+    name: str
+    count: int
+    whole: tuple[int, ...]
+    rank: tuple[int, ...]
+    cut: str
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """weight_bytes, block_bytes: of a rank. most_blocks: of the KV cache, which activations and CUDA graphs make fewer;
+    None where nothing is known of the device."""
+
+    ranks: int
+    executor: str
+    weight_bytes: int
+    whole_weight_bytes: int
+    block_bytes: int
+    most_blocks: int | None
+    collectives_a_step: int
+    slices: tuple[Slice, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rank_plan(config: EngineConfig) -> RankPlan:
+    """Nothing is read, and no GPU's context is made."""
+    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.parallel.shards import shards_of
+    from compiled_engine.runner.kv_cache import block_bytes
+
+    local = dict(build_model(config.local_model).named_parameters())
+    shards = shards_of(config)
+    weight_bytes = sum(parameter.nbytes for parameter in local.values())
+    sums = sum(_is_summed(name, shards[name]) for name in local)
+    return RankPlan(
+        ranks=config.parallel.tensor_parallel_size,
+        executor=config.parallel.executor,
+        weight_bytes=weight_bytes,
+        whole_weight_bytes=sum(math.prod(shards[name].whole) * local[name].element_size() for name in local),
+        block_bytes=block_bytes(config),
+        most_blocks=_most_blocks(config, weight_bytes),
+        collectives_a_step=sums + (config.local_model.vocab_size != config.model.vocab_size),
+        slices=_slices({name: (shards[name], tuple(parameter.shape)) for name, parameter in local.items()}),
+    )
+
+
+def _is_summed(name: str, shard: Shard) -> bool:
+    """Whether a sum over the ranks follows the module that has this weight."""
+    return shard.dim == 1 or (shard.dim == 0 and "embed" in name)
+
+
+def _most_blocks(config: EngineConfig, weight_bytes: int) -> int | None:
+    import torch
+
+    from compiled_engine.runner.kv_cache import block_bytes
+
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    if config.device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(config.device).total_memory
+    return int(total * config.cache.gpu_memory_utilization - weight_bytes) // block_bytes(config)
+
+
+def _slices(parameters: dict[str, tuple[Shard, tuple[int, ...]]]) -> tuple[Slice, ...]:
+    counts: dict[tuple[Any, ...], int] = {}
+    for name, (shard, local) in parameters.items():
+        cut = "first rank" if shard.first_only else {None: "no", 0: "rows", 1: "columns"}.get(shard.dim, "yes")
+        key = re.sub(r"\.\d+\.", ".*.", name), shard.whole, local, cut
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Slice(key[0], count, *key[1:]) for key, count in counts.items())
+
+
+def rank_table(plan: RankPlan) -> Table:
+    """A row for each kind of parameter, and what a rank has in all."""
+    blocks = "" if plan.most_blocks is None else f", at most {plan.most_blocks:,} of them"
+    table = Table(
+        box=None,
+        title=f"{plan.ranks} ranks ({plan.executor}): {plan.weight_bytes / GIB:.2f} GiB of "
+        f"{plan.whole_weight_bytes / GIB:.2f} GiB of weights each; KV cache blocks of "
+        f"{plan.block_bytes / 2**20:.2f} MiB{blocks}; {plan.collectives_a_step} collectives a step",
+        title_justify="left",
+    )
+    for heading in ("parameter", "count", "whole", "of each rank", "cut"):
+        table.add_column(heading, no_wrap=heading != "parameter")
+    for entry in plan.slices:
+        table.add_row(entry.name, str(entry.count), _shape(entry.whole), _shape(entry.rank), entry.cut)
+    return table
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))

@@ -1,0 +1,53 @@
+"""Collectives between processes on CPUs, and how processes find each other at all."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from compiled_engine.collectives.push import PushBuffer
+
+# A rank that is lost ends its processes long before; a rank may compile for as long as it takes.
+TIMEOUT = timedelta(hours=1)
+
+
+def join(backends: str, rank: int, size: int, folder: Path) -> None:
+    """Make this process one of `size`, and wait for the others. folder: empty, and private to them."""
+    store = dist.FileStore(str(folder / "ranks"), size)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def least(value: int) -> int:
+    """See Group: numbers of the host go through gloo."""
+    number = torch.tensor([value], dtype=torch.int64, device="cpu")
+    dist.all_reduce(number, dist.ReduceOp.MIN)
+    return int(number)
+
+
+class GlooGroup:
+    """See Group. bfloat16 and float16 are summed in float32 and rounded once."""
+
+    def __init__(self, rank: int, size: int, folder: Path):
+        """See join."""
+        self.kind, self.rank, self.size = "gloo", rank, size
+        self.pushed: PushBuffer | None = None
+        join("gloo", rank, size, folder)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.to(torch.float32, copy=True).contiguous()
+        dist.all_reduce(total)
+        return total.to(x.dtype)
+
+    def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x_TV, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, x_TV.contiguous())
+        return torch.cat(parts, -1)
+
+    def least(self, value: int) -> int:
+        return least(value)
+
+    def close(self) -> None:
+        dist.destroy_process_group()

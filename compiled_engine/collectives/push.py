@@ -1,0 +1,64 @@
+"""Memory into which every rank writes rows for the others, by kernels: a row for each rank and slot, twice, and flags.
+
+A slot is a row of a batch. A kernel writes its rank's row into every rank's buffer, then raises its flag there to the
+slot's epoch; it waits for the flags of all ranks in its own buffer, and reads their rows from there. Epochs are counted
+on the device, so a replayed CUDA graph goes on counting. Odd and even ones use different rows: a rank that raises its
+flag to one epoch has read the rows of the epoch before, so its peers may write the epoch after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+FLAG_BYTES = 4
+# The data begin at a multiple of so many bytes.
+_ALIGNMENT = 1024
+ROW_ALIGNMENT = 16
+# Rows that all ranks together write for a batch: more are summed faster in two steps.
+ROWS_OF_ALL_RANKS = 512
+
+
+@dataclass(frozen=True)
+class PushBuffer:
+    """own: this rank's memory, [bytes]. addresses: of every rank's, int64 on the device. epochs: int32 [num_slots]."""
+
+    own: torch.Tensor
+    addresses: torch.Tensor
+    epochs: torch.Tensor
+    rank: int
+    num_ranks: int
+    row_bytes: int
+
+    @property
+    def num_slots(self) -> int:
+        return self.epochs.shape[0]
+
+    @property
+    def data_offset(self) -> int:
+        """Bytes from the flags, int32 [slot, source rank], to the rows, [epoch % 2, slot, source rank, row]."""
+        return data_offset(self.num_slots, self.num_ranks)
+
+    def takes(self, x_TD: torch.Tensor) -> bool:
+        """Whether its rows fit, and are aligned as the kernels have it."""
+        is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
+        return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
+
+    def alone(self) -> PushBuffer:
+        """One like it for a single rank: the same kernels run on it, and wait for nobody."""
+        own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
+        addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
+        return replace(self, own=own, addresses=addresses, epochs=torch.zeros_like(self.epochs), rank=0, num_ranks=1)
+
+
+def num_slots_for(num_ranks: int) -> int:
+    return max(1, ROWS_OF_ALL_RANKS // num_ranks)
+
+
+def data_offset(num_slots: int, num_ranks: int) -> int:
+    return -(-num_slots * num_ranks * FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
+
+
+def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
+    return data_offset(num_slots, num_ranks) + 2 * num_slots * num_ranks * row_bytes

@@ -1,0 +1,89 @@
+"""Turn what a user asked of several devices into its configuration, or into an error, before any process starts."""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_engine.config import ModelConfig, ParallelConfig
+from compiled_engine.options import EngineOptions
+
+# Whose shares are known to add up to the whole.
+DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
+
+def resolve_parallel(
+    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
+) -> ParallelConfig:
+    """Raises ValueError naming the field, its value and what is allowed."""
+    size, executor = options.tensor_parallel_size, options.distributed_executor
+    if executor == "auto":
+        executor = "in_process" if size == 1 else "multiprocess"
+        reasons["parallel.executor"] = "one device" if size == 1 else f"one process for each of {size} devices"
+    if executor == "in_process" and size > 1:
+        raise ValueError(
+            f"distributed_executor is 'in_process', which runs one device, but tensor_parallel_size is {size}; "
+            "allowed: auto, multiprocess"
+        )
+    _check_model(model, size)
+    if model.vocab_size % size:
+        reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
+    if executor == "multiprocess":
+        _check_executor(options)
+        _check_devices(options, device, size)
+    return ParallelConfig(size, executor)
+
+
+def _check_model(model: ModelConfig, size: int) -> None:
+    """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
+    if size > 1 and model.architecture not in DIVISIBLE:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but models of {model.architecture} cannot be divided so far; "
+            f"allowed: 1, or one of {', '.join(DIVISIBLE)}"
+        )
+    if model.intermediate_size % size:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP"
+        )
+    for heads in dict.fromkeys(map(model.heads_of, range(model.num_layers))):
+        if heads.num_heads % size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, which does not divide the model's {heads.num_heads} attention heads"
+            )
+        if heads.num_kv_heads % size and size % heads.num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size is {size}; allowed: a divisor or a multiple of the model's "
+                f"{heads.num_kv_heads} KV heads"
+            )
+
+
+def _check_executor(options: EngineOptions) -> None:
+    if options.background_capture:
+        raise ValueError(
+            "background_capture is True, but ranks in processes of their own capture together, before the first "
+            "request; allowed with distributed_executor='multiprocess': False"
+        )
+    for index, given in enumerate(options.logits_processors):
+        if not isinstance(given, str):
+            raise ValueError(
+                f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed with "
+                "distributed_executor='multiprocess': 'package.module:Name'"
+            )
+
+
+def _check_devices(options: EngineOptions, device: torch.device, size: int) -> None:
+    if not torch.distributed.is_available():
+        raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no torch.distributed; allowed: 1")
+    if device.type != "cuda":
+        return
+    if ":" in options.device:
+        raise ValueError(
+            f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with "
+            "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
+        )
+    if size > torch.cuda.device_count():
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but {torch.cuda.device_count()} GPUs are visible; "
+            f"allowed: at most {torch.cuda.device_count()}"
+        )
+    if size > 1 and not torch.distributed.is_nccl_available():
+        raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no NCCL; allowed on GPUs: 1")

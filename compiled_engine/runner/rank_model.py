@@ -1,0 +1,33 @@
+"""The model as this rank has it: built in its shape, with its slices of the checkpoint."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from compiled_engine.collectives.group import Group
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.parallel.eager_model import add_collectives
+from compiled_engine.parallel.shards import RankShare, shards_of
+from compiled_engine.process.progress import Progress
+
+
+def load_model(
+    config: EngineConfig, compiled: CompiledModel | None, group: Group, progress: Progress
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
+
+    Without `compiled` it is to run eagerly. Raises what materialize and load_weights raise.
+    """
+    model = build_model(config.local_model)
+    parameters = materialize(model, compiled.packed if compiled else {}, config.device)
+    shards = shards_of(config)
+    load_weights(model, config.model, progress, RankShare(shards, group.rank, group.size))
+    if compiled is None:
+        add_collectives(model, shards)
+    # One compile range may take a parameter alone that another takes packed: the model's own are views.
+    return model, dict(model.named_parameters(remove_duplicate=False)) | parameters

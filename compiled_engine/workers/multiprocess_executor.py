@@ -1,0 +1,205 @@
+"""The executor whose ranks are processes of their own on this host, one for each device.
+
+Each step is written once into a ring of shared memory that all workers read; rank 0 writes each result into another. A
+step is on its way before the one before it has ended. No process is a rank and the engine's core at the same time, so
+neither waits for the other's Python.
+"""
+
+from __future__ import annotations
+
+import select
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.failure import Failed
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.workers.heartbeat import Heartbeats
+from compiled_engine.workers.monitor import Monitor, WorkerError
+from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.workers.worker_child import WorkerChild, end_all, visible_gpus
+from compiled_engine.workers.worker_wire import (
+    Call,
+    GoOn,
+    Masks,
+    Ready,
+    StartWorker,
+    Step,
+    Stop,
+    decode_result,
+    encode,
+    send,
+)
+
+# How long the result of a step on GPUs is waited for, for each so many tokens of the largest step. A rank hangs then.
+STEP_S = 8.0
+STEP_TOKENS = 8192
+_STOP_S = 10.0
+
+
+class StepError(RuntimeError):
+    """A step failed in all workers alike, which go on."""
+
+
+class MultiprocessExecutor:
+    """See Executor. Raises WorkerError if a worker cannot start; later, if one ends, `submit` and `result` raise it."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        timeline: Timeline,
+        logits_processors: Sequence[str] = (),
+        *,
+        progress: bool = False,
+    ):
+        self._layout = layout = RankLayout(config.parallel.tensor_parallel_size)
+        self._folder = Path(tempfile.mkdtemp(prefix="compiled-engine-"))
+        self._step_s = None
+        if config.device.type == "cuda":
+            self._step_s = STEP_S * max(1.0, config.scheduler.max_num_batched_tokens / STEP_TOKENS)
+        self._heartbeats = Heartbeats(layout.size)
+        self._rings = RingDescriptors.make(layout.size), RingDescriptors.make(1)
+        self._numbers = count()
+        self._closed = self._started = False
+        self._workers: list[WorkerChild] = []
+        try:
+            gpus = visible_gpus(layout.size) if config.device.type == "cuda" else []
+            for rank in range(layout.size):
+                assert self._heartbeats.descriptor is not None
+                self._workers.append(WorkerChild(rank, gpus, *self._rings, self._heartbeats.descriptor))
+            self._monitor = Monitor(self._workers, layout, self._heartbeats)
+        except BaseException:
+            end_all(self._workers)
+            self._free()
+            raise
+        self._steps = RingWriter(self._rings[0], self._monitor.check)
+        self._results = RingReader(self._rings[1])
+        self._poll = select.poll()
+        for bell in (self._rings[1].bells[0], self._monitor.bell):
+            self._poll.register(bell, select.POLLIN)
+        try:
+            self._send_start(config, timeline, tuple(logits_processors), progress)
+            self.num_blocks = self._agreed(self._monitor.wait_ready())
+            self._started = True
+        except BaseException:
+            self.close()
+            raise
+
+    def _send_start(
+        self, config: EngineConfig, timeline: Timeline, processors: tuple[str, ...], progress: bool
+    ) -> None:
+        num_threads = max(1, torch.get_num_threads() // self._layout.size)
+        for rank, worker in enumerate(self._workers):
+            start = StartWorker(
+                config=config,
+                rank=rank,
+                folder=self._folder,
+                logits_processors=processors,
+                num_threads=num_threads,
+                progress=progress,
+                origin_s=timeline.origin_s,
+                spans=tuple(timeline.spans),
+            )
+            try:
+                send(worker.socket, start)
+            except OSError as error:
+                name = self._layout.name(rank)
+                raise self._monitor.fail(WorkerError(f"the worker of {name} did not start: {error}")) from error
+
+    def _agreed(self, ready: Sequence[Ready]) -> int:
+        """Number of blocks. Raises WorkerError unless all ranks say the same."""
+        for rank, other in enumerate(ready):
+            if other != ready[0]:
+                name = self._layout.name(rank)
+                raise self._monitor.fail(WorkerError(f"{name} has started with {other}, rank 0 with {ready[0]}"))
+        return ready[0].num_blocks
+
+    def submit(self, step: SchedulerOutput) -> _PendingResult:
+        """See Executor. Raises WorkerError if the workers have ended."""
+        self._monitor.check()
+        self._steps.write(encode(Step(step)))
+        return _PendingResult(self, step.step)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """See Executor. What sampling raises, the step's result raises."""
+        self._monitor.check()
+        self._steps.write(encode(Masks(masks)))
+
+    def _receive(self, step: int) -> RunnerOutput:
+        """The next result, which is that of the step with this number."""
+        self._monitor.expect_result_within(self._step_s)
+        result = decode_result(self._results.read(self._wait))
+        self._monitor.expect_result_within(None)
+        if not isinstance(result, Failed):
+            return result
+        name = self._layout.name(0)
+        text = f"{name}: {result.kind}: {result.text}"
+        goes_on = self._layout.size == 1 or self._monitor.survives(step)
+        if goes_on:
+            self._steps.write(encode(GoOn()))
+        error = StepError(text) if goes_on else WorkerError(text)
+        error.add_note(f"in the worker of {name}:\n{result.where}")
+        raise error if goes_on else self._monitor.fail(error)
+
+    def _wait(self) -> None:
+        """For the results' doorbell; raises WorkerError if there will be no result."""
+        self._poll.poll()
+        self._monitor.check()
+
+    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
+        """What a method of every rank's Worker returns, by rank. Waits for the steps before it."""
+        number = next(self._numbers)
+        answers = self._monitor.expect(number)
+        self._steps.write(encode(Call(number, method, arguments)))
+        return [answer.result() for answer in answers]
+
+    def metrics(self) -> dict[str, Any]:
+        """Those of rank 0."""
+        metrics: dict[str, Any] = self.collective_rpc("metrics")[0]
+        return metrics
+
+    def close(self) -> None:
+        """Wait for the steps that are under way, and for all workers to end; those that do not are ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self._monitor.close()
+        try:
+            if self._started and self._monitor.failure is None:
+                self._steps.write(encode(Stop()))
+                deadline = time.monotonic() + _STOP_S
+                for worker in self._workers:
+                    worker.wait(max(0.0, deadline - time.monotonic()))
+        except WorkerError:
+            pass
+        finally:
+            end_all(self._workers)
+            self._steps.close()
+            self._results.close()
+            self._free()
+
+    def _free(self) -> None:
+        for ring in self._rings:
+            ring.close()
+        self._heartbeats.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _PendingResult:
+    """The result of a step that was submitted. Results are asked for in the order of the steps."""
+
+    def __init__(self, executor: MultiprocessExecutor, step: int):
+        self._executor, self._step = executor, step
+
+    def result(self) -> RunnerOutput:
+        """Raises StepError if the step failed, WorkerError if there will be no result."""
+        return self._executor._receive(self._step)

@@ -1,0 +1,124 @@
+"""A stream of messages through shared memory, from one process to one or several that each read all of it.
+
+The memory is anonymous and has no name: the processes inherit its descriptor, and it is gone when the last of them is,
+however they end. So is each reader's doorbell, an eventfd, which is also what orders the memory accesses of the two
+sides: the writer rings after it has written, and a reader looks after it has heard.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import struct
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+CAPACITY = 4 << 20
+_WORD = 8
+_LENGTH = struct.Struct("<Q")
+_NEXT_LOOK_S = 50e-6
+
+
+class RingDescriptors(NamedTuple):
+    """What the processes inherit: the memory, and a doorbell for each reader."""
+
+    memory: int
+    bells: tuple[int, ...]
+
+    @classmethod
+    def make(cls, num_readers: int, capacity: int = CAPACITY) -> RingDescriptors:
+        memory = os.memfd_create("compiled-engine-ring", os.MFD_CLOEXEC)
+        os.ftruncate(memory, _WORD * (1 + num_readers) + capacity)
+        flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        return cls(memory, tuple(os.eventfd(0, flags) for _ in range(num_readers)))
+
+    def close(self) -> None:
+        for descriptor in (self.memory, *self.bells):
+            os.close(descriptor)
+
+
+class _Memory:
+    """Counts of bytes written and, by each reader, read; then the bytes, each at its count modulo their number."""
+
+    def __init__(self, ring: RingDescriptors):
+        self._map = mmap.mmap(ring.memory, 0)
+        header = _WORD * (1 + len(ring.bells))
+        self.counts = memoryview(self._map)[:header].cast("Q")
+        self.content = memoryview(self._map)[header:]
+
+    def close(self) -> None:
+        self.counts.release()
+        self.content.release()
+        self._map.close()
+
+
+class RingWriter:
+    """Only one thread of one process may write. give_up: raises once nobody will read; asked while there is no room."""
+
+    def __init__(self, ring: RingDescriptors, give_up: Callable[[], None]):
+        self._bells = ring.bells
+        self._memory = _Memory(ring)
+        self._give_up = give_up
+
+    def write(self, message: bytes) -> None:
+        """A message may be longer than the ring: then it goes through in parts. Raises what `give_up` raises."""
+        counts, content = self._memory.counts, self._memory.content
+        rest = memoryview(_LENGTH.pack(len(message)) + message)
+        while rest:
+            written = counts[0]
+            room = len(content) - (written - min(counts[1:]))
+            if not room:
+                self._give_up()
+                time.sleep(_NEXT_LOOK_S)
+                continue
+            place = written % len(content)
+            part = rest[: min(room, len(content) - place)]
+            content[place : place + len(part)] = part
+            counts[0] = written + len(part)
+            for bell in self._bells:
+                os.eventfd_write(bell, 1)
+            rest = rest[len(part) :]
+
+    def close(self) -> None:
+        self._memory.close()
+
+
+class RingReader:
+    """The reader with doorbell `index`."""
+
+    def __init__(self, ring: RingDescriptors, index: int = 0):
+        self._memory = _Memory(ring)
+        self._own = 1 + index
+        self._bell = ring.bells[index]
+        self._poll = select.poll()
+        self._poll.register(self._bell, select.POLLIN)
+
+    def read(self, wait: Callable[[], None] | None = None) -> bytes:
+        """The next message. wait: returns once the doorbell is readable, or raises; None waits as long as it takes."""
+        wait = wait or self._wait
+        (length,) = _LENGTH.unpack(self._take(_LENGTH.size, wait))
+        return self._take(length, wait)
+
+    def _take(self, count: int, wait: Callable[[], None]) -> bytes:
+        counts, content, own = self._memory.counts, self._memory.content, self._own
+        found = bytearray()
+        while len(found) < count:
+            read = counts[own]
+            there = counts[0] - read
+            if not there:
+                wait()
+                os.eventfd_read(self._bell)
+                continue
+            place = read % len(content)
+            part = min(there, count - len(found), len(content) - place)
+            found += content[place : place + part]
+            counts[own] = read + part
+        return bytes(found)
+
+    def _wait(self) -> None:
+        self._poll.poll()
+
+    def close(self) -> None:
+        self._memory.close()

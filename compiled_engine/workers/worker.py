@@ -1,0 +1,188 @@
+"""What a worker does once PyTorch is imported: make its rank's runner, then execute what comes through the ring."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.collectives.connect import connect
+from compiled_engine.collectives.group import Group, in_group
+from compiled_engine.core.executor import InProcessExecutor, PendingOutput
+from compiled_engine.failure import Failed
+from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
+from compiled_engine.workers.heartbeat import Heartbeats
+from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.workers.worker_wire import (
+    Answer,
+    Call,
+    GoOn,
+    Masks,
+    Ready,
+    StartWorker,
+    Step,
+    StepFailed,
+    Stop,
+    decode_to_worker,
+    encode_result,
+    receive_start,
+    send,
+)
+
+
+def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
+    """descriptors: those of WorkerDescriptors, after the socket's."""
+    try:
+        start = receive_start(connection)
+    except EOFError:
+        return
+    num_ranks = start.config.parallel.tensor_parallel_size
+    heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
+    threading.Thread(target=_exit_without_executor, args=(connection, start.folder), daemon=True).start()
+    steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank)
+    results = None
+    if start.rank == 0:
+        results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
+    try:
+        torch.set_num_threads(start.num_threads)
+        group = connect(start.config, start.rank, start.folder)
+        with in_group(group):
+            worker = Worker(start, group, connection, results)
+            send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
+            Heartbeats(num_ranks, heartbeats).beat(start.rank)
+            worker.run(steps)
+    except BaseException as error:
+        send(connection, Failed.of(error))
+        # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
+        os._exit(1)
+
+
+def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
+    """End at once, whatever this process is at, when the one that started it is gone."""
+    poll = select.poll()
+    poll.register(connection, 0)  # tells of a hang-up alone
+    poll.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+class Worker:
+    """One rank. Public methods that return plain data can be called by `collective_rpc`."""
+
+    def __init__(self, start: StartWorker, group: Group, connection: socket.socket, results: RingWriter | None):
+        config = start.config
+        timeline = Timeline(start.origin_s, start.spans)
+        so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
+        timeline.add("wait for the workers", so_far, timeline.now() - so_far)
+        progress = RichProgress() if start.progress and start.rank == 0 else SilentProgress()
+        processors = resolve_logits_processors(start.logits_processors)
+        self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group)
+        self._rank, self._group, self._connection, self._results = start.rank, group, connection, results
+        self._failure: Exception | None = None
+        self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
+        # A step is launched before the one before it has ended; on a CPU launching it is executing it.
+        self._pending: queue.SimpleQueue[PendingOutput] | None = None
+        if results is not None and config.device.type == "cuda":
+            self._pending = queue.SimpleQueue()
+            threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
+
+    def run(self, steps: RingReader) -> None:
+        """Until it is told to stop. Whether the ranks can go on after a step that failed, the executor says."""
+        while True:
+            match decode_to_worker(steps.read()):
+                case Step(step):
+                    self._execute(step)
+                case Masks(masks):
+                    self._sample(masks)
+                case GoOn():
+                    self._failure = None
+                case Call(number, method, arguments):
+                    send(self._connection, Answer(number, getattr(self, method)(**arguments)))
+                case Stop():
+                    self.executor.close()
+                    self._group.close()
+                    return
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        self._hand_over_unsampled()
+        pending = self._guarded(step.step, lambda: self.executor.submit(step))
+        if step.awaits_masks and not isinstance(pending, _Raised):
+            self._unsampled = step.step, pending
+        else:
+            self._hand_over(pending)
+
+    def _sample(self, masks: TokenMasks) -> None:
+        """The step that awaits them; there is none if it has failed."""
+        if self._unsampled is None:
+            return
+        (number, pending), self._unsampled = self._unsampled, None
+
+        def sampled() -> PendingOutput:
+            self.executor.sample(masks)
+            return pending
+
+        self._hand_over(self._guarded(number, sampled))
+
+    def _hand_over_unsampled(self) -> None:
+        """A step whose masks did not come: its result says so."""
+        if self._unsampled is not None:
+            (_, pending), self._unsampled = self._unsampled, None
+            self._hand_over(pending)
+
+    def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
+        """What `launch` returns, for step `number`. If it fails, the executor is told, and no step is executed until it
+        says so."""
+        try:
+            if self._failure is not None:  # of a step before
+                raise self._failure
+            return launch()
+        except Exception as error:
+            self._failure = error
+            runner = self.executor.runner
+            between = runner.runs_begun == runner.runs_ended
+            send(self._connection, StepFailed(number, Failed.of(error), between, runner.runs_begun))
+            return _Raised(error)
+
+    def _hand_over(self, pending: PendingOutput) -> None:
+        if self._pending is not None:
+            self._pending.put(pending)
+        elif self._results is not None:
+            self._results.write(encode_result(_outcome(pending)))
+
+    def _hand_in(self, launched: queue.SimpleQueue[PendingOutput]) -> None:
+        assert self._results is not None
+        while True:
+            self._results.write(encode_result(_outcome(launched.get())))
+
+    def metrics(self) -> dict[str, Any]:
+        """Those of this rank's runner, and what carries the collectives."""
+        return self.executor.metrics() | {"collectives": self._group.kind}
+
+
+class _Raised:
+    """The pending output of a step that could not be launched."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def result(self) -> RunnerOutput:
+        raise self._error
+
+
+def _outcome(pending: PendingOutput) -> RunnerOutput | Failed:
+    try:
+        return pending.result()
+    except Exception as error:
+        return Failed.of(error)

@@ -1,0 +1,110 @@
+"""A worker's process, as the one that starts it sees it.
+
+It is a fresh process, not a fork: it inherits no threads and no CUDA context, and the caller's script needs no guard.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from compiled_engine.workers.ring import RingDescriptors
+
+_MAIN = "compiled_engine.workers.worker_main"
+# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
+# leave the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since
+# for each rank its own is the first, and to give each tensor an allocation of its own, which begins where it does.
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
+}
+
+
+class WorkerChild:
+    """It begins to import what it needs at once, and waits for a StartWorker on its socket.
+
+    gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
+    so that all run the same code, and it sees those of the others, whose memory it reads and writes. steps: the ring
+    that it reads; results: the one that rank 0 writes. heartbeats: descriptor of their memory.
+    """
+
+    def __init__(
+        self, rank: int, gpus: Sequence[str], steps: RingDescriptors, results: RingDescriptors, heartbeats: int
+    ) -> None:
+        self.socket, other = socket.socketpair()
+        passed = [other.fileno(), heartbeats, steps.memory, results.memory, *results.bells, *steps.bells]
+        with other:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
+                    *("cuda" if gpus else "cpu", *map(str, passed)),
+                ],
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                start_new_session=True,  # Ctrl-C is the caller's business
+                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), "PYTHONPATH": _path()},
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        """Wait for its end; say how it came."""
+        try:
+            status = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return "has closed its connection"
+        if status >= 0:
+            return f"has ended with status {status}"
+        name = signal.Signals(-status).name
+        return f"was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self) -> None:
+        """End it, if it has not."""
+        self._process.kill()
+        self._process.wait()
+        self.socket.close()
+
+
+def end_all(workers: Sequence[WorkerChild]) -> None:
+    """At once: one that waits for another on the device may only end when that one does."""
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.close()
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The first GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (names or [str(index) for index in range(count)])[:count]
+
+
+def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
+    others = [gpu for index, gpu in enumerate(gpus) if index != rank]
+    return {"CUDA_VISIBLE_DEVICES": ",".join([gpus[rank], *others])} if gpus else {}
+
+
+def _path() -> str:
+    return os.pathsep.join(path for path in sys.path if path)

@@ -1,0 +1,179 @@
+"""The sum over ranks, the residual add and the RMSNorm that follow a divided linear become one kernel.
+
+Why: at decode sizes each of the three takes little but its launch, and the synchronisation is most of the sum. Each
+rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then. Large batches
+keep the two-step sum, which moves fewer bytes, and the fused norm. With few tokens small_batch_linear would take the
+norm in otherwise: this runs before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.collectives.group import current_group
+from compiled_engine.collectives.push import PushBuffer
+from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.block_sizes import next_power_of_2
+from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes import residual_rms_norm
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
+from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.tensor_parallel import all_reduce
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["eps", "rank", "num_ranks", "num_slots", "data_offset"])
+def all_reduce_residual_rms_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
+    epochs_ptr: tl.tensor,
+    rank: tl.tensor,
+    num_ranks: tl.tensor,
+    num_slots: tl.tensor,
+    data_offset: tl.tensor,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token), which is the slot of a PushBuffer."""
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    slot = tl.program_id(0)
+    start = slot.to(tl.int64) * D
+    column_D = tl.arange(0, BLOCK_D)
+    inside_D = column_D < D
+    epoch = tl.load(epochs_ptr + slot) + 1
+    first_row = ((epoch & 1) * num_slots + slot).to(tl.int64) * num_ranks
+    x_D = tl.load(x_ptr + start + column_D, inside_D, other=0.0)
+    for peer in range(num_ranks):
+        rows_ptr = (tl.load(addresses_ptr + peer) + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty))
+        row_ptr = tl.multiple_of(rows_ptr + (first_row + rank) * D, 16)
+        tl.store(row_ptr + column_D, x_D, inside_D)
+    tl.debug_barrier()  # the rows of all threads are written before one raises the flags
+    for peer in range(num_ranks):
+        flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
+    own_address = tl.load(addresses_ptr + rank)
+    flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
+    for peer in range(num_ranks):
+        while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
+            pass
+    tl.debug_barrier()
+    rows_ptr = (own_address + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty)) + first_row * D
+    reduced_D = tl.zeros((BLOCK_D,), tl.float32)
+    for peer in range(num_ranks):
+        # Not from the first cache, which does not see what others write.
+        row_ptr = tl.multiple_of(rows_ptr + peer * D, 16)
+        row_D = tl.load(row_ptr + column_D, inside_D, other=0.0, cache_modifier=".cg")
+        reduced_D += row_D.to(tl.float32)
+    reduced_D = reduced_D.to(x_ptr.dtype.element_ty).to(tl.float32)
+    residual_D = tl.load(residual_ptr + start + column_D, inside_D, other=0.0).to(tl.float32)
+    total_D = (reduced_D + residual_D).to(sum_ptr.dtype.element_ty)
+    tl.store(sum_ptr + start + column_D, total_D, inside_D)
+    total_D = total_D.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(total_D * total_D, 0) / D + eps)
+    normed_D = (total_D * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
+    weight_D = tl.load(weight_ptr + column_D, inside_D, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + start + column_D, (normed_D * weight_D).to(normed_ptr.dtype.element_ty), inside_D)
+    tl.store(epochs_ptr + slot, epoch)
+
+
+def reference(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(RMSNorm(total) * weight, total), where total = the sum of x over the ranks + residual."""
+    return residual_rms_norm.reference(all_reduce(x_TD), residual_TD, weight_D, eps)
+
+
+def launch(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel behind `reference` where the rows fit into the group's memory for it, else one for each part."""
+    pushed = current_group().pushed
+    if pushed is not None and pushed.takes(x_TD):
+        return push(pushed, x_TD, residual_TD, weight_D, eps)
+    return residual_rms_norm.launch(current_group().all_reduce(x_TD), residual_TD, weight_D, eps)
+
+
+def push(
+    pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All ranks launch it together, each with as many rows."""
+    x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
+    num_tokens, hidden_size = x_TD.shape
+    block = next_power_of_2(hidden_size)
+    all_reduce_residual_rms_norm_kernel[(num_tokens,)](
+        x_TD,
+        residual_TD,
+        weight_D,
+        normed_TD,
+        total_TD,
+        pushed.addresses,
+        pushed.epochs,
+        pushed.rank,
+        pushed.num_ranks,
+        pushed.num_slots,
+        pushed.data_offset,
+        eps,
+        D=hidden_size,
+        BLOCK_D=block,
+        num_warps=max(1, min(16, block // 512)),
+        **dependent_launch(x_TD.device),
+    )
+    return normed_TD, total_TD
+
+
+def _fake(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x_TD), torch.empty_like(x_TD)
+
+
+all_reduce_residual_rms_norm = define_op(
+    "all_reduce_residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps) -> (Tensor, Tensor)",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+)
+
+
+class AllReduceResidualRMSNorm(GraphPass):
+    name = "all_reduce_residual_rms_norm"
+    requires = ("tensor_parallel", "residual_rms_norm")
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        return 2 * model.num_layers
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        graph.eliminate_dead_code()
+        return rewrite_calls(graph, torch.ops.compiled_engine.residual_rms_norm.default, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
+    x, residual, weight, eps = (arg(norm, index) for index in range(4))
+    if not is_call(x, all_reduce):
+        x, residual = residual, x
+    if not is_call(x, all_reduce):
+        return None
+    if only_user(x) is not norm:
+        return "something else reads the sum"
+    with graph.inserting_before(norm):
+        fused = emit(graph, all_reduce_residual_rms_norm, arg(x, 0), residual, weight, eps)
+    items: list[Any] = list(norm.users)
+    norm.replace_all_uses_with(fused)
+    return [Replacement(item.name, item) for item in items]

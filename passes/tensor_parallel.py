@@ -1,0 +1,109 @@
+"""A model of one rank's shape becomes that rank's share of a model that several ranks compute together.
+
+Why: a model, or its speed, that one device has no room for. The model file is traced in the shape that one rank has;
+this pass puts the collectives in: a sum over the ranks after each linear whose input is divided among them (attention's
+output and the second linear of the MLP) and after the embedding, whose vocabulary is divided. Everything between two of
+them is computed by each rank on its own. The logits are gathered outside of the graph. Which rank it is, is not in the
+graph: all ranks run the same code.
+
+It changes what the graph means to a device, so it runs first and cannot be switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.collectives.group import current_group
+from compiled_engine.collectives.vocabulary import embedding_part
+from compiled_engine.config import ModelConfig
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.graph_inputs import is_parameter, source_of
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import arg, aten, emit, is_call
+from compiled_engine.passes.op_library import define_op
+
+
+def _all_reduce(x_TD: torch.Tensor) -> torch.Tensor:
+    return current_group().all_reduce(x_TD)
+
+
+def _embedding(weight_VD: torch.Tensor, ids_T: torch.Tensor) -> torch.Tensor:
+    return embedding_part(weight_VD, ids_T, current_group().rank)
+
+
+all_reduce = define_op(
+    "all_reduce(Tensor x_TD) -> Tensor",
+    cpu=_all_reduce,
+    cuda=_all_reduce,
+    fake=lambda x_TD: torch.empty_like(x_TD, memory_format=torch.contiguous_format),
+)
+vocabulary_part = define_op(
+    "vocabulary_part(Tensor weight_VD, Tensor ids_T) -> Tensor",
+    cpu=_embedding,
+    cuda=_embedding,
+    fake=lambda weight_VD, ids_T: weight_VD.new_empty((*ids_T.shape, weight_VD.shape[1])),
+)
+
+
+class TensorParallel(GraphPass):
+    """shards: of all parameters of the model, as `parallel.shards` finds them.
+
+    whole: the graph of the undivided model, with which `verify` compares; None if it is not to be called.
+    """
+
+    name = "tensor_parallel"
+
+    def __init__(self, shards: Mapping[str, Shard], num_ranks: int, whole: fx.Graph | None = None):
+        self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
+
+    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+        """Two sums a layer; one more for the embedding if its vocabulary is divided."""
+        return 2 * model.num_layers + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        replacements = []
+        for node in list(graph.nodes):
+            part = self._part(graph, node)
+            if part is not None:
+                total = _insert_after(graph, part, all_reduce)
+                replacements.append(Replacement(node.name, total))
+                if part is not node:
+                    graph.erase_node(node)
+        return PassResult(len(replacements), replacements=tuple(replacements))
+
+    def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+        """The node whose value is only this rank's part of a sum, if `node` stands for one."""
+        if is_call(node, aten.mm.default, aten.addmm.default):
+            transposed = arg(node, -1)
+            weight = arg(transposed, 0) if is_call(transposed, aten.t.default) else None
+            return node if self._dim(weight) == 1 else None
+        if is_call(node, aten.embedding.default) and self._dim(arg(node, 0)) == 0:
+            with graph.inserting_before(node):
+                part = emit(graph, vocabulary_part, arg(node, 0), arg(node, 1))
+            node.replace_all_uses_with(part)
+            return part
+        return None
+
+    def _dim(self, parameter: Any) -> int | None:
+        return self._shards[source_of(parameter).name].dim if is_parameter(parameter) else None
+
+    def verify(self, after: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
+        """Compare all ranks with the undivided model; see verify_ranks. Returns how many sums were compared."""
+        from compiled_engine.passes.rank_verifier import verify_ranks
+
+        assert self._whole is not None
+        return verify_ranks(self._whole, after, result, self._shards, self._num_ranks, compile_range, device)
+
+
+def _insert_after(graph: fx.Graph, node: fx.Node, op: Callable[..., Any]) -> fx.Node:
+    """op(node), in node's place for all that read it."""
+    users = list(node.users)
+    with graph.inserting_after(node):
+        new = emit(graph, op, node)
+    for user in users:
+        user.replace_input_with(node, new)
+    return new

@@ -1,0 +1,66 @@
+"""A logits processor whose faults befall one rank alone, or all: what requests ask for in extra_args, or its name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import torch
+
+from compiled_engine import SamplingParams
+from compiled_engine.collectives.group import current_group
+
+NAME = "faulty_rank:FaultyRank"
+FAILS_TO_START = "faulty_rank:FailsToStart"
+SLOW_TO_START = "faulty_rank:SlowToStart"
+RANK = 1
+
+
+class FaultyRank:
+    """Faults, of rank 1 where it does not say otherwise: "raise", "memory", "stop" (the process is stopped), "kill";
+    "all": every rank raises."""
+
+    def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.faults: dict[int, str] = {}
+
+    def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
+        if params.extra_args is None:
+            return False
+        self.faults[row] = params.extra_args["fault"]
+        return True
+
+    def remove_row(self, row: int) -> None:
+        del self.faults[row]
+
+    def apply(self, logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor) -> None:
+        faults = set(self.faults.values())
+        if "all" in faults:
+            raise KeyError("injected in all")
+        if current_group().rank != RANK:
+            return
+        if "raise" in faults:
+            raise KeyError("injected in one")
+        if "memory" in faults:
+            raise torch.OutOfMemoryError("injected: out of memory")
+        if "stop" in faults:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if "kill" in faults:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class FailsToStart(FaultyRank):
+    def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(max_num_rows=max_num_rows, vocab_size=vocab_size, device=device)
+        if current_group().rank == RANK:
+            raise torch.OutOfMemoryError("injected: out of memory")
+
+
+class SlowToStart(FaultyRank):
+    """Says by a file in its working directory that it is being made."""
+
+    def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        with open(f"starting{current_group().rank}", "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(60)

@@ -1,0 +1,121 @@
+"""What is said of several devices before any process starts: errors, and what each rank will hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import make_checkpoint
+from typer.testing import CliRunner
+
+from compiled_engine.bench.shapes import write_shape
+from compiled_engine.cli.app import app
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.safetensors_files import map_tensors
+from compiled_engine.models.checkpoint.staged_copy import CHUNK_BYTES, chunks_of
+from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.shards import RankShare, shards_of
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; allowed: an integer from 1"),
+        ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide the 640 rows"),
+        ({"tensor_parallel_size": 8}, "tensor_parallel_size is 8, which does not divide the model's 4 attention heads"),
+        ({"tensor_parallel_size": 2, "distributed_executor": "in_process"}, "distributed_executor is 'in_process'"),
+        ({"distributed_executor": "mpi"}, "distributed_executor is 'mpi'; allowed: auto, in_process, multiprocess"),
+        ({"tensor_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
+        ({"tensor_parallel_size": 2, "background_capture": True}, "background_capture is True"),
+    ],
+)
+def test_what_cannot_be_is_an_error(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineOptions(device="cpu", **options))
+
+
+@pytest.mark.parametrize("shape", ["phi-4", "qwen3-30b-a3b", "gemma-3-4b"])
+def test_a_model_that_cannot_be_divided_is_refused_by_name(shape: str, tmp_path: Path) -> None:
+    folder = write_shape(tmp_path, shape)
+    with pytest.raises(ValueError, match=r"models of (Phi3|Qwen3Moe|Gemma3)ForCausalLM cannot be divided so far"):
+        resolve(EngineOptions(model=folder, device="cpu", load_format="dummy", tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "has_nccl", "device", "message"),
+    [
+        (1, True, "cuda", "tensor_parallel_size is 2, but 1 GPUs are visible"),
+        (2, False, "cuda", "no NCCL"),
+        (2, True, "cuda:1", "rank i runs on the i-th visible GPU"),
+    ],
+)
+def test_gpus_that_do_not_suffice(
+    num_gpus: int, has_nccl: bool, device: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, found in (("is_available", True), ("device_count", num_gpus), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineOptions(device=device, tensor_parallel_size=2, mode="eager", attention_backend="torch"))
+
+
+def test_the_plan_is_shown() -> None:
+    arguments = ["config", "--device", "cpu", "--tensor-parallel-size", "2"]
+    shown = CliRunner().invoke(app, arguments)
+    assert "2 ranks (multiprocess)" in shown.stdout
+    assert "256 x 640" in shown.stdout
+    plan = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["ranks"]
+    assert plan["collectives_a_step"] == 2 * 6 + 2
+    slices = {entry["name"]: entry for entry in plan["slices"]}
+    assert slices["model.layers.*.mlp.down_proj.weight"]["rank"] == [256, 320]
+    assert plan["whole_weight_bytes"] < 2 * plan["weight_bytes"] < 1.01 * plan["whole_weight_bytes"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_a_rank_reads_its_share_and_no_more(num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each rank copies out of the mapped files are its slices; together they are the checkpoint."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 132, "attention_bias": True}
+    make_checkpoint(tmp_path, "llama", **shape)
+    options = {"device": "cpu", "mode": "eager", "tensor_parallel_size": num_ranks}
+    config = resolve(EngineOptions(model=tmp_path, **options))
+    shards, whole = shards_of(config), map_tensors(tmp_path)
+    total = sum(tensor.nbytes for tensor in whole.values())
+    read: list[int] = []
+    parts: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
+    for rank in range(num_ranks):
+        model = build_model(config.local_model)
+        materialize(model, {}, CPU)
+        share = RankShare(shards, rank, num_ranks)
+        load_weights(model, config.model, SilentProgress(), share)
+        read.append(sum(share.of(name, tensor).nbytes for name, tensor in whole.items()))
+        for name, parameter in model.named_parameters():
+            parts[name].append(parameter)
+    assert max(read) < total / num_ranks + 0.05 * total
+    for name, tensor in whole.items():
+        shard = shards.get(name)
+        if shard is None or shard.dim is None:
+            found = sum(parts[name]) if shard is not None and shard.first_only else parts[name][0]
+        else:
+            found = torch.cat(parts[name], shard.dim)
+        assert torch.equal(found.to(tensor.dtype), tensor), name
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 6), (40, 3)])
+def test_chunks_of_columns_are_views(shape: tuple[int, ...]) -> None:
+    """Nothing is copied into memory before it is copied to the device."""
+    whole = torch.arange(2 * torch.Size(shape).numel()).view(*shape[:-1], 2 * shape[-1])
+    source, target = whole[..., : shape[-1]], torch.empty(shape, dtype=torch.int64)
+    for chunk in chunks_of(source, target, 48):
+        assert chunk.source.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert chunk.source.nbytes <= max(48, source[0].nbytes) <= CHUNK_BYTES
+        chunk.target.copy_(chunk.source)
+    assert torch.equal(target, source)

@@ -1,0 +1,140 @@
+"""What becomes of an engine of two ranks when one of them, or the process that started them, fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from faulty_rank import FAILS_TO_START, NAME, SLOW_TO_START
+from small_engines import PROMPTS, SMALL
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.workers.monitor import WorkerError
+
+ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+SOON_S = 10.0
+
+
+def with_fault(fault: str) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, extra_args={"fault": fault})
+
+
+def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
+    found = (of or psutil.Process()).children(recursive=True)
+    return [process for process in found if any("worker_main" in part for part in process.cmdline())]
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files go. Afterwards nothing is left: no process, no folder, no socket, no shared memory."""
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    before = psutil.Process().num_fds()
+    yield temporary
+    wait_until(lambda: not workers(), SOON_S)
+    wait_until(lambda: not list(temporary.glob("compiled*")), SOON_S)
+    assert psutil.Process().num_fds() <= before + 4
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("kill", "the worker of rank 1 of 2 was killed by SIGKILL"),
+        ("stop", "the worker of rank 1 of 2 has given no sign of life"),
+        ("memory", "rank 1 of 2: .*OutOfMemoryError: injected"),
+        ("raise", "rank 1 of 2: .*KeyError: 'injected in one'"),
+    ],
+)
+def test_a_rank_that_fails_in_a_step(fault: str, message: str) -> None:
+    """Within seconds every call says why; closing leaves nothing; the next engine starts."""
+    llm = LLM(**ENGINE, logits_processors=[NAME])
+    before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=message):
+        llm.generate(PROMPTS, with_fault(fault), use_tqdm=False)
+    assert time.monotonic() - start < SOON_S
+    with pytest.raises(WorkerError, match=message):
+        llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    assert not workers()
+    llm.close()
+    if fault == "kill":
+        with LLM(**ENGINE) as again:
+            after = again.generate(PROMPTS, SHORT, use_tqdm=False)
+            assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
+
+
+def test_a_step_that_fails_on_all_ranks_alike_fails_alone() -> None:
+    with LLM(**ENGINE, logits_processors=[NAME]) as llm:
+        before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
+        with pytest.raises(RuntimeError, match="injected in all"):
+            llm.generate(PROMPTS, with_fault("all"), use_tqdm=False)
+        after = llm.generate(PROMPTS, SHORT, use_tqdm=False)
+        assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
+
+
+def test_a_rank_that_cannot_start() -> None:
+    with pytest.raises(ValueError, match=r"rank 1 of 2: .*OutOfMemoryError: injected"):
+        LLM(**ENGINE, logits_processors=[FAILS_TO_START])
+
+
+def test_a_rank_that_is_killed_while_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    started = tmp_path / "starting1"
+
+    def kill() -> None:
+        wait_until(lambda: started.exists() and started.read_text() != "")
+        os.kill(int(started.read_text()), signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(WorkerError, match="rank 1 of 2 was killed by SIGKILL"):
+        LLM(**ENGINE, logits_processors=[SLOW_TO_START])
+    killer.join()
+
+
+SCRIPT = """
+import sys
+from small_engines import PROMPTS
+from test_worker_faults import ENGINE, SHORT
+from compiled_engine import LLM
+
+if __name__ == "__main__":
+    llm = LLM(**ENGINE)
+    llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_driver_is_killed() -> None:
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as driver:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "ready\n"
+        ranks = workers(psutil.Process(driver.pid))
+        assert len(ranks) == 2
+        driver.kill()
+        driver.wait()
+    wait_until(lambda: not any(rank.is_running() for rank in ranks), SOON_S)
