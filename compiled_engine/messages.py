@@ -187,7 +187,7 @@ class TokenMasks:
     """Scheduler to runner: which tokens may come next, for the step that was sent last.
 
     request_ids: M of its requests that sample. Others that are masked have failed: whatever they get is not used.
-    words: M masks of int32 words, one after the other (see sampling/token_mask.py).
+    words: M masks of int32 words, one after the other (see sampling/token_mask.py); valid until the next step's.
     """
 
     request_ids: list[str]

@@ -299,4 +299,6 @@ def executor_overhead(result: Result) -> str:
     names = {"round_trip_us": "round trip", "encode_step_us": "encode step", "decode_step_us": "decode step"}
     names |= {"encode_result_us": "encode tokens", "decode_result_us": "decode tokens"}
     rows = [[str(s["decodes"]), *(f"{s[name]:.1f}" for name in names), str(s["step_bytes"])] for s in result["steps"]]
-    return below(markdown(["decodes", *(f"{n}, microseconds" for n in names.values()), "bytes of the step"], rows), result)
+    return below(
+        markdown(["decodes", *(f"{n}, microseconds" for n in names.values()), "bytes of the step"], rows), result
+    )

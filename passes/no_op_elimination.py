@@ -23,7 +23,7 @@ class NoOpElimination(GraphPass):
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
         """The models multiply cos and sin by a factor that is 1 but for most of yarn."""
-        return 2 if model.rope.angle_scale == 1.0 else 0
+        return 2 * (model.rope.angle_scale == 1.0) + 2 * (model.local_rope_theta is not None)
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements = []

@@ -102,7 +102,7 @@ class RopeAngles(GraphPass):
     name = "rope_angles"
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return 1
+        return 1 if model.local_rope_theta is None else 2
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.cos.default, _rewrite)

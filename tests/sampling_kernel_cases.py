@@ -270,6 +270,8 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         SamplingParams(temperature=0, logit_bias={3: 9.0}, token_mask=ByLastToken(vocab_size)),
         SamplingParams(temperature=0.9, allowed_token_ids=[3, 33, vocab_size - 1], presence_penalty=0.5),
         SamplingParams(temperature=0, allowed_token_ids=[*range(5, 20)], token_mask=ByLastToken(vocab_size)),
+        SamplingParams(temperature=0, logprobs=2, token_mask=ByLastToken(vocab_size)),
+        SamplingParams(temperature=0.7, token_mask=ByLastToken(vocab_size)),
     ]
     masks = [params.token_mask for params in requests]
     samplers = [Sampler(num_rows, vocab_size, "cpu"), Sampler(num_rows, vocab_size, device, triton=True)]

@@ -55,13 +55,14 @@ class SimulatedEngine:
         block_size: int = 4,
         num_blocks: int = 16,
         budget: int = 64,
+        max_prefill_tokens: int | None = None,
         max_num_seqs: int = 8,
         max_model_len: int = 64,
         policy: str = "fcfs",
         prefix_caching: bool = True,
         steps_in_flight: int = 1,
     ) -> None:
-        config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy)
+        config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
         self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight)
         self.steps_in_flight = steps_in_flight

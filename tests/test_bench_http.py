@@ -86,9 +86,11 @@ def test_starts_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(beside_offline, "offline", start_engine)
     monkeypatch.setattr(beside_offline, "server", start_server)
-    plan = beside_offline.HttpPlan({}, [], TINY, [], 0.7, repeats=1, starts=2, processes=1)
+    monkeypatch.setattr(beside_offline, "_measure_server", lambda *_: {})
+    plan = beside_offline.HttpPlan({}, [], TINY, [(), ("--strict",)], 0.7, repeats=1, starts=2, processes=1)
     found = beside_offline.compare(plan, SilentProgress(), lambda result: None)
-    assert started == ["engine", "engine", "server", "engine", "server"]
+    assert started == ["engine", "server", "engine", "engine", "server", "server"]
+    assert len(found["servers"]) == 2
     assert found["ready_s"] == {
         "offline": {"median": 3.0, "spread": [3.0, 3.0]},
         "server": {"median": 4.0, "spread": [4.0, 4.0]},

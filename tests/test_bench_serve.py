@@ -109,6 +109,9 @@ def test_a_sweep_ends_in_figures_plots_and_a_page(server: RunningServer, tmp_pat
     names = {"load_by_rate", "load_course_1", "load_course_2", "load_latencies_1", "load_latencies_2"}
     assert {path.stem for path in plots.iterdir()} == names
     assert all(path.read_bytes().startswith(PNG) for path in plots.iterdir())
+    again = CliRunner().invoke(app, ["bench", "plot", str(output), "--output", str(tmp_path / "again")])
+    assert again.exit_code == 0, again.stderr
+    assert {path.stem for path in (tmp_path / "again").iterdir()} == {*names, "load"}
     html = page.read_text()
     assert html.count("data:image/png") == 2 * len(names)
     assert "http" not in html.replace(server.url, "").partition("<h2>Repeat it")[0].replace("http-equiv", "")

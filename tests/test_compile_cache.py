@@ -41,6 +41,7 @@ def test_the_second_lookup_is_a_hit(root: Path) -> None:
     assert (found.status, found.loaded, found.folder, build.builds) == ("hit", LOADED, first.folder, 1)
     assert found.key == factors_key(FACTORS)
     assert read_factors(found.folder) == FACTORS
+    assert (first.why, found.why) == ("the cache is empty", "found")
 
 
 def test_other_factors_are_another_entry(root: Path) -> None:
@@ -48,6 +49,8 @@ def test_other_factors_are_another_entry(root: Path) -> None:
     other = changed("device", type="cuda")
     assert find_or_build(root, FACTORS, build).folder != find_or_build(root, other, build).folder
     assert build.builds == 2
+    assert find_or_build(root, changed("device", type="other"), build).why == "no entry of the same device.type"
+    assert find_or_build(None, FACTORS, build).why == "switched off"
 
 
 def test_the_folder_is_private_and_the_users_own_keeps_its_mode(root: Path) -> None:

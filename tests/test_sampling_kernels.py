@@ -122,7 +122,9 @@ for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
     for vocab in (151_936, 4099):
         large = {"VOCAB_SIZE": vocab, "BLOCK_V": gumbel_triton.BLOCK_V}
         compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **large)
-        compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, threshold_ptr=None, **large)
+        unmasked = large | {"masks_ptr": None, "mask_index_ptr": None}
+        compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, **unmasked)
+        compile_for_hopper(gumbel_triton.block_best_kernel, types=logits, threshold_ptr=None, **unmasked)
         large = {"VOCAB_SIZE": vocab, "BLOCK_V": filters_triton.BLOCK_V, "CANDIDATES": filters_triton.CANDIDATES}
         compile_for_hopper(filters_triton.threshold_kernel, filters_triton.NUM_WARPS, logits, **large)
         types = logits | {"token_ids_ptr": "*i32", "best_ptr": "*i64", "num_top": "i32"}

@@ -45,6 +45,19 @@ class TestBudget:
         engine.finish_step()
         assert shares(engine.begin_step()) == [("a", 4, 1, True), ("c", 0, 1, True), ("b", 7, 3, True)]
 
+    def test_prompts_share_a_bound_of_their_own_beside_decodes(self) -> None:
+        engine = SimulatedEngine(budget=20, max_prefill_tokens=5)
+        engine.add("a", list(range(12)))  # alone: whole
+        assert shares(engine.begin_step()) == [("a", 0, 12, True)]
+        engine.finish_step()
+        engine.add("b", list(range(20, 23)), params=outputs_of(1))
+        engine.add("c", list(range(30, 39)), params=outputs_of(1))
+        steps = []
+        for _ in range(4):
+            steps.append([share for share in shares(engine.begin_step()) if share[0] != "a"])
+            engine.finish_step()
+        assert steps == [[("b", 0, 3, True), ("c", 0, 2, False)], [("c", 2, 5, False)], [("c", 7, 2, True)], []]
+
     def test_an_urgent_long_prompt_does_not_hold_up_decodes(self) -> None:
         engine = SimulatedEngine(budget=8, policy="priority")
         for request_id in "abc":

@@ -44,13 +44,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 5),
         num_blocks=st.integers(2, 14),
         budget=st.integers(1, 24),
+        max_prefill_tokens=st.sampled_from([None, None, 1, 2, 7]),
         max_num_seqs=st.integers(1, 6),
         max_model_len=st.integers(4, 50),
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         steps_in_flight=st.sampled_from([1, 2]),
     )
-    def start(self, **limits: int | str | bool) -> None:
+    def start(self, **limits: int | str | bool | None) -> None:
         self.engine = SimulatedEngine(**limits)  # type: ignore[arg-type]
 
     def free_ids(self) -> list[str]:

@@ -13,13 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from running_server import MODEL, RunningServer
 
 from compiled_engine.server.metrics import Histogram
+from compiled_engine.server.shared_figures import SharedFigures
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def samples(server: RunningServer) -> dict[str, float]:
+def samples(server: RunningServer, **headers: str) -> dict[str, float]:
     """Name of a sample, with its labels but for the model's name -> value."""
-    response = httpx.get(f"{server.url}/metrics", timeout=30)
+    response = httpx.get(f"{server.url}/metrics", headers=headers, timeout=30)
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     found = {}
     for family in text_string_to_metric_families(response.text):
@@ -74,7 +75,7 @@ def test_what_is_asked_for_does_not_become_a_label(server: RunningServer) -> Non
 
 
 def test_a_histogram_counts_up_to_its_borders() -> None:
-    histogram = Histogram((1, 2))
+    histogram = Histogram((1, 2), SharedFigures())
     for value, times in ((0.5, 1), (1, 2), (1.5, 1), (7, 1)):
         histogram.observe(value, times)
     assert histogram.buckets() == [("1.0", 3.0), ("2.0", 4.0), ("+Inf", 5.0)]

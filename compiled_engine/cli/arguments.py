@@ -44,8 +44,9 @@ class Argument:
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
     def parameter(self, panel: str, default: object = None, *, from_environment: bool = False) -> inspect.Parameter:
-        shows_nothing = default in (None, ()) or isinstance(default, bool)
-        text = self.help if shows_nothing else f"{self.help} Default: {default}."
+        shows_nothing = default in (None, (), "") or isinstance(default, bool)
+        shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
+        text = self.help if shows_nothing else f"{self.help} Default: {shown}."
         variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
         option = typer.Option(
             None,
@@ -86,6 +87,7 @@ ENGINE_ARGUMENTS = (
     Argument("max_model_len", int, "Most tokens of prompt and output together."),
     Argument("max_num_seqs", int, "Most requests in one step."),
     Argument("max_num_batched_tokens", int, "Most tokens in one step."),
+    Argument("max_prefill_tokens", int, "Most tokens of prompts in a step that other requests run in."),
     Argument("block_size", str, "Tokens in a block of the KV cache, or auto.", convert=block_size),
     Argument("num_blocks", int, "Blocks of the KV cache, instead of what fits into memory."),
     Argument("gpu_memory_utilization", float, "Share of the device's memory to use, weights included."),

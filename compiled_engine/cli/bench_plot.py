@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -14,11 +14,15 @@ from compiled_engine.cli.output_folder import make_folder
 
 
 def plot(
-    results: Annotated[Path, typer.Argument(help="JSON of `bench ablation`, or of `bench table` with curves.")],
+    results: Annotated[
+        Path, typer.Argument(help="JSON of `bench ablation`, of `bench table` with curves, or of `bench serve`.")
+    ],
     *,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the plots; an ablation's page too.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Folder for the plots; the page of an ablation or a load test too.")
+    ],
 ) -> None:
-    """Make the plots of an ablation and its page, or those of a table's curves, again from JSON.
+    """Make the plots of an ablation or a load test and its page, or those of a table's curves, again from JSON.
 
     Examples:
 
@@ -29,15 +33,14 @@ def plot(
     with bad_input_is_reported():
         from compiled_engine.bench.result_file import read_result
 
-        result = read_result("results", results, "ablation", "table")
-        is_table = result["benchmark"] == "table"
+        result = read_result("results", results, *KINDS)
+        kind = KINDS[result["benchmark"]]
         try:
-            if not (_has_curves(result) if is_table else _has_variants(result)):
-                what = "points of a curve" if is_table else "variant with figures"
-                raise ValueError(f"results is {str(results)!r}, which has no {what}")
+            if not kind.has_any(result):
+                raise ValueError(f"results is {str(results)!r}, which has no {kind.what}")
             make_plot_folder("output", output)
             with written_to(output):
-                paths = write_curves(result, output) if is_table else write_ablation(result, output)
+                paths = kind.write(result, output)
         except KeyError as error:
             raise ValueError(f"results is {str(results)!r}, which lacks {error}: another version made it") from error
     for path in paths:
@@ -66,10 +69,21 @@ def write_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
     return write_plots(result, folder)
 
 
-def write_serving(result: Mapping[str, Any], folder: Path) -> list[Path]:
+def write_load(result: Mapping[str, Any], folder: Path) -> list[Path]:
     from compiled_engine.bench.serving.plots import write_plots
 
     return write_plots(result, folder)
+
+
+def write_load_page(result: Mapping[str, Any], path: Path) -> Path:
+    from compiled_engine.bench.serving.page import render
+
+    path.write_text(render(result), encoding="utf-8")
+    return path
+
+
+def _write_load_and_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    return [*write_load(result, folder), write_load_page(result, folder / "load.html")]
 
 
 def _has_variants(result: Mapping[str, Any]) -> bool:
@@ -82,3 +96,22 @@ def _has_curves(result: Mapping[str, Any]) -> bool:
     from compiled_engine.bench.curve_plots import curves_of
 
     return bool(curves_of(result))
+
+
+def _has_answers(result: Mapping[str, Any]) -> bool:
+    return any(run["completed"] for run in result["runs"])
+
+
+class _Kind(NamedTuple):
+    """A benchmark whose plots can be made again. what: it needs some of these."""
+
+    what: str
+    has_any: Callable[[Mapping[str, Any]], bool]
+    write: Callable[[Mapping[str, Any], Path], list[Path]]
+
+
+KINDS = {
+    "ablation": _Kind("variant with figures", _has_variants, write_ablation),
+    "table": _Kind("points of a curve", _has_curves, write_curves),
+    "serve": _Kind("answer", _has_answers, _write_load_and_page),
+}

@@ -11,7 +11,7 @@ import typer
 
 from compiled_engine.bench.host import require_httptools
 from compiled_engine.cli.bench_engine import AsJson, command_line, print_json
-from compiled_engine.cli.bench_plot import make_plot_folder, write_serving
+from compiled_engine.cli.bench_plot import make_plot_folder, write_load, write_load_page
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
 from compiled_engine.cli.output_folder import make_folder
 
@@ -180,9 +180,7 @@ def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, h
             output.write_text(json.dumps(result, indent=1) + "\n")
     if plots is not None:
         with written_to(plots):
-            write_serving(result, plots)
+            write_load(result, plots)
     if html is not None:
-        from compiled_engine.bench.serving.page import render
-
         with written_to(html):
-            html.write_text(render(result), encoding="utf-8")
+            write_load_page(result, html)

@@ -17,7 +17,7 @@ from compiled_engine.cli.output_folder import make_folder
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
-    from compiled_engine.graphs.inspection.report import CompiledEntry, Report
+    from compiled_engine.graphs.inspection.report import Report
     from compiled_engine.process.progress import Progress
 
 PAGE = "report.html"
@@ -91,7 +91,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     """From the entry in the cache, which is built if it is not there."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
-    from compiled_engine.graphs.inspection.report import make_report
+    from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
     from compiled_engine.models.textbook.architectures import build_model
     from compiled_engine.process.timeline import Timeline
 
@@ -100,7 +100,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     if not config.compile.enabled:
         return make_report(json_value(config), None, timeline.as_records())
     found = compile_model(config, lambda: build_model(config.model), progress, timeline)
-    entry = _entry(config, found.lookup.folder, found.lookup.status)
+    entry = CompiledEntry.of(config, found.lookup.folder, found.lookup.status)
     return make_report(json_value(config), entry, timeline.as_records())
 
 
@@ -108,7 +108,7 @@ def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     """From an engine that was started for it and has generated a token."""
     from compiled_engine.config import json_value
     from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
-    from compiled_engine.graphs.inspection.report import make_report
+    from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
     from compiled_engine.llm import LLM
     from compiled_engine.process.timeline import Span, Timeline
     from compiled_engine.sampling.params import SamplingParams
@@ -129,15 +129,8 @@ def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
         metrics = llm.metrics() | {"kernels_per_decode_step": kernels_per_decode_step(generate, llm.config.device)}
         start_up = [*metrics["start_up"], asdict(first_token)]
         folder = metrics["cache_entry"]
-        entry = None if folder is None else _entry(llm.config, Path(folder), metrics["cache"])
+        entry = None if folder is None else CompiledEntry.of(llm.config, Path(folder), metrics["cache"])
         return make_report(json_value(llm.config), entry, start_up, metrics)
-
-
-def _entry(config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
-    from compiled_engine.graphs.cache.key import cache_factors
-    from compiled_engine.graphs.inspection.report import CompiledEntry
-
-    return CompiledEntry(folder, status, cache_factors(config))
 
 
 def _write(report: Report, page: Path | None, text: Path | None) -> None:

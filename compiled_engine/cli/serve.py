@@ -17,6 +17,7 @@ from compiled_engine.cli.serve_arguments import LIMIT_ARGUMENTS, PARALLEL_ARGUME
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.server.api_servers import ApiServers
     from compiled_engine.server.options import ServerOptions
 
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client", "yaml")
@@ -78,14 +79,19 @@ def serve(
         raise BadInputError(f"the model is given twice, as {named!r} and as {engine['model']!r}")
     _require_packages()
     with bad_input_is_reported():
+        from compiled_engine.server.api_servers import ApiServers
         from compiled_engine.server.options import Limits, ServerOptions
         from compiled_engine.server.run import bind, first_signal_interrupts
 
         options = ServerOptions(**server, limits=Limits(**limits))
         bound = bind(options)
-    with first_signal_interrupts():
-        started = _start({**engine, **parallel}, quiet)
-    reason = asyncio.run(_serve(started, options, bound, model_name(engine.get("model"), started)))
+    others = ApiServers(options, bound)
+    try:
+        with first_signal_interrupts():
+            started = _start({**engine, **parallel}, quiet)
+        reason = asyncio.run(_serve(started, options, bound, model_name(engine.get("model"), started), others))
+    finally:
+        others.kill()
     if reason is not None:
         raise typer.Exit(1)
 
@@ -105,14 +111,18 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
         raise
 
 
-async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str) -> str | None:
+async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str, others: ApiServers) -> str | None:
     from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+    from compiled_engine.server.api_servers import Order
     from compiled_engine.server.app import build_app
     from compiled_engine.server.run import Server, address, allow_many_connections, serve
 
     try:
         with bad_input_is_reported((ValueError, OSError)):
-            app = build_app(engine, options, name)
+            app = build_app(engine, options, name, others.figures)
+            others.give(Order(engine.address or "", options, name))
+        with bad_input_is_reported((RuntimeError,)):
+            await others.wait_ready()
     except BadInputError:
         await engine.shutdown()
         raise
@@ -120,7 +130,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     leave_alone_what_is_there()
     names = ", ".join(options.served_model_name or (name,))
     typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
-    return await serve(engine, Server(app, options), bound)
+    return await serve(engine, Server(app, options, others=others), bound)
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:

@@ -10,6 +10,7 @@ from compiled_engine.cli.arguments import Argument
 SERVER_ARGUMENTS = (
     Argument("host", str, "Address to listen at; 0.0.0.0 for all."),
     Argument("port", int, "Port to listen at; 0 for a free one."),
+    Argument("api_server_count", int, "Processes that answer requests; more than one where one cannot keep up."),
     Argument("api_key", list[str], "Key that every request must have; may be repeated.", convert=tuple),
     Argument(
         "served_model_name",
@@ -34,6 +35,9 @@ SERVER_ARGUMENTS = (
         flag="--prefix-cache-salt-per-key",
     ),
     Argument("web_page", bool, "Have no page at /.", flag="--no-web-page", convert=operator.not_),
+    Argument(
+        "debug_inspect", bool, "Show at /debug/inspect what the compiler did to the model.", flag="--debug-inspect"
+    ),
     Argument("strict", bool, "Refuse unknown fields of requests instead of ignoring them.", flag="--strict"),
     Argument("shutdown_timeout", float, "Seconds for which requests under way may go on after SIGTERM."),
     Argument("uvicorn_log_level", str, "critical, error, warning, info, debug or trace."),
@@ -43,12 +47,12 @@ SERVER_ARGUMENTS = (
 )
 
 LIMIT_ARGUMENTS = (
-    Argument("max_body_bytes", int, "Of a request's body."),
-    Argument("max_header_bytes", int, "Of a request's headers."),
-    Argument("max_json_depth", int, "Arrays and objects within each other."),
+    Argument("max_body_bytes", int, "Bytes of a request's body."),
+    Argument("max_header_bytes", int, "Bytes of a request's line and headers."),
+    Argument("max_json_depth", int, "Arrays and objects within each other in a body."),
     Argument("receive_timeout", float, "Seconds from a request's first byte to its last."),
     Argument("write_timeout", float, "Seconds for which a client may read nothing of what waits for it."),
-    Argument("keep_alive_timeout", float, "Seconds of an idle connection."),
+    Argument("keep_alive_timeout", float, "Seconds for which a connection may be idle between requests."),
     Argument("max_completions", int, "Prompts times n of a request."),
     Argument("max_in_flight", int, "Completions that run or wait; beyond it the server is busy (503)."),
     Argument("max_answer_tokens", int, "Tokens of a completion; -1 for as many as the model's length allows."),

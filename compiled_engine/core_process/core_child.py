@@ -1,7 +1,4 @@
-"""The engine core in a process of its own, which this process starts and which ends with it.
-
-It is a fresh process, not a fork: it inherits no threads and no CUDA context, and the caller's script needs no guard.
-"""
+"""The engine core in a process of its own, which this process starts and which ends with it."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
+
+from compiled_engine.process.child import start_process
 
 _MAIN = "compiled_engine.core_process.core_main"
 _LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
@@ -86,13 +84,4 @@ def _private_folder() -> Path:
 
 
 def _spawn(listener: socket.socket, folder: Path, device: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [
-            *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
-            *(str(listener.fileno()), str(folder), device),
-        ],
-        stdin=subprocess.DEVNULL,
-        pass_fds=[listener.fileno()],
-        start_new_session=True,  # Ctrl-C is the caller's business
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-    )
+    return start_process(_MAIN, [str(listener.fileno()), str(folder), device], [listener.fileno()])

@@ -96,8 +96,15 @@ def _is_integer(value: Any) -> bool:
 
 def is_long(value: Any) -> bool:
     """Whether a prompt or conversation has so much text that tokenising it would hold up an event loop."""
+    return _num_characters(value) > _LONG_TEXT
+
+
+def _num_characters(value: Any) -> int:
+    """Of all texts within lists and dicts."""
+    if isinstance(value, str):
+        return len(value)
     if isinstance(value, Mapping):
-        return any(map(is_long, value.values()))
+        return sum(map(_num_characters, value.values()))
     if isinstance(value, list | tuple) and value and not isinstance(value[0], int):
-        return any(map(is_long, value))
-    return isinstance(value, str) and len(value) > _LONG_TEXT
+        return sum(map(_num_characters, value))
+    return 0

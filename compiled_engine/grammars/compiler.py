@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
 from compiled_engine.grammars.large_stack import on_large_stack
-from compiled_engine.grammars.limits import COMPILER_THREADS, KEPT_GRAMMARS, parser_limits
+from compiled_engine.grammars.limits import COMPILER_THREADS, KEPT_GRAMMARS, mask_threads, parser_limits
 from compiled_engine.messages import GrammarVocabulary
 
 if TYPE_CHECKING:
@@ -87,4 +87,4 @@ def _load(vocabulary: GrammarVocabulary) -> tuple[LLTokenizer, LLExecutor]:
         )
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"structured_outputs: the tokenizer cannot be read: {error}") from error
-    return tokenizer, LLExecutor()
+    return tokenizer, LLExecutor(mask_threads())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -12,6 +13,11 @@ KEPT_GRAMMARS = 256
 COMPILER_THREADS = 2
 # A request waits so long for its grammar, other requests' grammars before it included.
 LONGEST_COMPILE_S = 10.0
+
+
+def mask_threads() -> int:
+    """Threads that fill masks: few masks take long, so more would wait for each other rather than help."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // 2))
 
 
 def parser_limits() -> LLParserLimits:

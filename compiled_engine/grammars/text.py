@@ -13,8 +13,8 @@ from compiled_engine.sampling.structured_outputs import StructuredOutputs
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Between any two parts of JSON: enough for a line end and an indentation.
-WHITESPACE = r"[\x20\x0A\x0D\x09]{1,24}"
+# Between any two parts of JSON: a space, or a line end and an indentation.
+WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
 # What only the model's own vocabulary can say of a grammar: whether it has these tokens.
 SPECIAL_TOKEN_MARKS = ("<[", "<|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +12,10 @@ def leave_alone_what_is_there() -> None:
     """From now on no collection goes through the objects that exist: with PyTorch and a tokenizer these are many.
 
     For a process that serves until it ends, once it has started. Such a collection takes a tenth of a second, in which
-    nobody gets a token. What is garbage already stays.
+    nobody gets a token. What is garbage already stays, until the process ends: then all is taken down in order.
     """
     gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @contextmanager

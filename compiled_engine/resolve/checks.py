@@ -17,6 +17,7 @@ MOST = {
     "max_model_len": 1 << 24,
     "max_num_seqs": 65535,
     "max_num_batched_tokens": 1 << 20,
+    "max_prefill_tokens": 1 << 20,
     "num_blocks": 2**31 - 1,
     "tensor_parallel_size": 1024,
 }

@@ -157,7 +157,14 @@ def _scheduler(
         reasons["scheduler.async_scheduling"] = f"default on {device.type}"
     elif not isinstance(ahead, bool):
         raise TypeError(f"async_scheduling is {ahead!r}; allowed: True, False or None")
-    return SchedulerConfig(max_num_seqs, max_num_batched_tokens, model.max_model_len, options.scheduling_policy, ahead)
+    return SchedulerConfig(
+        max_num_seqs,
+        max_num_batched_tokens,
+        model.max_model_len,
+        options.scheduling_policy,
+        ahead,
+        options.max_prefill_tokens,
+    )
 
 
 def _attention(

@@ -7,6 +7,9 @@ import torch
 from compiled_engine.config import ModelConfig, ParallelConfig
 from compiled_engine.options import EngineOptions
 
+# Their q, k and v are one tensor of the checkpoint, which is not cut into equal rows.
+FUSED_TENSORS = ("Phi3ForCausalLM",)
+
 
 def resolve_parallel(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
@@ -32,6 +35,9 @@ def resolve_parallel(
 
 def _check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
+    if size > 1 and (model.experts.count or model.architecture in FUSED_TENSORS):
+        why = "experts" if model.experts.count else "tensors that hold several linears"
+        raise ValueError(f"tensor_parallel_size is {size}, but {model.architecture} has {why}; allowed: 1")
     if model.intermediate_size % size:
         raise ValueError(
             f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP"

@@ -25,6 +25,7 @@ def runner_metrics(
         "captures": graphs.num_captures if graphs else 0,
         "cache": compiled.lookup.status if compiled else "off",
         "cache_key": compiled.lookup.key if compiled else None,
+        "cache_why": compiled.lookup.why if compiled else "nothing is compiled",
         "cache_entry": str(compiled.lookup.folder) if compiled else None,
         "passes": _pass_counts(compiled),
         **captured.counters.metrics(),

@@ -14,7 +14,9 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     source = torch.from_numpy(np.ascontiguousarray(values))
     if device.type != "cuda":
         return source.clone()
-    return source.pin_memory().to(device, non_blocking=True)
+    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+    pinned.numpy()[...] = values  # PyTorch would wake all its threads for it
+    return pinned.to(device, non_blocking=True)
 
 
 def download(values: torch.Tensor) -> torch.Tensor:

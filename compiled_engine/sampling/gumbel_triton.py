@@ -22,6 +22,8 @@ from compiled_engine.sampling.noise import (
     MULTIPLIER_2,
     SMALLEST_UNIFORM,
 )
+from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.token_mask import BITS
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
 
 _GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
@@ -31,6 +33,7 @@ _SMALLEST_UNIFORM = tl.constexpr(SMALLEST_UNIFORM)
 _LARGEST_UNIFORM = tl.constexpr(LARGEST_UNIFORM)
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 _NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
+_BITS = tl.constexpr(BITS)
 _LARGEST_FLOAT = tl.constexpr(FLOAT32_MAX)
 
 BLOCK_V = 2048
@@ -55,7 +58,7 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
 
 
 @quick_launches
-@triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr", "mask_index_ptr"])
 def block_best_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,
@@ -64,6 +67,8 @@ def block_best_kernel(
     inverse_temperature_ptr: tl.tensor,
     seeds_ptr: tl.tensor,
     threshold_ptr: tl.tensor,
+    masks_ptr: tl.tensor,
+    mask_index_ptr: tl.tensor,
     best_score_ptr: tl.tensor,
     best_token_ptr: tl.tensor,
     VOCAB_SIZE: tl.constexpr,
@@ -80,7 +85,14 @@ def block_best_kernel(
     if row >= 0:
         token_ids = block * BLOCK_V + tl.arange(0, BLOCK_V)
         logits_ptrs = logits_ptr + sample * logits_stride + token_ids
-        logits = tl.load(logits_ptrs, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
+        inside = token_ids < VOCAB_SIZE
+        if mask_index_ptr is not None:
+            mask = tl.load(mask_index_ptr + sample).to(tl.int64)
+            if mask >= 0:
+                words_ptr = masks_ptr + mask * ((VOCAB_SIZE + _BITS - 1) // _BITS)
+                words = tl.load(words_ptr + token_ids // _BITS, mask=inside, other=0)
+                inside = inside & (((words >> (token_ids % _BITS)) & 1) != 0)
+        logits = tl.load(logits_ptrs, mask=inside, other=-float("inf")).to(tl.float32)
         scores = logits
         inverse_temperature = tl.load(inverse_temperature_ptr + row)
         if inverse_temperature > 0:
@@ -131,8 +143,10 @@ def sample(
     seeds_N: torch.Tensor,
     threshold_S: torch.Tensor | None,
     token_ids_S: torch.Tensor,
+    masks: StepMasks | None = None,
 ) -> None:
-    """As gumbel.sample, but logits_SV may be of any floating dtype and may have a row stride.
+    """As gumbel.sample, but logits_SV may be of any floating dtype and may have a row stride. masks: what they forbid
+    is not drawn, nor is it read.
 
     Nothing depends on values on the host, so this may be captured in a CUDA graph.
     """
@@ -151,6 +165,8 @@ def sample(
         inverse_temperature_N,
         seeds_N,
         threshold_S,
+        None if masks is None else masks.masks_MW,
+        None if masks is None else masks.mask_index_S,
         best_score_SB,
         best_token_SB,
         VOCAB_SIZE=vocab_size,

@@ -38,22 +38,25 @@ def ways_of_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) 
         partial(_sample_zeros, FILTERED, vocab_size, each, device) for each in dict.fromkeys((torch.float32, dtype))
     )
     yield from (partial(_sample_zeros, params, vocab_size, dtype, device) for params in WAYS)
+    yield partial(_sample_zeros, SamplingParams(), vocab_size, dtype, device, masked=True)
 
 
-def _sample_zeros(params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return sample_once(params, torch.zeros(1, vocab_size, dtype=dtype, device=device))
+def _sample_zeros(
+    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, *, masked: bool = False
+) -> torch.Tensor:
+    return sample_once(params, torch.zeros(1, vocab_size, dtype=dtype, device=device), masked=masked)
 
 
 @torch.inference_mode()
-def sample_once(params: SamplingParams, logits_RV: torch.Tensor) -> torch.Tensor:
-    """With a sampler of its own, so that nobody hears of its rows. With a bias, the first row has a token mask."""
+def sample_once(params: SamplingParams, logits_RV: torch.Tensor, *, masked: bool = False) -> torch.Tensor:
+    """With a sampler of its own, so that nobody hears of its rows. masked, or with a bias: the first row has a mask."""
     num_rows, vocab_size = logits_RV.shape
     device = logits_RV.device
     sampler = Sampler(num_rows, vocab_size, device)
     for row in range(num_rows):
-        sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=())
+        sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=(), masked=masked)
     masks = None
-    if params.logit_bias:
+    if masked or params.logit_bias:
         every_token = np.full((1, num_words(vocab_size)), -1, np.int32)
         masks = StepMasks.of(every_token, np.where(np.arange(num_rows), -1, 0), device)
     rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)

@@ -71,7 +71,7 @@ class Sampler:
         self._added_to_N = flags()
         self._processed_N = flags()
         self._limited_N = flags()  # has allowed tokens
-        self._edited_N = flags()  # any of the four, or a token mask
+        self._edited_N = flags()  # any of the four, or a mask that is not applied while tokens are chosen
         self._general_N = flags()  # anything beyond temperature and seed
         self._remembered_N = flags()
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
@@ -126,10 +126,11 @@ class Sampler:
         self._added_to_N[row] = additions is not None
         self._processed_N[row] = processed
         self._limited_N[row] = limited = params.allowed_token_ids is not None
-        self._edited_N[row] = penalised or additions is not None or processed or limited or masked
+        mask_edits = masked and (has_filters(params) or not self._triton)
+        self._edited_N[row] = penalised or additions is not None or processed or limited or mask_edits
         self._remembered_N[row] = penalised or longest_prefix > 0
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
-        self._general_N[row] = has_filters(params) or self._edited_N[row]
+        self._general_N[row] = has_filters(params) or masked or self._edited_N[row]
         self._present_N[row] = True
 
     def remove_row(self, row: int) -> None:
@@ -205,12 +206,12 @@ class Sampler:
         token_ids_S = torch.empty(num_samples, dtype=torch.int64, device=self._device)
         edited = np.flatnonzero(self._edited_N[rows_S])
         if len(edited) == 0:
-            self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S)
+            self._choose(logits_SV, rows_S, row_index_S, positions_S, token_ids_S, masks)
         else:
             edited_E = upload(edited, self._device)
             if len(edited) < num_samples:
                 others_S = row_index_S.index_fill(0, edited_E, -1)
-                self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S)
+                self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S, masks)
             for chunk in row_chunks(len(edited), self._vocab_size):
                 index_R = edited_E[chunk]
                 part = tuple(each.index_select(0, index_R) for each in (logits_SV, row_index_S, positions_S))
@@ -253,11 +254,15 @@ class Sampler:
         row_index_S: torch.Tensor,
         positions_S: torch.Tensor,
         token_ids_S: torch.Tensor,
+        masks: StepMasks | None = None,
     ) -> None:
+        """masks: to be applied meanwhile; on a CPU they have been."""
         threshold_S = None
         if self._filtered_N[rows_S].any():
             threshold_S = self._operations.thresholds(logits_SV, row_index_S, self.table)
         fields = self.table.device
-        self._operations.choose(
-            logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S, token_ids_S
-        )
+        arguments = (logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S)
+        if masks is not None and self._triton:
+            self._operations.choose(*arguments, token_ids_S, masks)
+        else:
+            self._operations.choose(*arguments, token_ids_S)

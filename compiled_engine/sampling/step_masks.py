@@ -23,9 +23,7 @@ class StepMasks:
     @classmethod
     def of(cls, words_MW: np.ndarray, mask_index_S: np.ndarray, device: torch.device) -> StepMasks:
         """From the host, which does not wait; M is at least 1."""
-        # One copy for all.
-        buffer = upload(np.concatenate([words_MW.reshape(-1), mask_index_S.astype(np.int32)]), device)
-        return cls(buffer[: words_MW.size].view(words_MW.shape), buffer[words_MW.size :])
+        return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
         """Those of some rows (int64 [R], on the device)."""

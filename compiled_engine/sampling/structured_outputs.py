@@ -27,8 +27,8 @@ class StructuredOutputs:
     choice: texts, one of which is generated.
     grammar: a context-free grammar: Lark as llguidance reads it, or GBNF.
     json_object: True: any JSON object.
-    disable_any_whitespace: JSON without whitespace. whitespace_pattern: a regular expression for it; by default up to
-        24 characters in a place, so that no model writes whitespace without end.
+    disable_any_whitespace: JSON without whitespace. whitespace_pattern: a regular expression for it; by default a
+        space, or a line end and up to 24 characters of indentation, so that no model writes whitespace without end.
 
     Raises TypeError or ValueError, naming the field and what is allowed. Whether a schema, expression or grammar can be
     compiled is found out when a request with it is made.

@@ -32,7 +32,7 @@ from compiled_engine.scheduling.request import Request, RequestStatus, check_req
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
-from compiled_engine.scheduling.token_masks import make_masks
+from compiled_engine.scheduling.token_masks import MaskMaker
 from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 
@@ -59,7 +59,7 @@ class Scheduler:
         self._in_flight = StepsInFlight(steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
-        self._num_constrained = 0
+        self._num_constrained, self._masks = 0, MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
@@ -103,18 +103,16 @@ class Scheduler:
         """
         self._in_flight.require_room()
         self._retire()
-        draft = StepDraft()
+        draft = StepDraft(self._config.max_prefill_tokens)
         budget = self._schedule_running(draft)
         if self._waiting and budget > 0:
-            self._admit_waiting(draft, budget)
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget)
         if not draft.one_token and not draft.longer.requests:
             return None
-        counts = self._counts
-        counts.least_free = min(counts.least_free, self._kv_cache.pool.num_free)
-        counts.steps += 1
+        number = self._counts.begin_step(self._kv_cache.pool.num_free)
         removed, self._removed = self._removed, []
         registered = self._kv_cache.take_registered()
-        step = StepInFlight.of(counts.steps, draft, removed, registered, constraints=self._num_constrained > 0)
+        step = StepInFlight.of(number, draft, removed, registered, constraints=self._num_constrained > 0)
         self._in_flight.append(step)
         return step.output
 
@@ -146,6 +144,8 @@ class Scheduler:
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
                 num_tokens = min(num_tokens, budget - (len(running) - index))
+                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
+                    continue
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 if self._preempt_last() is request:
                     return 0
@@ -193,7 +193,7 @@ class Scheduler:
 
     def masks(self, step: SchedulerOutput) -> TokenMasks:
         """A constraint that fails ends its request in `update`. RuntimeError unless `step` is the oldest in flight."""
-        return make_masks(self._in_flight.oldest(step).constrained, self._limits.vocab_size)
+        return self._masks.make(self._in_flight.oldest(step).constrained)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.

@@ -18,6 +18,12 @@ class SchedulerCounts:
     finished: int = 0
     aborted: int = 0
 
+    def begin_step(self, num_free: int) -> int:
+        """A step is scheduled, which leaves so many blocks free; its number."""
+        self.least_free = min(self.least_free, num_free)
+        self.steps += 1
+        return self.steps
+
     def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
         """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
 

@@ -34,9 +34,11 @@ class StepDraft:
     """A step that is being put together.
 
     one_token: requests with a share of one token, which starts at `one_token_starts` and samples, but for those whose
-    index is in `unsampled`. longer: shares of more tokens.
+    index is in `unsampled`. longer: shares of more tokens, which together have at most `max_prefill_tokens` where
+    others run.
     """
 
+    max_prefill_tokens: int | None = None
     one_token: list[Request] = field(default_factory=list)
     one_token_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)
@@ -56,6 +58,11 @@ class StepDraft:
         longer.starts.append(start)
         longer.counts.append(count)
         longer.samples.append(samples)
+
+    def room_for_prompts(self, budget: int) -> int:
+        """How much of `budget` tokens prompts may still have where others run."""
+        most = self.max_prefill_tokens
+        return budget if most is None else min(budget, most - sum(self.longer.counts))
 
     def shares(self) -> Shares:
         """All of them, those of one token first."""

@@ -13,18 +13,30 @@ from compiled_engine.sampling.token_mask import num_words
 from compiled_engine.scheduling.request import Request, RequestStatus
 
 
-def make_masks(requests: Sequence[Request], vocab_size: int) -> TokenMasks:
-    """Of those that have not ended; all their tokens are known. A request whose constraint fails gets a `failure`."""
-    asked = [request for request in requests if request.status is not RequestStatus.FINISHED]
-    words_MW = np.zeros((len(asked), num_words(vocab_size)), np.int32)
-    failures = fill_masks([_with_new_tokens(request) for request in asked], words_MW)
-    for index, why in failures.items():
-        asked[index].failure = why
-        asked[index].set_steady_limits()
-    if failures:
-        words_MW = words_MW[[index for index in range(len(asked)) if index not in failures]]
-    request_ids = [request.request_id for request in asked if request.failure is None]
-    return TokenMasks(request_ids, memoryview(words_MW.reshape(-1).view(np.uint8)))
+class MaskMaker:
+    """Owns the array that masks are written to, a row for each request that may run, once there is a constraint."""
+
+    def __init__(self, max_num_requests: int, vocab_size: int) -> None:
+        self._shape = (max_num_requests, num_words(vocab_size))
+        self._words_NW: np.ndarray | None = None
+
+    def make(self, requests: Sequence[Request]) -> TokenMasks:
+        """For those that have not ended; all their tokens are known. Valid until the next call.
+
+        A request whose constraint fails gets a `failure`.
+        """
+        if self._words_NW is None:
+            self._words_NW = np.zeros(self._shape, np.int32)
+        asked = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        words_MW = self._words_NW[: len(asked)]
+        failures = fill_masks([_with_new_tokens(request) for request in asked], words_MW)
+        for index, why in failures.items():
+            asked[index].failure = why
+            asked[index].set_steady_limits()
+        if failures:
+            words_MW = words_MW[[index for index in range(len(asked)) if index not in failures]]
+        request_ids = [request.request_id for request in asked if request.failure is None]
+        return TokenMasks(request_ids, memoryview(words_MW.reshape(-1).view(np.uint8)))
 
 
 def _with_new_tokens(request: Request) -> tuple[Constraint, list[int]]:

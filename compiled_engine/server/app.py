@@ -21,14 +21,17 @@ from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
+from compiled_engine.server.inspection import PATH as INSPECTION
+from compiled_engine.server.inspection import Inspection
 from compiled_engine.server.metrics import ServerMetrics
-from compiled_engine.server.middleware import OPEN_PATHS, RequestScope
+from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
 from compiled_engine.server.model_list import health, model, models, ready, version
 from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import Reply, error_response
 from compiled_engine.server.responses import responses
 from compiled_engine.server.serving import Serving
+from compiled_engine.server.shared_figures import SharedFigures
 from compiled_engine.server.tokenization import detokenize, tokenize
 from compiled_engine.server.web_page import answers, page_files
 
@@ -54,16 +57,24 @@ POST: dict[str, Handler] = {
 }
 
 
-def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> RequestScope:
-    """The application for an engine. model_name: the model's, unless options give others.
+def build_app(
+    engine: AsyncLLM, options: ServerOptions, model_name: str, figures: SharedFigures | None = None
+) -> RequestScope:
+    """The application for an engine. model_name: the model's, unless options give others. figures: of all processes
+    that answer requests, if this is not the only one.
 
     Raises ValueError for a chat template that is none.
     """
-    pages = page_files() if options.web_page else {}
+    figures = figures or SharedFigures()
+    pages = page_files()
+    routes = [*GET, *POST, *pages, INSPECTION, OTHER_ROUTE]
+    if not options.web_page:
+        pages.clear()
+    debug: dict[str, Handler] = {INSPECTION: Inspection()} if options.debug_inspect else {}
     app = Starlette(
         routes=[
             *(Route(path, answers(file), methods=["GET"]) for path, file in pages.items()),
-            *(Route(path, _answered(handler), methods=["GET"]) for path, handler in GET.items()),
+            *(Route(path, _answered(handler), methods=["GET"]) for path, handler in {**GET, **debug}.items()),
             *(Route(path, _answered(handler), methods=["POST"]) for path, handler in POST.items()),
         ],
         exception_handlers={HTTPException: _http_error},
@@ -74,12 +85,12 @@ def build_app(engine: AsyncLLM, options: ServerOptions, model_name: str) -> Requ
         options=options,
         names=options.served_model_name or (model_name,),
         chat=find_chat_format(engine.tokenizer, options),
-        metrics=ServerMetrics(),
-        admission=Admission(options.limits.max_in_flight),
+        admission=Admission(options.limits.max_in_flight, figures),
+        metrics=ServerMetrics(figures, routes),
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),
     )
-    return RequestScope(app, serving, [*GET, *POST, *pages], open_paths=[*OPEN_PATHS, *pages])
+    return RequestScope(app, serving, routes, open_paths=[*OPEN_PATHS, *pages])
 
 
 def _max_new_tokens(engine: AsyncLLM) -> int | None:

@@ -20,6 +20,7 @@ GAUGES = {
     "running": ("num_requests_running", "Completions that run."),
     "waiting": ("num_requests_waiting", "Completions that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
+    "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
     "graph_bytes_predicted": ("graph_memory_predicted_bytes", "Memory of the CUDA graphs as predicted."),
@@ -87,7 +88,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     for stage, seconds in engine.get("start_up_seconds", {}).items():
         stages.add_metric([*values, stage], seconds)
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
-    cache.add_metric(values, {"status": str(engine.get("cache", "off"))})
+    cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
     return [*families, matches, stages, cache]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
-from itertools import accumulate
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import accumulate, product
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 
 from compiled_engine.frontend.metric_list import PREFIX
 from compiled_engine.frontend.outputs import RequestMetrics, RequestOutput
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.shared_figures import SharedFigures
 
 # Upper borders of the buckets: seconds of a token, seconds of a request, and tokens.
 _TOKEN_S = (0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
@@ -34,40 +36,62 @@ HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "request_params_n": ("Completions asked for.", _FEW),
     "request_params_max_tokens": ("max_tokens, where given.", _TOKENS),
 }
+PROMPT_TOKENS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "prompt_tokens_cached": "Those that came from the prefix cache.",
+}
 ABORTED = "abort"
+STATUSES = ("200", "400", "401", "404", "405", "408", "413", "415", "499", "500", "503")
+OTHER = "other"
 
 
 class Histogram:
     """Counts of values by bucket."""
 
-    def __init__(self, borders: tuple[float, ...]) -> None:
+    def __init__(self, borders: tuple[float, ...], figures: SharedFigures) -> None:
         self._borders = borders
-        self._counts = [0] * (len(borders) + 1)
-        self._sum = 0.0
+        self._figures = figures
+        self._first = figures.reserve(len(borders) + 2)
+        self._last = self._first + len(borders) + 1
 
     def observe(self, value: float, times: int = 1) -> None:
-        self._counts[bisect_left(self._borders, value)] += times
-        self._sum += value * times
+        own = self._figures.own
+        own[self._first + bisect_left(self._borders, value)] += times
+        own[self._last] += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
         """Border and number of values up to it, ascending."""
         borders = [*map(str, map(float, self._borders)), "+Inf"]
-        return list(zip(borders, map(float, accumulate(self._counts)), strict=True))
+        counts = self._figures.totals(range(self._first, self._last))
+        return list(zip(borders, accumulate(counts), strict=True))
 
     @property
     def sum(self) -> float:
-        return self._sum
+        return self._figures.total(self._last)
+
+
+class Counts:
+    """A number for each of some names."""
+
+    def __init__(self, names: Iterable[Hashable], figures: SharedFigures) -> None:
+        self._figures = figures
+        self._columns = {name: figures.reserve(1) for name in names}
+
+    def add(self, name: Hashable, count: float = 1) -> None:
+        self._figures.own[self._columns[name]] += count
+
+    def totals(self) -> dict[Any, float]:
+        return {name: self._figures.total(column) for name, column in self._columns.items()}
 
 
 class ServerMetrics:
-    """Belongs to one event loop."""
+    """Each process counts on one event loop; what is read is the sum of all. routes: those that responses have."""
 
-    def __init__(self) -> None:
-        self.histograms = {name: Histogram(borders) for name, (_, borders) in HISTOGRAMS.items()}
-        self.prompt_tokens = 0
-        self.cached_prompt_tokens = 0
-        self.finish_reasons: Counter[str] = Counter({"stop": 0, "length": 0, "error": 0, ABORTED: 0})
-        self.responses: Counter[tuple[str, int]] = Counter()
+    def __init__(self, figures: SharedFigures, routes: Sequence[str]) -> None:
+        self.histograms = {name: Histogram(borders, figures) for name, (_, borders) in HISTOGRAMS.items()}
+        self.tokens = Counts(PROMPT_TOKENS, figures)
+        self.finish_reasons = Counts(("stop", "length", "error", ABORTED), figures)
+        self._responses = Counts(product(routes, (*STATUSES, OTHER)), figures)
 
     def request(self, params: SamplingParams) -> ObservedRequest:
         """Start to follow a request to the engine: one prompt, with all its completions."""
@@ -78,27 +102,24 @@ class ServerMetrics:
 
     def response(self, route: str, status: int) -> None:
         """An HTTP response began."""
-        self.responses[route, status] += 1
+        self._responses.add((route, str(status) if str(status) in STATUSES else OTHER))
 
     def collect(self, labels: dict[str, str]) -> list[Metric]:
         """All of it as families of metrics with these labels."""
         names, values = list(labels), list(labels.values())
-        counters = (
-            ("prompt_tokens", "Tokens of prompts.", self.prompt_tokens),
-            ("prompt_tokens_cached", "Those that came from the prefix cache.", self.cached_prompt_tokens),
-        )
         families: list[Metric] = []
-        for name, text, count in counters:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=names)
+        for name, count in self.tokens.totals().items():
+            counter = CounterMetricFamily(PREFIX + name, PROMPT_TOKENS[name], labels=names)
             counter.add_metric(values, count)
             families.append(counter)
         ends = CounterMetricFamily(PREFIX + "request_success", "Completions, by how they ended.",
                                    labels=[*names, "finished_reason"])  # fmt: skip
-        for reason, count in self.finish_reasons.items():
+        for reason, count in self.finish_reasons.totals().items():
             ends.add_metric([*values, reason], count)
         responses = CounterMetricFamily(PREFIX + "http_responses", "HTTP responses.", labels=["route", "status"])
-        for (route, status), count in self.responses.items():
-            responses.add_metric([route, str(status)], count)
+        for (route, status), count in self._responses.totals().items():
+            if count:
+                responses.add_metric([route, status], count)
         families += [ends, responses]
         for name, (text, _) in HISTOGRAMS.items():
             histogram = HistogramMetricFamily(PREFIX + name, text, labels=names)
@@ -132,7 +153,7 @@ class ObservedRequest:
                 self._gaps += count
             self._tokens[completion.index] = self._tokens.get(completion.index, 0) + count
             if completion.finish_reason is not None:
-                self._metrics.finish_reasons[completion.finish_reason] += 1
+                self._metrics.finish_reasons.add(completion.finish_reason)
                 self._unfinished -= 1
         self._newest = now
         if result.finished and result.metrics is not None:
@@ -142,13 +163,13 @@ class ObservedRequest:
         """Nobody waits for it any more; completions that have not finished are aborted."""
         if not self._ended:
             self._ended = True
-            self._metrics.finish_reasons[ABORTED] += self._unfinished
+            self._metrics.finish_reasons.add(ABORTED, self._unfinished)
 
     def _finish(self, result: RequestOutput, times: RequestMetrics) -> None:
         self._ended = True
         metrics, generated = self._metrics, sum(self._tokens.values())
-        metrics.prompt_tokens += len(result.prompt_token_ids)
-        metrics.cached_prompt_tokens += result.num_cached_tokens or 0
+        metrics.tokens.add("prompt_tokens", len(result.prompt_token_ids))
+        metrics.tokens.add("prompt_tokens_cached", result.num_cached_tokens or 0)
         observed = {
             "request_prompt_tokens": len(result.prompt_token_ids),
             "request_generation_tokens": generated,

@@ -16,6 +16,7 @@ from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
 
 REQUEST_ID = b"x-request-id"
+OTHER_ROUTE = "other"
 OPEN_PATHS = frozenset({"/health", "/ready"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
@@ -41,7 +42,9 @@ class RequestScope:
             return
         given = _header(scope, REQUEST_ID) or b""
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        route = scope["path"] if scope["path"] in self._routes else "other"  # a label must not grow with what is asked
+        route = (
+            scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+        )  # a label must not grow with what is asked
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -52,7 +52,7 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
     most_logprobs = {} if limits.max_logprobs == -1 else {"maximum": limits.max_logprobs, "minimum": 0}
     for name in REQUESTS:
         fields = schemas[name]["properties"]
-        _narrow(fields, ("n",), maximum=limits.max_completions)
+        _narrow(fields, ("n",), maximum=1 if name == "ResponsesRequest" else limits.max_completions)
         lengths = ("max_tokens", "max_completion_tokens", "max_output_tokens")
         _narrow(fields, lengths, maximum=serving.max_answer_tokens)
         _narrow(fields, ("logprobs", "prompt_logprobs", "top_logprobs"), **most_logprobs)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+MOST_API_SERVERS = 64
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -46,7 +47,8 @@ class Limits:
 class ServerOptions:
     """The server's options beside the engine's.
 
-    host, port: where it listens; port 0 takes a free one. api_key: any of these is asked of every request but /health
+    host, port: where it listens; port 0 takes a free one. api_server_count: processes that answer requests; there is
+    one engine core in any case. api_key: any of these is asked of every request but /health
     and /ready; none: no key is asked for. served_model_name: the names under which requests may ask for the model,
     the first of which answers carry; none: what `model` was given as.
     chat_template: a file or a Jinja template, instead of the checkpoint's. tool_call_parser, reasoning_parser: the
@@ -55,6 +57,7 @@ class ServerOptions:
     prefix_cache_salt_per_key: requests of different API keys share nothing in the prefix cache, so that nobody can
     find out by the clock how another key's prompts begin.
     web_page: there is a page at /, to chat with the model and to watch the engine.
+    debug_inspect: there is /debug/inspect, the report of `compiled-engine inspect`, which names folders of the server.
     strict: a field that nobody knows is an error, not a warning. shutdown_timeout: seconds for which requests under
     way may go on after SIGTERM.
     ssl_keyfile, ssl_certfile: serve HTTPS with these. root_path: what a proxy has cut off paths.
@@ -62,6 +65,7 @@ class ServerOptions:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_server_count: int = 1
     api_key: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
@@ -70,6 +74,7 @@ class ServerOptions:
     chat_template_kwargs: tuple[str, ...] = ("enable_thinking", "thinking")
     prefix_cache_salt_per_key: bool = False
     web_page: bool = True
+    debug_inspect: bool = False
     strict: bool = False
     shutdown_timeout: float = 30.0
     uvicorn_log_level: str = "info"
@@ -87,6 +92,8 @@ class ServerOptions:
         _require_one_of("uvicorn_log_level", self.uvicorn_log_level, LOG_LEVELS)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port is {self.port}; allowed: 0 to 65535")
+        if not 1 <= self.api_server_count <= MOST_API_SERVERS:
+            raise ValueError(f"api_server_count is {self.api_server_count}; allowed: 1 to {MOST_API_SERVERS}")
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ValueError(f"shutdown_timeout is {self.shutdown_timeout}; allowed: seconds, at least 0")
         for name, value in (("api_key", self.api_key), ("served_model_name", self.served_model_name)):

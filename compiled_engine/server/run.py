@@ -9,7 +9,7 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -20,12 +20,16 @@ from compiled_engine.server.options import ServerOptions
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
+    from compiled_engine.server.api_servers import ApiServers
     from compiled_engine.server.middleware import RequestScope
 
 log = logging.getLogger("compiled_engine")
 
 # So long the server stays after the engine's death, for its clients and its monitoring to be told.
 FAREWELL_S = 1.0
+BACKLOG = 2048
+# Of several processes each takes few connections at a time, so that those go to whoever is free.
+ACCEPTED_AT_ONCE = 2
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -52,9 +56,18 @@ def is_loopback(host: str) -> bool:
 
 
 class Server(uvicorn.Server):
-    """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once."""
+    """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once.
 
-    def __init__(self, app: RequestScope, options: ServerOptions) -> None:
+    on_start: called once it takes connections. others: further processes, which signals are for as well.
+    """
+
+    def __init__(
+        self,
+        app: RequestScope,
+        options: ServerOptions,
+        on_start: Callable[[], None] = lambda: None,
+        others: ApiServers | None = None,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -67,6 +80,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 root_path=options.root_path,
+                backlog=BACKLOG if options.api_server_count == 1 else ACCEPTED_AT_ONCE,
                 timeout_keep_alive=options.limits.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=options.shutdown_timeout,  # type: ignore[arg-type]
                 ssl_keyfile=options.ssl_keyfile,
@@ -74,9 +88,23 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
+        self._on_start = on_start
+        self.others = others
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for bound in sockets or ():
+            bound.listen(BACKLOG)
+        self._on_start()
+
+    def forget(self, process: int) -> None:
+        """Another process has ended."""
+        self._app.serving.admission.forget(process)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """What a signal does. That it came is no reason to die of it in the end."""
+        if self.others is not None:
+            self.others.stop()
         if self.should_exit:
             self.force_exit = True
             for connection in list(self.server_state.connections):
@@ -97,15 +125,23 @@ def allow_many_connections() -> None:
 
 
 async def serve(engine: AsyncLLM, server: Server, bound: socket.socket) -> str | None:
-    """Answer requests until a signal comes; None then, or why the engine has died. The engine is shut down."""
-    watching = asyncio.create_task(_end_with_engine(engine, server))
+    """Answer requests until a signal comes; None then, or why the server cannot go on. The engine is shut down."""
+    others = server.others
+    watching = [asyncio.create_task(_end_with_engine(engine, server))]
+    if others is not None:
+        watching.append(asyncio.create_task(_end_with_others(others, server)))
     preparing = asyncio.create_task(_prepare_forms(engine))
     try:
         await server.serve(sockets=[bound])
+        if others is not None:
+            await others.wait_ended(server.config.timeout_graceful_shutdown or 0)
     finally:
-        reason = engine.errored
-        watching.cancel()
-        preparing.cancel()
+        given_up = [task.result() for task in watching if task.done() and not task.cancelled()]
+        reason = engine.errored or next(iter(given_up), None)
+        for task in (*watching, preparing):
+            task.cancel()
+        if others is not None:
+            others.kill()
         await engine.shutdown()
     return reason
 
@@ -116,11 +152,22 @@ async def _prepare_forms(engine: AsyncLLM) -> None:
         await engine.prepare_structured_outputs()
 
 
-async def _end_with_engine(engine: AsyncLLM, server: Server) -> None:
+async def _end_with_engine(engine: AsyncLLM, server: Server) -> str:
     reason = await engine.wait_dead()
+    if server.others is not None:
+        server.others.stop_replacing()
     log.error("the engine has died, and the server ends: %s", reason)
     await asyncio.sleep(FAREWELL_S)
     server.stop()
+    return reason
+
+
+async def _end_with_others(others: ApiServers, server: Server) -> str:
+    reason = await others.keep(server.forget)
+    log.error("the server ends: %s", reason)
+    others.stop()
+    server.stop()
+    return reason
 
 
 def address(options: ServerOptions, bound: socket.socket) -> str:

@@ -63,13 +63,17 @@ async def tokenize(request: Request) -> Response:
     tokenizer = serving.tokenizer()
     if (fields.prompt is None) == (fields.messages is None):
         raise bad_request("prompt", "either prompt or messages must be given, and not both")
-    if fields.messages is not None:
-        chat = serving.chat_format()
+    chat = serving.chat if fields.messages is None else serving.chat_format()
+    tools, settings = None, {}
+    if chat is not None:
+        tools = tools_for_template(fields.tools, chat, serving.options.limits)
+        settings = chat.settings(fields.chat_template_kwargs)
+    if chat is not None and fields.messages is not None:
         generation_prompt = fields.add_generation_prompt is not False
         _, tokens = await chat.render(
             messages_for_template(fields.messages, chat, serving.options.limits),
-            tools_for_template(fields.tools, chat, serving.options.limits),
-            chat.settings(fields.chat_template_kwargs),
+            tools,
+            settings,
             add_generation_prompt=generation_prompt and not fields.continue_final_message,
             continue_final_message=bool(fields.continue_final_message),
         )

@@ -26,7 +26,7 @@ HEADERS = {
 
 def page_files() -> dict[str, Path]:
     """Path of a request -> the file that answers it."""
-    files = {f"/page/{file.name}": file for file in FOLDER.iterdir()}
+    files = {f"/page/{file.name}": file for file in sorted(FOLDER.iterdir())}
     return {"/": files.pop("/page/index.html"), **files}
 
 

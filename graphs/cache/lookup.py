@@ -19,6 +19,7 @@ from typing import Any
 
 from compiled_engine.graphs.cache.entry import DamagedEntry, copy_entry, factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
+from compiled_engine.graphs.cache.why import DAMAGED, FOUND, NOT_KEPT, SWITCHED_OFF, UNUSABLE, why_absent
 from compiled_engine.graphs.cache.work_folder import WorkFolder
 
 log = logging.getLogger("compiled_engine")  # is given texts: a record with an exception would keep folders alive
@@ -33,7 +34,8 @@ class Lookup:
     """What was found or built, ready for use.
 
     `status` is hit, miss (built now and kept) or off (built now, not kept). `folder` is the entry, or where it is
-    off, the temporary folder. `loaded` came from `work`, which lives as long as this object.
+    off, the temporary folder. `why` says in a few words how that came. `loaded` came from `work`, which lives as
+    long as this object.
     """
 
     folder: Path
@@ -41,6 +43,7 @@ class Lookup:
     status: str
     loaded: Any
     work: WorkFolder
+    why: str = FOUND
 
 
 def find_or_build(
@@ -81,24 +84,26 @@ def _look_up(
     Raises DamagedEntry when the entry, although whole, cannot be loaded.
     """
     key = factors_key(factors)
-    cache = None
+    cache, why = None, SWITCHED_OFF
     with ExitStack() as held:
         if root is not None:
             try:
                 cache = open_cache(root, uid)
                 held.enter_context(cache.locked(key, notice_after_s=notice_after_s))
+                was_there = os.path.lexists(cache.entry(key))
                 work = _copy_of_entry(cache, key, factors, distrust)
                 if work is not None:
                     held.close()
                     return Lookup(cache.entry(key), key, "hit", _load_copy(work, load), work)
+                why = DAMAGED if was_there else why_absent(cache, factors)
             except OSError as error:
                 log.warning("compile cache %s cannot be used (%s); compiling without one", root, str(error))
-                cache = None
+                cache, why = None, UNUSABLE
         work = _build(build, cache, key)
         loaded = load(work.path)
         if cache is not None and _keep(cache, key, work, factors):
-            return Lookup(cache.entry(key), key, "miss", loaded, work)
-        return Lookup(work.path, key, "off", loaded, work)
+            return Lookup(cache.entry(key), key, "miss", loaded, work, why)
+        return Lookup(work.path, key, "off", loaded, work, why if cache is None else NOT_KEPT)
 
 
 def _copy_of_entry(

@@ -13,7 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache.entry import factors_key
+from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.record import RECORD
 from compiled_engine.graphs.inspection.kernels import Kernel, kernels_of
@@ -39,6 +41,11 @@ class CompiledEntry:
     folder: Path
     status: str
     factors: dict[str, Any]
+
+    @classmethod
+    def of(cls, config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
+        """That of a configuration."""
+        return cls(folder, status, cache_factors(config))
 
 
 def make_report(

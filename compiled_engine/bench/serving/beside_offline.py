@@ -52,7 +52,6 @@ def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
     with progress.stage("offline", total=1) as advance:
         found = offline(plan.options, asdict(plan.workload), plan.repeats)
         advance(1)
-    ready: dict[str, list[float]] = {"offline": [], "server": []}  # of warm starts; the one before may have compiled
     result: dict[str, Any] = {
         "benchmark": "http",
         "workload": asdict(plan.workload),
@@ -68,19 +67,24 @@ def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
     for arguments in plan.servers:
         with server([*plan.arguments, *arguments]) as started:
             result["servers"].append(_measure_server(plan, arguments, started, result["offline"], progress))
-        if not arguments:
-            ready["server"].append(started.ready_s)
         say(result)
-    with progress.stage("starts", total=plan.starts) as advance:
-        for number in range(plan.starts):
-            ready["offline"].append(offline(plan.options, None, 0)["ready_s"])
-            if number >= len(ready["server"]):
-                with server(plan.arguments) as started:
-                    ready["server"].append(started.ready_s)
-            advance(1)
-            result["ready_s"] = {name: summary(values) for name, values in ready.items() if values}
+        if not arguments:
+            result["ready_s"] = _measure_starts(plan, [started.ready_s], progress)
             say(result)
     return result
+
+
+def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) -> dict[str, Any]:
+    """Engine and server in turn, in seconds; `servers`: what is known already."""
+    engines: list[float] = []
+    with progress.stage("starts", total=plan.starts) as advance:
+        for number in range(plan.starts):
+            engines.append(offline(plan.options, None, 0)["ready_s"])
+            if number >= len(servers):
+                with server(plan.arguments) as started:
+                    servers.append(started.ready_s)
+            advance(1)
+    return {name: summary(seconds) for name, seconds in (("offline", engines), ("server", servers)) if seconds}
 
 
 def _measure_server(

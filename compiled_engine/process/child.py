@@ -1,0 +1,24 @@
+"""A fresh process of this program: no fork, so it inherits no threads and no CUDA context."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+
+
+def start_process(
+    module: str, arguments: Sequence[str], descriptors: Sequence[int], *, has_input: bool = False
+) -> subprocess.Popen[bytes]:
+    """A process that runs `main()` of a module, with the caller's import path and these open file descriptors.
+
+    It has a session of its own: Ctrl-C is the caller's business. has_input: its stdin is a pipe.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-P", "-c", f"from {module} import main; main()", *arguments],
+        stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+        pass_fds=descriptors,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )

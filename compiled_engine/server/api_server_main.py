@@ -1,0 +1,43 @@
+"""The program of a further process that answers requests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+
+import msgspec
+
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+from compiled_engine.server.api_servers import Order
+from compiled_engine.server.app import build_app
+from compiled_engine.server.run import Server, allow_many_connections, serve
+from compiled_engine.server.shared_figures import SharedFigures
+
+
+def main() -> None:
+    """Arguments: the file descriptors of the listening socket and of the figures, and this process's number.
+
+    The order comes through stdin; without one there is nobody to serve for.
+    """
+    listening, figures, number = map(int, sys.argv[1:4])
+    order = sys.stdin.buffer.read()
+    if order:
+        reason = asyncio.run(_serve(msgspec.json.decode(order, type=Order), listening, figures, number))
+        sys.exit(reason is not None)
+
+
+async def _serve(order: Order, listening: int, descriptor: int, number: int) -> str | None:
+    options = order.options
+    figures = SharedFigures(options.api_server_count, number, descriptor)
+    serving = figures.reserve(1)
+    engine = await AsyncLLM.join(order.address)
+    app = build_app(engine, options, order.model_name, figures)
+    allow_many_connections()
+    leave_alone_what_is_there()
+
+    def started() -> None:
+        figures.own[serving] = 1
+
+    return await serve(engine, Server(app, options, started), socket.socket(fileno=listening))

@@ -1,0 +1,123 @@
+"""Further processes that answer requests at the server's socket, each with its own connection to the engine core.
+
+The process that starts them serves as well, and is number 0. Whoever is free takes the next connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from compiled_engine.process.child import start_process
+from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.shared_figures import SharedFigures
+
+log = logging.getLogger("compiled_engine")
+
+_MAIN = "compiled_engine.server.api_server_main"
+_LOOK_S = 0.1
+_EXIT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a process is to serve. address: of the engine core. model_name: see `build_app`."""
+
+    address: str
+    options: ServerOptions
+    model_name: str
+
+
+class ApiServers:
+    """They begin to import what they need at once, wait for their order, and serve until SIGTERM or the core's end.
+
+    figures: with a row for each process; column `serving` of a row is 1 while its process serves.
+
+    The death of one costs its own requests, which the core aborts; a new process takes its place. One that dies before
+    it serves would do so again, so that ends the server.
+    """
+
+    def __init__(self, options: ServerOptions, bound: socket.socket) -> None:
+        self.figures = SharedFigures(options.api_server_count)
+        self.serving = self.figures.reserve(1)
+        self._bound = bound
+        self._order = b""
+        self._stopping = False
+        self._processes = {number: self._start(number) for number in range(1, options.api_server_count)}
+
+    def give(self, order: Order) -> None:
+        """The engine is ready: have them serve."""
+        self._order = msgspec.json.encode(order)
+        for process in self._processes.values():
+            _send(process, self._order)
+
+    async def wait_ready(self) -> None:
+        """Until all serve. Raises RuntimeError if one has ended instead."""
+        while waiting := [number for number in self._processes if not self.figures.of(number, self.serving)]:
+            for number in waiting:
+                if (status := self._processes[number].poll()) is not None:
+                    raise RuntimeError(f"API process {number} ended with status {status} before it could serve")
+            await asyncio.sleep(_LOOK_S)
+
+    async def keep(self, forget: Callable[[int], None]) -> str:
+        """Replace those that end, until one has to be given up; why. forget: called with the number of each."""
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            for number, process in self._processes.items():
+                if self._stopping or (status := process.poll()) is None:
+                    continue
+                if not self.figures.of(number, self.serving):
+                    return f"API process {number} ended with status {status} before it could serve"
+                log.error("API process %d has ended with status %d; another takes its place", number, status)
+                self.figures.forget(number, self.serving)
+                forget(number)
+                self._processes[number] = self._start(number)
+                _send(self._processes[number], self._order)
+
+    def stop(self) -> None:
+        """As the signal does: the first time they finish what is under way, the second time they end at once."""
+        self._stopping = True
+        for process in self._processes.values():
+            with contextlib.suppress(OSError):
+                process.send_signal(signal.SIGTERM)
+
+    async def wait_ended(self, timeout_s: float) -> None:
+        """Until all have ended; after `timeout_s` they are killed."""
+        self.stop_replacing()
+        deadline = time.monotonic() + timeout_s + _EXIT_S
+        while any(process.poll() is None for process in self._processes.values()) and time.monotonic() < deadline:
+            await asyncio.sleep(_LOOK_S)
+        self.kill()
+
+    def stop_replacing(self) -> None:
+        self._stopping = True
+
+    def kill(self) -> None:
+        """May be called again."""
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+            if process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
+
+    def _start(self, number: int) -> subprocess.Popen[bytes]:
+        descriptors = (self._bound.fileno(), self.figures.descriptor)
+        return start_process(_MAIN, [*map(str, (*descriptors, number))], descriptors, has_input=True)
+
+
+def _send(process: subprocess.Popen[bytes], order: bytes) -> None:
+    """Through its input, so that no key shows in a list of processes. If it has ended, its status says so."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):
+        process.stdin.write(order)
+        process.stdin.close()

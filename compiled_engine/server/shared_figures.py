@@ -1,0 +1,63 @@
+"""Figures of a server that is several processes: each writes a row of its own, and all can read every row."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+_COLUMNS = 8192
+_ROW_BYTES = 8 * _COLUMNS
+_IN_MEMORY = Path("/dev/shm")
+
+
+class SharedFigures:
+    """Rows of float64, in a file that has no name.
+
+    rows: one for each process. own: the number of this process's row, the only one that it may write to. descriptor: of
+    the file, if another process has made it. All processes reserve the same columns in the same order.
+
+    A row outlives its process, so what it counted stays counted; the process that takes its place goes on with it.
+    """
+
+    def __init__(self, rows: int = 1, own: int = 0, descriptor: int | None = None) -> None:
+        self.descriptor = _make_file(rows * _ROW_BYTES) if descriptor is None else descriptor
+        self._close = weakref.finalize(self, os.close, self.descriptor)
+        memory = memoryview(mmap.mmap(self.descriptor, rows * _ROW_BYTES)).cast("d")
+        self._rows = [memory[number * _COLUMNS : (number + 1) * _COLUMNS] for number in range(rows)]
+        self.own = self._rows[own]
+        self._reserved = 0
+
+    def reserve(self, columns: int) -> int:
+        """The first of so many columns that nobody else has."""
+        first = self._reserved
+        self._reserved += columns
+        assert self._reserved <= _COLUMNS
+        return first
+
+    def total(self, column: int) -> float:
+        """Over all processes."""
+        return sum(row[column] for row in self._rows)
+
+    def totals(self, columns: Sequence[int]) -> list[float]:
+        """The same for several columns."""
+        return [self.total(column) for column in columns]
+
+    def forget(self, number: int, column: int) -> None:
+        """A process has ended, and what it had under way with it."""
+        self._rows[number][column] = 0.0
+
+    def of(self, number: int, column: int) -> float:
+        """What a process has written."""
+        return self._rows[number][column]
+
+
+def _make_file(size: int) -> int:
+    """The descriptor of a file of zeros that is in no folder."""
+    descriptor, path = tempfile.mkstemp(dir=_IN_MEMORY if _IN_MEMORY.is_dir() else None)
+    os.unlink(path)
+    os.truncate(descriptor, size)
+    return descriptor

@@ -1,0 +1,174 @@
+"""Several processes at one port: one server to its clients, whatever becomes of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from serve_process import SMALL, Served, served
+from test_server_faults import figures, wait_until
+
+from compiled_engine.server import api_servers
+from compiled_engine.server.api_servers import ApiServers, Order
+from compiled_engine.server.options import Limits, ServerOptions
+from compiled_engine.server.shared_figures import SharedFigures
+
+COUNT = 3
+ARGUMENTS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+ASKED: dict[str, Any] = {"prompt": "def add(a, b):\n", "temperature": 0, "max_tokens": 60, "ignore_eos": True}
+URL = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served(*ARGUMENTS, "--api-server-count", str(COUNT), "--max-in-flight", "12", "--dtype", "float32") as server:
+        yield server
+
+
+def processes(server: Served) -> dict[int, psutil.Process]:
+    """Those that serve beside the first one, by their numbers."""
+    children = psutil.Process(server.process.pid).children()
+    return {
+        int(each.cmdline()[-1]): each for each in children if any("api_server_main" in part for part in each.cmdline())
+    }
+
+
+def connections(server: Served) -> list[int]:
+    """How many clients each process has."""
+    port = int(server.url.rpartition(":")[2])
+    of = [psutil.Process(server.process.pid), *processes(server).values()]
+    found = (each.net_connections("tcp") for each in of)
+    return [sum(one.status == "ESTABLISHED" and one.laddr.port == port for one in each) for each in found]
+
+
+async def text_of(url: str, **asked: Any) -> str | int:
+    """What a stream said, by a connection of its own; its status if it was refused, "" if it broke."""
+    body = {**ASKED, **asked, "stream": True}
+    try:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+            client.stream("POST", URL, json=body) as response,
+        ):
+            if response.status_code != 200:
+                return response.status_code
+            lines = [line async for line in response.aiter_lines() if line]
+    except httpx.TransportError:
+        return ""
+    return "".join(lines) if lines[-1] == "data: [DONE]" else ""
+
+
+def without_ids(text: str | int) -> str:
+    """The texts of a stream alone."""
+    events = [json.loads(part) for part in str(text).split("data: ")[1:-1]]
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+async def totals(url: str) -> dict[str, float]:
+    async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+        return await figures(client)
+
+
+def test_limits_and_figures_are_of_all_processes(server: Served) -> None:
+    async def run() -> None:
+        before = await totals(server.url)
+        found = await asyncio.gather(*(text_of(server.url, prompt=[[5, 6, 7], [8, 9, 10]]) for _ in range(24)))
+        taken = [each for each in found if each != 503]
+        assert 3 <= len(taken) < 24
+        assert {type(each) for each in taken} == {str}
+        for _ in range(2 * COUNT):
+            after = await totals(server.url)
+            assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 6 * len(taken)
+            assert after["busy_refusals_total"] - before["busy_refusals_total"] == 24 - len(taken)
+            assert after["api_processes"] == COUNT
+            assert after["completions_in_flight"] == 0
+
+    asyncio.run(run())
+
+
+def test_the_death_of_a_process_costs_its_own_requests_alone(server: Served) -> None:
+    async def run() -> None:
+        alone = without_ids(await text_of(server.url))
+        streams = [asyncio.create_task(text_of(server.url, max_tokens=100)) for _ in range(12)]
+
+        async def all_run() -> bool:
+            return sum(connections(server)) >= 12
+
+        await wait_until(all_run)
+        held = connections(server)
+        assert len([count for count in held if count]) > 1  # nobody has taken them all
+        dies = processes(server)[max((1, 2), key=lambda number: held[number])]
+        dies.kill()
+        found = await asyncio.gather(*streams)
+        assert 0 < found.count("") < 12
+        assert all(without_ids(each).startswith(alone) for each in found if each)
+
+        async def is_whole() -> bool:
+            now = await totals(server.url)
+            idle = not any(
+                now[name] for name in ("num_requests_running", "kv_cache_usage_perc", "completions_in_flight")
+            )
+            return idle and now["api_processes"] == COUNT
+
+        await wait_until(is_whole)
+        assert dies.pid not in {each.pid for each in processes(server).values()}
+        assert without_ids(await text_of(server.url)) == alone
+
+    asyncio.run(run())
+
+
+def test_a_signal_lets_the_requests_of_all_processes_end(server: Served) -> None:
+    """Two more of them wait than run."""
+    family = [*processes(server).values(), psutil.Process(server.process.pid)]
+
+    async def run() -> None:
+        streams = [asyncio.create_task(text_of(server.url, max_tokens=100)) for _ in range(10)]
+
+        async def all_wait() -> bool:
+            return (await totals(server.url))["num_requests_waiting"] >= 2
+
+        await wait_until(all_wait)
+        server.process.send_signal(signal.SIGTERM)
+        assert all(await asyncio.gather(*streams))
+
+    asyncio.run(run())
+    assert server.process.wait(60) == 0
+    assert not [each for each in family if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_one_that_cannot_start_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api_servers, "_MAIN", "no_such_module")
+    with socket.socket() as bound:
+        others = ApiServers(ServerOptions(api_server_count=2), bound)
+        try:
+            others.give(Order("", ServerOptions(), "x"))
+            with pytest.raises(RuntimeError, match="API process 1 ended with status 1 before it could serve"):
+                asyncio.run(others.wait_ready())
+            assert "before it could serve" in asyncio.run(others.keep(lambda number: None))
+        finally:
+            others.kill()
+
+
+def test_each_process_counts_in_its_own_row() -> None:
+    first = SharedFigures(rows=2)
+    second = SharedFigures(rows=2, own=1, descriptor=first.descriptor)
+    column = first.reserve(2)
+    assert second.reserve(2) == column
+    first.own[column] += 3
+    second.own[column] += 4
+    assert first.total(column) == second.total(column) == 7
+    first.forget(1, column)
+    assert second.total(column) == 3
+    second._close.detach()  # the file is the first one's
+
+
+@pytest.mark.parametrize("count", [0, 65])
+def test_the_number_of_processes_has_bounds(count: int) -> None:
+    with pytest.raises(ValueError, match="api_server_count"):
+        ServerOptions(api_server_count=count, limits=Limits())
