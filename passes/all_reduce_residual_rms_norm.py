@@ -152,12 +152,16 @@ all_reduce_residual_rms_norm = define_op(
 )
 
 
+NORMS_BEFORE_SUMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
+
+
 class AllReduceResidualRMSNorm(GraphPass):
     name = "all_reduce_residual_rms_norm"
     requires = ("tensor_parallel", "residual_rms_norm")
 
     def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return 2 * model.num_layers
+        """None where a block's output has a norm of its own before it is added."""
+        return 0 if model.architecture in NORMS_BEFORE_SUMS else 2 * model.num_layers
 
     def run(self, graph: fx.Graph) -> PassResult:
         graph.eliminate_dead_code()
