@@ -48,11 +48,21 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class TransformersModel:
+    """A model whose code is that of transformers, of this version; `config` is the text of its config.json."""
+
+    version: str
+    config: str
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
 
     `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
+    `transformers`: set where transformers' code is run; None for a textbook model. `rope`, biases, `rms_norm_eps` and
+    `intermediate_size` say nothing then.
     """
 
     path: Path
@@ -78,6 +88,12 @@ class ModelConfig:
     max_model_len: int
     load_format: str
     seed: int
+    transformers: TransformersModel | None = None
+
+    @property
+    def implementation(self) -> str:
+        """Whose code the model is: textbook or transformers."""
+        return "textbook" if self.transformers is None else "transformers"
 
 
 @dataclass(frozen=True)

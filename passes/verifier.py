@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.graph_inputs import derived, source_of
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
 from compiled_engine.passes.matching import aten, is_call
 from compiled_engine.passes.random_inputs import RandomInputs
@@ -143,7 +143,9 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
     def value(leaf: fx.Node | None, packed: fx.Node) -> Any:
         if leaf is None:
-            return torch.cat([run.inputs.parameter(member) for member in source_of(packed).members])
+            source = source_of(packed)
+            parts = [run.inputs.parameter(member) for member in source.members or (source.name,)]
+            return derived(torch.cat(parts), source.derivation)
         recorded = run.snapshots.get((leaf, old), run.values[leaf])
         return recorded.clone() if isinstance(recorded, torch.Tensor) else recorded
 
