@@ -56,6 +56,15 @@ class TransformersModel:
 
 
 @dataclass(frozen=True)
+class HeadShape:
+    """Query heads and K/V heads of a layer, and the elements of each."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer as its checkpoint states it, and how it is run.
 
@@ -63,6 +72,9 @@ class ModelConfig:
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
     `transformers`: set where transformers' code is run; None for a textbook model. `rope`, biases, `rms_norm_eps` and
     `intermediate_size` say nothing then.
+    `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
+    and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
+    attention.inputs.Scoring; 0 and False mean none.
     """
 
     path: Path
@@ -89,6 +101,21 @@ class ModelConfig:
     load_format: str
     seed: int
     transformers: TransformersModel | None = None
+    layer_heads: tuple[HeadShape, ...] | None = None
+    attention_scale: float | None = None
+    attention_soft_cap: float = 0.0
+    attention_sinks: bool = False
+
+    def heads_of(self, layer: int) -> HeadShape:
+        """The heads of a layer."""
+        if self.layer_heads is not None:
+            return self.layer_heads[layer]
+        return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
+
+    def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
+        """The shape of each layer's KV cache."""
+        heads = map(self.heads_of, range(self.num_layers))
+        return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
 
     @property
     def implementation(self) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from compiled_engine.attention.backend import AttentionCase
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.registry import get_backend
 
 # Largest error allowed, absolute plus relative: fp32 sums in another order; bf16 and fp16 round weights and output.
@@ -42,6 +42,8 @@ class Case:
     block_size: int = 16
     sliding_window: int = 0
     bound: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
 
     def facts(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
         return AttentionCase(
@@ -52,6 +54,8 @@ class Case:
             self.head_dim,
             self.block_size,
             self.sliding_window or None,
+            self.soft_cap,
+            self.sinks,
         )
 
 
@@ -67,7 +71,7 @@ class Batch:
     v_TKd: torch.Tensor
     kv_cache_N2PKd: torch.Tensor
     inputs: AttentionInputs
-    scale: float
+    scoring: Scoring
     expected_THd: torch.Tensor
     expected_cache_N2PKd: torch.Tensor
 
@@ -123,12 +127,25 @@ CASES = (
     Case("head size 128, block size 256", MIXED, head_dim=128, block_size=256),
     Case("head size 192, block size 256", MIXED, head_dim=192, block_size=256),
     Case("head size 256, block size 256", MIXED, head_dim=256, block_size=256),
+    Case("soft cap, one decode", decodes(300), soft_cap=5.0),
+    Case("soft cap, mixed", MIXED, soft_cap=5.0),
+    Case("soft cap, decodes in splits", (*decodes(1, 40, 700), PADDING), soft_cap=5.0),
+    Case("soft cap, window, head size 256", MIXED, head_dim=256, soft_cap=20.0, sliding_window=20),
+    Case("soft cap, bound of 4096, block size 256", MIXED, soft_cap=5.0, bound=4096, block_size=256),
+    Case("sinks, one decode", decodes(300), sinks=True),
+    Case("sinks, mixed", MIXED, sinks=True),
+    Case("sinks, decodes in splits", (*decodes(1, 40, 700), PADDING), num_heads=16, sinks=True),
+    Case("sinks, heads 7:1, window", MIXED, num_heads=14, sinks=True, sliding_window=20),
+    Case("sinks, bound of 4096, block size 256", MIXED, sinks=True, bound=4096, block_size=256),
+    Case("sinks and soft cap", MIXED, sinks=True, soft_cap=5.0),
+    Case("padding rows alone, sinks", (PADDING, PADDING), sinks=True),
 )
 # Cases with padding rows, partly filled blocks and unused blocks.
 WITH_GARBAGE = tuple(
     case
     for case in CASES
-    if case.name in ("decodes with padding rows", "mixed", "mixed, bound of 4096", "window, decodes")
+    if case.name
+    in ("decodes with padding rows", "mixed", "mixed, bound of 4096", "window, decodes", "sinks and soft cap")
 )
 
 
@@ -142,7 +159,10 @@ def build(
     num_blocks = sum(blocks_of) + 3
     num_tokens = sum(request.query_len for request in case.requests)
     free_blocks = torch.randperm(num_blocks, generator=generator).tolist()
-    scale = head_dim**-0.5
+    # Scores that a cap bends, and sinks that take a good part of the weight.
+    scale = (4 if case.soft_cap else 1) * head_dim**-0.5
+    sinks_H = torch.randn(case.num_heads, generator=generator).add(2).to(dtype) if case.sinks else None
+    scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
 
     cache_N2PKd = torch.full((num_blocks, 2, block_size, num_kv_heads, head_dim), garbage, dtype=dtype)
     expected_cache_N2PKd = cache_N2PKd.clone()
@@ -172,7 +192,7 @@ def build(
             block_L, offset_L = slots_L // block_size, slots_L % block_size
             cache_N2PKd[block_L[:context], index, offset_L[:context]] = values_LKd[:context]
             expected_cache_N2PKd[block_L, index, offset_L] = values_LKd
-        expected_THd[tokens] = dense(q_QHd, k_LKd, v_LKd, scale, case.sliding_window)
+        expected_THd[tokens] = dense(q_QHd, k_LKd, v_LKd, scoring)
 
     queries = [request.query_len for request in case.requests]
     num_decodes = next((row for row, query_len in enumerate(queries) if query_len != 1), len(queries))
@@ -188,22 +208,27 @@ def build(
         backend="",
     )
     tensors = (tensor.to(device) for tensor in (q_THd, k_TKd, v_TKd, cache_N2PKd))
-    return Batch(*tensors, inputs, scale, expected_THd, expected_cache_N2PKd)
+    scoring = scoring._replace(sinks_H=None if sinks_H is None else sinks_H.to(device))
+    return Batch(*tensors, inputs, scoring, expected_THd, expected_cache_N2PKd)
 
 
-def dense(
-    q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scale: float, sliding_window: int
-) -> torch.Tensor:
+def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     """Attention by its definition, in float64: the queries are the last Q of L positions."""
     group = q_QHd.shape[1] // k_LKd.shape[1]
     k_LHd, v_LHd = (values.double().repeat_interleave(group, dim=1) for values in (k_LKd, v_LKd))
-    scores_HQL = torch.einsum("qhd,lhd->hql", q_QHd.double(), k_LHd) * scale
+    scores_HQL = torch.einsum("qhd,lhd->hql", q_QHd.double(), k_LHd) * scoring.scale
+    if scoring.soft_cap:
+        scores_HQL = scoring.soft_cap * torch.tanh(scores_HQL / scoring.soft_cap)
     keys_L = torch.arange(k_LKd.shape[0])
     queries_Q1 = keys_L[-q_QHd.shape[0] :].unsqueeze(1)
     hidden_QL = keys_L > queries_Q1
-    if sliding_window:
-        hidden_QL |= keys_L <= queries_Q1 - sliding_window
-    return torch.einsum("hql,lhd->qhd", scores_HQL.masked_fill(hidden_QL, -math.inf).softmax(-1), v_LHd)
+    if scoring.sliding_window:
+        hidden_QL |= keys_L <= queries_Q1 - scoring.sliding_window
+    weights_HQL = scores_HQL.masked_fill(hidden_QL, -math.inf).exp()
+    totals_HQ1 = weights_HQL.sum(-1, keepdim=True)
+    if scoring.sinks_H is not None:
+        totals_HQ1 += scoring.sinks_H.double().exp().view(-1, 1, 1)
+    return torch.einsum("hql,lhd->qhd", weights_HQL / totals_HQ1, v_LHd)
 
 
 def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
@@ -211,7 +236,7 @@ def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
     backend = get_backend(backend_name)
     out_THd = torch.full_like(batch.q_THd, math.nan)
     backend.write_kv(batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, batch.inputs.slot_mapping_T)
-    backend.attend(batch.q_THd, batch.kv_cache_N2PKd, out_THd, batch.inputs, batch.scale, case.sliding_window)
+    backend.attend(batch.q_THd, batch.kv_cache_N2PKd, out_THd, batch.inputs, batch.scoring)
     return out_THd
 
 

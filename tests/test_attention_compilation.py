@@ -31,7 +31,9 @@ INDICES = {
     "block_table_ptr": "*i32",
     "slot_mapping_ptr": "*i64",
     "work_ptr": "*i32",
+    "sinks_ptr": "*bf16",
 }
+PLAIN = {"sinks_ptr": None, "CAP_SCALE": 0.0}
 # Query heads, K/V heads, head size: those of small Qwen and Llama models, and the extremes that are allowed.
 VARIANTS = [
     (torch.bfloat16, (4, 2, 64)),
@@ -56,6 +58,7 @@ def check(tmp_path: Path) -> Callable[..., str]:
         programs: int = 1,
         **options: Any,
     ) -> str:
+        kernel = getattr(kernel, "jit_function", kernel)
         signature, attributes = {}, {}
         for index, name in enumerate(kernel.arg_names):
             if name in constants:
@@ -90,7 +93,7 @@ def check(tmp_path: Path) -> Callable[..., str]:
 
 
 def constants(num_heads: int, num_kv_heads: int, head_dim: int, **further: Any) -> dict[str, Any]:
-    return {
+    return PLAIN | {
         "Q_HEAD_STRIDE": head_dim,
         "OUT_HEAD_STRIDE": head_dim,
         "WINDOW": 0,
@@ -144,6 +147,41 @@ def test_listed_decode(check: Callable[..., str], dtype: torch.dtype, shape: tup
     assert "atom.global.gpu.acq_rel" in ptx
 
 
+def _options(tiles: Any) -> dict[str, Any]:
+    return {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_soft_cap_and_sinks(check: Callable[..., str], head_dim: int) -> None:
+    """At the head sizes of GPT-OSS, Phi-3, Gemma 2 of 27B and of 9B."""
+    capped, listed = (
+        {"CAP_SCALE": 0.0017, "DEPENDENT_LAUNCH": True},
+        {"MAX_SPLITS": MAX_LISTED_SPLITS, "HEADER": HEADER},
+    )
+    spilled = 104 if head_dim == 256 else 0
+    for max_seq_len in (SHORT_CONTEXT, SHORT_CONTEXT + 1):
+        prefill = prefill_tiles(head_dim, 2, max_seq_len)
+        chosen = constants(8, 4, head_dim, TILE_M=prefill.rows, TILE_N=prefill.keys, **capped, **listed)
+        del chosen["sinks_ptr"]
+        check(prefill_kernel, torch.bfloat16, chosen, spilled=spilled, programs=prefill.programs, **_options(prefill))
+    for small in (False, True):
+        tiles = decode_tiles(head_dim, 2, small)
+        chosen = constants(8, 4, head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, **capped)
+        del chosen["sinks_ptr"]
+        check(decode_kernel, torch.bfloat16, chosen, spilled=96 if small else 0, **_options(tiles))
+    few = listed_decode_tiles(head_dim, 2)
+    chosen = constants(8, 4, head_dim, TILE_M=16, TILE_N=few.keys, GRAIN=GRAIN, **capped, **listed)
+    del chosen["sinks_ptr"]
+    check(
+        listed_decode_kernel,
+        torch.bfloat16,
+        chosen,
+        spilled=16 if head_dim == 256 else 0,
+        programs=few.programs,
+        **_options(few),
+    )
+
+
 def test_work_list(check: Callable[..., str]) -> None:
     chosen = {"HEADER": HEADER, "QUERIES": 64, "MAX_SPLITS": MAX_LISTED_SPLITS, "NUM_KV_HEADS": 8, "TILE_K": 8}
     further = {"GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
@@ -153,6 +191,7 @@ def test_work_list(check: Callable[..., str]) -> None:
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_combine(check: Callable[..., str], head_dim: int) -> None:
     chosen = {
+        "sinks_ptr": None,
         "OUT_HEAD_STRIDE": head_dim,
         "WINDOW": 0,
         "HEAD_DIM": head_dim,

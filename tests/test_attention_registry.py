@@ -35,7 +35,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="'fa4'; known backends: torch, cpp, triton, flash_attn"):
         get_backend("fa4")
     with pytest.raises(ValueError, match="'fa4'; allowed: auto, torch, cpp, triton, flash_attn"):
-        resolve_backend("fa4", "auto", ON_CPU)
+        resolve_backend("fa4", "auto", [ON_CPU])
 
 
 def test_a_missing_package_is_named() -> None:
@@ -53,7 +53,7 @@ def test_defaults() -> None:
 
 
 def test_auto_gives_reasons() -> None:
-    assert resolve_backend("auto", "auto", ON_CPU) == (
+    assert resolve_backend("auto", "auto", [ON_CPU]) == (
         "cpp",
         16,
         {
@@ -61,27 +61,27 @@ def test_auto_gives_reasons() -> None:
             "cache.block_size": "the default of attention backend cpp",
         },
     )
-    assert resolve_backend("torch", 20, ON_CPU) == ("torch", 20, {})
+    assert resolve_backend("torch", 20, [ON_CPU]) == ("torch", 20, {})
 
 
 def test_auto_falls_back_to_torch_with_the_obstacle() -> None:
     on_cuda = replace(ON_CPU, device_type="cuda")
-    name, block_size, reasons = resolve_backend("auto", "auto", replace(on_cuda, head_dim=512))
+    name, block_size, reasons = resolve_backend("auto", "auto", [on_cuda, replace(on_cuda, head_dim=512)])
     assert (name, block_size) == ("torch", 16)
     assert reasons["attention_backend"] == (
         "triton cannot run this model: head_dim is 512; allowed: multiples of 8 from 16 to 256"
     )
-    name, block_size, reasons = resolve_backend("auto", 20, on_cuda)
+    name, block_size, reasons = resolve_backend("auto", 20, [on_cuda])
     assert (name, block_size) == ("torch", 20)
     assert reasons == {"attention_backend": "triton cannot run this model: block_size is 20; allowed: multiples of 16"}
-    assert resolve_backend("auto", "auto", on_cuda)[0] == "triton"
+    assert resolve_backend("auto", "auto", [on_cuda])[0] == "triton"
 
 
 def test_without_a_compiler_a_cpu_gets_torch(tmp_path: Path) -> None:
     code = (
         "import torch; from compiled_engine.attention.backend import AttentionCase; "
         "from compiled_engine.attention.registry import resolve_backend; "
-        "print(resolve_backend('auto', 'auto', AttentionCase('cpu', torch.float32, 4, 2, 64, 0, None)))"
+        "print(resolve_backend('auto', 'auto', [AttentionCase('cpu', torch.float32, 4, 2, 64, 0, None)]))"
     )
     for compiler, obstacle in (("/no/such", "no C++ compiler (/no/such) was found"), ("false", "cannot compile")):
         environment = {**os.environ, "CXX": compiler, "COMPILED_ENGINE_CACHE_DIR": str(tmp_path)}
@@ -95,14 +95,14 @@ def test_without_a_compiler_a_cpu_gets_torch(tmp_path: Path) -> None:
 
 def test_what_a_requested_backend_cannot_run_is_an_error() -> None:
     with pytest.raises(ValueError, match="'triton' cannot run this model here: device is cpu; allowed: cuda"):
-        resolve_backend("triton", "auto", ON_CPU)
+        resolve_backend("triton", "auto", [ON_CPU])
     with pytest.raises(ValueError, match="'flash_attn' cannot run this model here: "):
-        resolve_backend("flash_attn", "auto", ON_CPU)
+        resolve_backend("flash_attn", "auto", [ON_CPU])
     with pytest.raises(ValueError, match="num_heads is 5; allowed: multiples of num_kv_heads 2"):
-        resolve_backend("auto", "auto", replace(ON_CPU, num_heads=5))
+        resolve_backend("auto", "auto", [replace(ON_CPU, num_heads=5)])
 
 
 @pytest.mark.parametrize("block_size", [0, -16, 16.0, "16", "AUTO"])
 def test_block_sizes_that_are_none(block_size: object) -> None:
     with pytest.raises(ValueError, match=r"block_size is .*; allowed: 1 to 65536, or 'auto'"):
-        resolve_backend("auto", block_size, ON_CPU)  # type: ignore[arg-type]
+        resolve_backend("auto", block_size, [ON_CPU])  # type: ignore[arg-type]

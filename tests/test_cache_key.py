@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, GraphMode, RopeConfig, flat_fields
+from compiled_engine.config import EngineConfig, GraphMode, HeadShape, RopeConfig, flat_fields
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
@@ -78,6 +78,10 @@ PERTURBED: dict[str, Any] = {
     "model.attention_out_bias": True,
     "model.mlp_bias": True,
     "model.sliding_windows": (8,),
+    "model.layer_heads": (HeadShape(4, 1, 16),),
+    "model.attention_scale": 0.5,
+    "model.attention_soft_cap": 50.0,
+    "model.attention_sinks": True,
     "model.dtype": torch.bfloat16,
     "model.max_model_len": 99,
     "model.load_format": "dummy",

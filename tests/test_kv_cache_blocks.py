@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, HeadShape
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
@@ -44,3 +45,8 @@ def test_what_does_not_fit_is_an_error(
 def test_a_block_has_the_bytes_that_it_is_said_to_have() -> None:
     config = config_of()
     assert sum(cache.nbytes for cache in allocate(config, 3)) == 3 * block_bytes(config)
+    heads = tuple(HeadShape(4, 1 + layer % 2, 64 << layer % 2) for layer in range(config.model.num_layers))
+    mixed = replace(config, model=replace(config.model, layer_heads=heads))
+    caches = allocate(mixed, 3)
+    assert [cache.shape[3:] for cache in caches] == [(layer.num_kv_heads, layer.head_dim) for layer in heads]
+    assert sum(cache.nbytes for cache in caches) == 3 * block_bytes(mixed)

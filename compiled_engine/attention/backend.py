@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from typing import Protocol
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.config import ModelConfig
 
 
@@ -31,13 +31,26 @@ class AttentionCase:
     head_dim: int
     block_size: int
     sliding_window: int | None
+    soft_cap: float = 0.0
+    sinks: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig, block_size: int, device: torch.device) -> AttentionCase:
-        """Of a whole model, whose narrowest window is named."""
+    def all_of(cls, model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
+        """One for each shape of heads that the model's layers have, in order; each names its narrowest window."""
         windows = [window for window in model.sliding_windows if window is not None]
-        heads = model.num_heads, model.num_kv_heads, model.head_dim
-        return cls(device.type, model.dtype, *heads, block_size, min(windows, default=None))
+        shapes = dict.fromkeys(model.heads_of(layer) for layer in range(model.num_layers))
+        return tuple(
+            cls(
+                device.type,
+                model.dtype,
+                *astuple(shape),
+                block_size,
+                min(windows, default=None),
+                model.attention_soft_cap,
+                model.attention_sinks,
+            )
+            for shape in shapes
+        )
 
 
 class AttentionBackend(Protocol):
@@ -75,10 +88,9 @@ class AttentionBackend(Protocol):
         kv_cache_N2PKd: torch.Tensor,
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        sliding_window: int,
+        scoring: Scoring,
     ) -> None:
-        """Causal attention over the cache into `out_THd` (every element written); sliding_window 0 means none.
+        """Causal attention over the cache into `out_THd` (every element written).
 
         There may be more tokens in q and out than the requests have: padding, whose output nobody reads.
         """

@@ -8,7 +8,7 @@ N blocks in the pool, P slots in a block (the block size).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,6 +43,20 @@ class AttentionInputs:
 
 
 FIELDS = tuple(field.name for field in fields(AttentionInputs))
+
+
+class Scoring(NamedTuple):
+    """How a layer turns products of queries and keys into weights.
+
+    scale: of the products. sliding_window: how many keys a query sees, itself included; 0 means all. soft_cap: scores
+    are soft_cap * tanh(score / soft_cap) (Gemma 2); 0 means none. sinks_H: for each query head the score of a further
+    key without a value (GPT-OSS), any float dtype.
+    """
+
+    scale: float
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+    sinks_H: torch.Tensor | None = None
 
 
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:

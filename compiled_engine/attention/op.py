@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.registry import get_backend
 
 
@@ -32,11 +32,14 @@ def attend(
     out_THd: torch.Tensor,
     scale: float,
     sliding_window: int,
+    soft_cap: float,
+    sinks_H: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """Attention into `out_THd` over a cache that holds this step's K and V already."""
     inputs = AttentionInputs(*fields_of_inputs)
-    get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scale, sliding_window)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
 
 
 def write_and_attend(
@@ -47,20 +50,23 @@ def write_and_attend(
     out_THd: torch.Tensor,
     scale: float,
     sliding_window: int,
+    soft_cap: float,
+    sinks_H: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
     """What the models' op does."""
     inputs = AttentionInputs(*fields_of_inputs)
     write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, inputs.backend)
-    get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scale, sliding_window)
+    scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
+    get_backend(inputs.backend).attend(q_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
 
 
 def _returns_nothing(*args: object) -> None:
     """All that a trace sees of the ops."""
 
 
-# Both ops end in these arguments: how to attend, then the fields of AttentionInputs.
-_LAST = "float scale, SymInt sliding_window, " + ", ".join(
+# Both ops end in these arguments: the fields of Scoring, then those of AttentionInputs.
+_LAST = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
     f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
 )
 attend_op = torch.library.custom_op(
@@ -96,14 +102,15 @@ def attention(
     inputs: AttentionInputs,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of this step's queries over their requests' whole context.
 
     Writes k and v into kv_cache at inputs.slot_mapping_T first. A query at position p sees keys at positions
-    max(0, p - sliding_window + 1) .. p. Returns [T, H, d] in the dtype of q.
+    max(0, p - sliding_window + 1) .. p. soft_cap and sinks_H: see Scoring. Returns [T, H, d] in the dtype of q.
     """
     out_THd = torch.empty_like(q_THd)
-    torch.ops.compiled_engine.attention(
-        q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, scale, sliding_window or 0, *inputs.flat()
-    )
+    scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+    torch.ops.compiled_engine.attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd

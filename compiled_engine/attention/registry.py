@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -34,13 +35,14 @@ def default_backend(device_type: str) -> tuple[str, str]:
 
 
 def resolve_backend(
-    requested: str, requested_block_size: int | str, case: AttentionCase
+    requested: str, requested_block_size: int | str, cases: Sequence[AttentionCase]
 ) -> tuple[str, int, dict[str, str]]:
     """Settle the backend and the block size for a model on a device.
 
     requested: "auto" or a name of BACKENDS. requested_block_size: tokens in a block, or "auto" for the backend's own.
-    case: its block_size is ignored. Returns the backend, the block size, and the reasons for what was "auto".
-    Raises ValueError with the backend's reason when a requested one cannot run the case.
+    cases: one for each shape of heads; their block_size is ignored. Returns the backend, the block size, and the reasons
+    for what was "auto".
+    Raises ValueError with the backend's reason when a requested one cannot run a case.
     """
     is_integer = isinstance(requested_block_size, int) and not isinstance(requested_block_size, bool)
     if requested_block_size != "auto" and not (is_integer and 1 <= int(requested_block_size) <= MAX_BLOCK_SIZE):
@@ -56,12 +58,13 @@ def resolve_backend(
             return 0, str(error)
         automatic = requested_block_size == "auto"
         block_size = backend.default_block_size if automatic else int(requested_block_size)
-        return block_size, backend.unsupported(replace(case, block_size=block_size))
+        obstacles = (backend.unsupported(replace(case, block_size=block_size)) for case in cases)
+        return block_size, next((obstacle for obstacle in obstacles if obstacle), None)
 
     reasons: dict[str, str] = {}
     name = requested
     if requested == "auto":
-        name, reasons["attention_backend"] = default_backend(case.device_type)
+        name, reasons["attention_backend"] = default_backend(cases[0].device_type)
     block_size, obstacle = attempt(name)
     if obstacle and requested == "auto" and name != "torch":
         reasons["attention_backend"] = f"{name} cannot run this model: {obstacle}"

@@ -48,10 +48,11 @@ def attention_or_value(
     inputs: AttentionInputs,
     scale: float,
     sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention`, or where it is traced the op that stands for it; see there."""
     if torch.compiler.is_compiling():
-        return torch.ops.compiled_engine.attention_value(
-            q_THd, k_TKd, v_TKd, kv_cache_N2PKd, scale, sliding_window or 0, *inputs.flat()
-        )
-    return attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, sliding_window)
+        scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+        return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
+    return attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, sliding_window, soft_cap, sinks_H)

@@ -161,8 +161,8 @@ def _scheduler(
 def _attention(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> tuple[str, int]:
-    case = AttentionCase.of(model, 0, device)
+    cases = AttentionCase.all_of(model, 0, device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, case)
+        backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, cases)
     reasons |= attention_reasons
     return backend, block_size

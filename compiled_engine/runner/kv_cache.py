@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import psutil
@@ -37,9 +38,9 @@ class CacheSize:
 
 def block_bytes(config: EngineConfig) -> int:
     """Bytes of one block over all layers, keys and values."""
-    model = config.model
-    per_token = 2 * model.num_kv_heads * model.head_dim * model.dtype.itemsize
-    return config.cache.block_size * per_token * model.num_layers
+    return sum(math.prod(shape) for shape in config.model.kv_shapes(1, config.cache.block_size)) * (
+        config.model.dtype.itemsize
+    )
 
 
 def blocks_wanted(config: EngineConfig) -> int:
@@ -102,6 +103,5 @@ def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, se
 
 def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:
     """One tensor a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
-    model = config.model
-    shape = (num_blocks, 2, config.cache.block_size, model.num_kv_heads, model.head_dim)
-    return [torch.zeros(shape, dtype=model.dtype, device=config.device) for _ in range(model.num_layers)]
+    shapes = config.model.kv_shapes(num_blocks, config.cache.block_size)
+    return [torch.zeros(shape, dtype=config.model.dtype, device=config.device) for shape in shapes]

@@ -103,7 +103,9 @@ class Runner:
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
-        case = AttentionCase.of(config.model, config.cache.block_size, config.device)
+        cases = AttentionCase.all_of(config.model, config.cache.block_size, config.device)
+        # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
+        planned = cases[0] if len(cases) == 1 else None
         self.buffers = InputBuffers(
             scheduler.max_num_batched_tokens,
             scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
@@ -111,8 +113,10 @@ class Runner:
             self.states.writes,
             config.device,
             get_backend(config.attention_backend).work_length(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, case
-            ),
+                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, planned
+            )
+            if planned
+            else 0,
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._kv_caches = kv_cache.allocate(config, 1)
@@ -123,7 +127,7 @@ class Runner:
             self.buffers,
             self._kv_caches,
             config.attention_backend,
-            case,
+            planned,
             scheduler.max_model_len,
         )
 

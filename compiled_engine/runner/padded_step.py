@@ -17,7 +17,10 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class PaddedStep:
-    """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be filled anew until the first capture."""
+    """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be filled anew until the first capture.
+
+    attention_case: what attention's work is planned for; None where each layer plans its own.
+    """
 
     def __init__(
         self,
@@ -27,7 +30,7 @@ class PaddedStep:
         buffers: InputBuffers,
         kv_caches: list[torch.Tensor],
         attention_backend: str,
-        attention_case: AttentionCase,
+        attention_case: AttentionCase | None,
         max_model_len: int,
     ):
         self.model, self.sampler, self.states = model, sampler, states
@@ -88,7 +91,8 @@ class PaddedStep:
         return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
 
     def _plan(self, inputs: AttentionInputs) -> None:
-        get_backend(self._backend).plan(inputs, self._case)
+        if self._case is not None:
+            get_backend(self._backend).plan(inputs, self._case)
 
     def _empty(self, key: GraphKey) -> InputBatch:
         if key.kind is GraphKind.FULL:

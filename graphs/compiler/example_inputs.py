@@ -30,7 +30,7 @@ def example_inputs(config: EngineConfig) -> ForwardInputs:
     """Three requests of four tokens; every size in them is dynamic in the trace."""
     tokens, requests, blocks = 12, 3, 5
     device, model = config.device, config.model
-    cache_shape = (blocks, 2, config.cache.block_size, model.num_kv_heads, model.head_dim)
+    cache_shapes = model.kv_shapes(blocks, config.cache.block_size)
     attention_inputs = AttentionInputs(
         query_start_loc_R1=torch.zeros(requests + 1, dtype=torch.int32, device=device),
         seq_lens_R=torch.zeros(requests, dtype=torch.int32, device=device),
@@ -44,7 +44,7 @@ def example_inputs(config: EngineConfig) -> ForwardInputs:
         input_ids_T=torch.zeros(tokens, dtype=torch.int64, device=device),
         positions_T=torch.zeros(tokens, dtype=torch.int64, device=device),
         attention_inputs=attention_inputs,
-        kv_caches=[torch.zeros(cache_shape, dtype=model.dtype, device=device) for _ in range(model.num_layers)],
+        kv_caches=[torch.zeros(shape, dtype=model.dtype, device=device) for shape in cache_shapes],
         # The declared range must hold the example, also where a step may have fewer tokens.
         max_tokens=max(tokens, config.scheduler.max_num_batched_tokens),
     )

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.foreign.description import describe, skeleton
+from compiled_engine.models.foreign.description import skeleton
+from compiled_engine.models.foreign.find_description import find_description
 from compiled_engine.models.textbook import architectures
 
 
@@ -28,4 +29,4 @@ def build_tensors(config: ModelConfig, cache_dir: Path | None) -> Any:
     transformers'."""
     if config.transformers is None:
         return architectures.build_model(config)
-    return skeleton(describe(config.transformers.config, config.dtype, cache_dir))
+    return skeleton(find_description(config.transformers.config, config.dtype, cache_dir))

@@ -40,12 +40,14 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of one layer: heads, and how many keys a query sees (None: all)."""
+    """Of one layer: heads, and how many keys a query sees (None: all); soft cap and sinks as attention.inputs has them."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
+    soft_cap: float
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -74,24 +76,6 @@ class Description:
 
 class Skeleton(nn.Module):
     """The names and shapes of a model's tensors as modules, without its code: to be given memory and weights."""
-
-
-def describe(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Of the model that config.json's text states: from the file if there is one, else from transformers.
-
-    Raises ValueError for a model that cannot be run, ImportError without a supported version of transformers.
-    """
-    path = description_file(config_json, dtype, cache_dir)
-    if path is not None and path.is_file():
-        try:
-            return Description.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            log.warning("%s is damaged and made anew: %s", path, error)
-    from compiled_engine.models.foreign.transformers_model import describe_model  # imports transformers
-
-    description = describe_model(config_json, dtype)
-    write_file(path, json.dumps(asdict(description)))
-    return description
 
 
 def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Path | None:

@@ -32,12 +32,14 @@ class UnsupportedModelError(ValueError):
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """One call of attention. Window: how many keys a query sees, itself included; None for all."""
+    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     sliding_window: int | None
+    soft_cap: float
+    sinks: bool
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class _Observer(TorchDispatchMode):
         scaling: float | None = None,
         sliding_window: int | None = None,
         is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, None]:
         layer = getattr(module, "layer_idx", None)
@@ -132,7 +136,9 @@ class _Observer(TorchDispatchMode):
         window = found[0].window
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window} beside a mask with {window}")
-        self.calls[layer] = LayerAttention(query.shape[1], key.shape[1], query.shape[-1], window)
+        self.calls[layer] = LayerAttention(
+            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None
+        )
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
 
 

@@ -127,9 +127,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
             f"{name} cannot be run through transformers' code: {type(error).__name__}: {error}"
         ) from error
     fill_buffers(model)
-    _adapt(model)
-    model.layers_path = observation.layers_path
-    model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
+    _adapt(model, observation)
     return model, observation
 
 
@@ -167,15 +165,17 @@ def _one_integer(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _adapt(model: PreTrainedModel) -> None:
+def _adapt(model: Any, observation: Observation) -> None:
     base = model.base_model
     # Classes of objects that are there, instead of objects around them: every parameter keeps its name.
     base.__class__ = _mixed(Decoder, type(base))
     model.__class__ = _mixed(CausalLM, type(model))
-    step = Step()
+    step = Step([layer.sliding_window for layer in observation.attention])
     for module in model.modules():
         if module is model or hasattr(module, "layer_idx"):
             module.step = step
+    model.layers_path = observation.layers_path
+    model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
 
 
 def _mixed(ours: type, theirs: type) -> type:

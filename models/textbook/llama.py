@@ -16,13 +16,16 @@ from compiled_engine.models.textbook.rope import RotaryEmbedding
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        D, H, K, d = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+        D, heads = config.hidden_size, config.heads_of(layer)
+        H, K, d = heads.num_heads, heads.num_kv_heads, heads.head_dim
         self.q_proj = nn.Linear(D, H * d, bias=config.qkv_bias, dtype=config.dtype)
         self.k_proj = nn.Linear(D, K * d, bias=config.qkv_bias, dtype=config.dtype)
         self.v_proj = nn.Linear(D, K * d, bias=config.qkv_bias, dtype=config.dtype)
         self.o_proj = nn.Linear(H * d, D, bias=config.attention_out_bias, dtype=config.dtype)
         self.num_heads, self.num_kv_heads, self.head_dim = H, K, d
         self.sliding_window = config.sliding_windows[layer]
+        self.scale = d**-0.5 if config.attention_scale is None else config.attention_scale
+        self.soft_cap = config.attention_soft_cap
 
     def forward(
         self,
@@ -38,8 +41,8 @@ class Attention(nn.Module):
         q_THd, k_TKd = self.normalise_heads(q_THd, k_TKd)
         q_THd = rotate(q_THd, cos_T1d, sin_T1d)
         k_TKd = rotate(k_TKd, cos_T1d, sin_T1d)
-        scale = self.head_dim**-0.5
-        out_THd = attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, self.sliding_window)
+        scoring = self.scale, self.sliding_window, self.soft_cap
+        out_THd = attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, *scoring)
         return self.o_proj(out_THd.flatten(-2))
 
     def normalise_heads(self, q_THd: torch.Tensor, k_TKd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -70,8 +70,21 @@ inline Floats exp2(Floats x) {
     return power * (Floats)exponent;
 }
 
+inline Floats tanh(Floats x) {
+    Floats absolute = x < 0.0f ? -x : x;
+    Floats power = exp2(absolute * (-2.0f * LOG2_E));
+    Floats result = (1.0f - power) / (1.0f + power);
+    return x < 0.0f ? -result : result;  // a NaN stays one
+}
+
 struct Shape {
     int64_t num_kv_heads, group, head_dim, block_size;
+};
+
+// soft_cap 0: scores are not capped. sinks: of each query head the score of a further key without a value, or null.
+struct Scoring {
+    float scale, soft_cap;
+    const float* sinks;
 };
 
 // What a split leaves for a query head: the largest score, the sum of weights, and the weighted sum of the values.
@@ -83,13 +96,15 @@ struct Partial {
 
 template <typename T, int VECTORS>
 void attend_split(const T* q, int64_t q_head_stride, const T* head_cache, const int32_t* table, int64_t first,
-                  int64_t end, float scale, const Shape& shape, Partial<VECTORS>* partials) {
+                  int64_t end, const Scoring& scoring, const Shape& shape, Partial<VECTORS>* partials) {
+    // Scores are powers of two; those that are capped become so after the cap.
+    const float scale = scoring.soft_cap > 0 ? scoring.scale / scoring.soft_cap : scoring.scale * LOG2_E;
     const int64_t row = shape.num_kv_heads * shape.head_dim;
     const int64_t half = shape.block_size * row;
     std::vector<Floats> query(shape.group * VECTORS);
     for (int64_t g = 0; g < shape.group; ++g) {
         for (int v = 0; v < VECTORS; ++v) {
-            query[g * VECTORS + v] = load(q + g * q_head_stride + v * LANES) * (scale * LOG2_E);
+            query[g * VECTORS + v] = load(q + g * q_head_stride + v * LANES) * scale;
             partials[g].values[v] = Floats{};
         }
         partials[g].largest = -__builtin_inff();
@@ -116,6 +131,9 @@ void attend_split(const T* q, int64_t q_head_stride, const T* head_cache, const 
         for (int64_t g = 0; g < shape.group; ++g) {
             float* weights = &scores[g * TILE];
             Partial<VECTORS>& partial = partials[g];
+            if (scoring.soft_cap > 0)
+                for (int n = 0; n < count; n += LANES)
+                    store(weights + n, tanh(load(weights + n)) * (scoring.soft_cap * LOG2_E));
             float largest = partial.largest;
             for (int n = 0; n < count; ++n) largest = weights[n] < largest ? largest : weights[n];
             for (int n = count; n < TILE; ++n) weights[n] = largest;
@@ -142,7 +160,7 @@ struct Item {
 template <typename T, int VECTORS>
 void decode(const T* q, const T* cache, T* out, const int32_t* seq_lens, const int32_t* block_table,
             int64_t table_stride, int64_t q_token_stride, int64_t q_head_stride, int64_t out_token_stride,
-            int64_t out_head_stride, int64_t num_requests, const Shape& shape, float scale, int64_t window,
+            int64_t out_head_stride, int64_t num_requests, const Shape& shape, const Scoring& scoring, int64_t window,
             int threads) {
     std::vector<Item> items;
     std::vector<int64_t> results;  // of each request and K/V head, the first item
@@ -163,7 +181,7 @@ void decode(const T* q, const T* cache, T* out, const int32_t* seq_lens, const i
         attend_split<T, VECTORS>(
             q + item.request * q_token_stride + item.kv_head * shape.group * q_head_stride, q_head_stride,
             cache + item.kv_head * shape.head_dim, block_table + item.request * table_stride, item.first, item.end,
-            scale, shape, &partials[i * shape.group]);
+            scoring, shape, &partials[i * shape.group]);
     }
     for (int64_t result = 0; result + 1 < (int64_t)results.size(); ++result) {
         const int64_t request = result / shape.num_kv_heads, kv_head = result % shape.num_kv_heads;
@@ -179,7 +197,14 @@ void decode(const T* q, const T* cache, T* out, const int32_t* seq_lens, const i
                 total += partial.total * weight;
                 for (int v = 0; v < VECTORS; ++v) values[v] += partial.values[v] * weight;
             }
-            T* row = out + request * out_token_stride + (kv_head * shape.group + g) * out_head_stride;
+            const int64_t head = kv_head * shape.group + g;
+            if (scoring.sinks && total > 0) {
+                const float sink = scoring.sinks[head] * LOG2_E, higher = std::max(largest, sink);
+                const float shrink = exp2(Floats{} + (largest - higher))[0];
+                total = total * shrink + exp2(Floats{} + (sink - higher))[0];
+                for (int v = 0; v < VECTORS; ++v) values[v] *= shrink;
+            }
+            T* row = out + request * out_token_stride + head * out_head_stride;
             // A padding row (length 0) saw no key: zeros.
             const float scale_out = results[result] == results[result + 1] ? 0.0f : 1.0f / total;
             for (int v = 0; v < VECTORS; ++v) store(row + v * LANES, values[v] * scale_out);
@@ -209,16 +234,17 @@ int decode_any(const Shape& shape, Arguments... arguments) {
 extern "C" int decode(const void* q, const void* cache, void* out, const int32_t* seq_lens, const int32_t* block_table,
                       int64_t table_stride, int64_t q_token_stride, int64_t q_head_stride, int64_t out_token_stride,
                       int64_t out_head_stride, int64_t num_requests, int64_t num_kv_heads, int64_t group,
-                      int64_t head_dim, int64_t block_size, float scale, int64_t window, int64_t element_size,
-                      int64_t threads) {
+                      int64_t head_dim, int64_t block_size, float scale, int64_t window, float soft_cap,
+                      const float* sinks, int64_t element_size, int64_t threads) {
     const Shape shape{num_kv_heads, group, head_dim, block_size};
+    const Scoring scoring{scale, soft_cap, sinks};
     if (element_size == 4)
         return decode_any<float>(shape, (const float*)q, (const float*)cache, (float*)out, seq_lens, block_table,
                                  table_stride, q_token_stride, q_head_stride, out_token_stride, out_head_stride,
-                                 num_requests, shape, scale, window, (int)threads);
+                                 num_requests, shape, scoring, window, (int)threads);
     return decode_any<BFloat16>(shape, (const BFloat16*)q, (const BFloat16*)cache, (BFloat16*)out, seq_lens,
                                 block_table, table_stride, q_token_stride, q_head_stride, out_token_stride,
-                                out_head_stride, num_requests, shape, scale, window, (int)threads);
+                                out_head_stride, num_requests, shape, scoring, window, (int)threads);
 }
 
 // K and V of each token to its slot; slot -1 writes nothing. A token's heads are contiguous. Sizes and strides in bytes.

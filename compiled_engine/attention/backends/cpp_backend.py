@@ -11,7 +11,7 @@ import torch
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
 from compiled_engine.attention.backends.torch_backend import prefill_each
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.cpp_library import CannotCompile, load_library
 from compiled_engine.kernels.dense_tensors import require_dense
 
@@ -78,12 +78,12 @@ class CppBackend:
         kv_cache_N2PKd: torch.Tensor,
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        sliding_window: int,
+        scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
         num_decodes = int(inputs.host_3[0])
         if num_decodes:
+            sinks_H = None if scoring.sinks_H is None else scoring.sinks_H.float().contiguous()
             block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
             q_token_stride, q_head_stride, _ = q_THd.stride()
             out_token_stride, out_head_stride, _ = out_THd.stride()
@@ -103,19 +103,29 @@ class CppBackend:
                 q_THd.shape[1] // num_kv_heads,
                 head_dim,
                 block_size,
-                scale,
-                sliding_window,
+                scoring.scale,
+                scoring.sliding_window,
+                scoring.soft_cap,
+                None if sinks_H is None else sinks_H.data_ptr(),
                 kv_cache_N2PKd.element_size(),
                 torch.get_num_threads(),
             )
-        prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scale, sliding_window)
+        prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
 
 
 @cache
 def _kernels() -> Any:
     library = load_library(SOURCE)
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.decode.argtypes = [*[pointer] * 5, *[integer] * 10, ctypes.c_float, *[integer] * 3]
+    library.decode.argtypes = [
+        *[pointer] * 5,
+        *[integer] * 10,
+        ctypes.c_float,
+        integer,
+        ctypes.c_float,
+        pointer,
+        *[integer] * 2,
+    ]
     library.write_kv.argtypes = [*[pointer] * 4, *[integer] * 5]
     library.write_kv.restype = None
     return library

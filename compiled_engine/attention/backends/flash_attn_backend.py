@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
 from compiled_engine.attention.backends.torch_backend import BACKEND as REFERENCE
 from compiled_engine.attention.backends.triton_write_kv import write_kv
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 
 HAS_VERSION_3 = find_spec("flash_attn_interface") is not None
 if HAS_VERSION_3:
@@ -48,7 +48,9 @@ class FlashAttnBackend:
             return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
         if case.block_size % PAGE_MULTIPLE:
             return f"block_size is {case.block_size}; allowed: multiples of {PAGE_MULTIPLE}"
-        return _defect_of_build(case.dtype, case.head_dim)
+        if case.sinks:
+            return "the model's attention has sinks, which flash-attn does not know; allowed: models without"
+        return _defect_of_build(case.dtype, case.head_dim, case.soft_cap)
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
         return 0
@@ -71,11 +73,10 @@ class FlashAttnBackend:
         kv_cache_N2PKd: torch.Tensor,
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        sliding_window: int,
+        scoring: Scoring,
     ) -> None:
         k_NPKd, v_NPKd = kv_cache_N2PKd.unbind(1)
-        window = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        window = (scoring.sliding_window - 1, 0) if scoring.sliding_window else (-1, -1)
         num_decodes, max_query_len, max_seq_len = inputs.host_3.tolist()
         if HAS_VERSION_3:
             result_THd = flash_attn_interface.flash_attn_with_kvcache(
@@ -86,9 +87,10 @@ class FlashAttnBackend:
                 page_table=inputs.block_table_RB,
                 cu_seqlens_q=inputs.query_start_loc_R1,
                 max_seqlen_q=max_query_len,
-                softmax_scale=scale,
+                softmax_scale=scoring.scale,
                 causal=True,
                 window_size=window,
+                softcap=scoring.soft_cap,
             )
             out_THd.copy_(result_THd)
             return
@@ -99,9 +101,10 @@ class FlashAttnBackend:
                 v_NPKd,
                 cache_seqlens=inputs.seq_lens_R[:num_decodes],
                 block_table=inputs.block_table_RB[:num_decodes],
-                softmax_scale=scale,
+                softmax_scale=scoring.scale,
                 causal=True,
                 window_size=window,
+                softcap=scoring.soft_cap,
             )
             out_THd[:num_decodes].copy_(result_R1Hd.squeeze(1))
         if num_decodes < inputs.seq_lens_R.shape[0]:
@@ -115,16 +118,17 @@ class FlashAttnBackend:
                 cu_seqlens_k=pad(inputs.seq_lens_R[num_decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
                 max_seqlen_q=max(2, max_query_len),
                 max_seqlen_k=max_seq_len,
-                softmax_scale=scale,
+                softmax_scale=scoring.scale,
                 causal=True,
                 window_size=window,
+                softcap=scoring.soft_cap,
                 block_table=inputs.block_table_RB[num_decodes:],
             )
             out_THd[num_decodes:].copy_(result_THd[num_decodes:])
 
 
 @cache
-def _defect_of_build(dtype: torch.dtype, head_dim: int) -> str | None:
+def _defect_of_build(dtype: torch.dtype, head_dim: int, soft_cap: float) -> str | None:
     """Try a decode and a prefill against the reference: builds may leave out types and head sizes, even silently."""
     block_size, num_queries = FlashAttnBackend.default_block_size, 70
     cache_N2PKd = torch.arange(6 * 2 * block_size * head_dim, device="cuda").sin().to(dtype)
@@ -139,13 +143,15 @@ def _defect_of_build(dtype: torch.dtype, head_dim: int) -> str | None:
         backend="flash_attn",
     )
     expected_THd, out_THd = torch.empty_like(q_THd), torch.full_like(q_THd, float("nan"))
-    REFERENCE.attend(q_THd, cache_N2PKd, expected_THd, inputs, head_dim**-0.5, 0)
+    scoring = Scoring(head_dim**-0.5, soft_cap=soft_cap)
+    tried = f"dtype {dtype} with head_dim {head_dim}" + (f" and soft_cap {soft_cap}" if soft_cap else "")
+    REFERENCE.attend(q_THd, cache_N2PKd, expected_THd, inputs, scoring)
     try:
-        BACKEND.attend(q_THd, cache_N2PKd, out_THd, inputs, head_dim**-0.5, 0)
+        BACKEND.attend(q_THd, cache_N2PKd, out_THd, inputs, scoring)
     except RuntimeError as error:
-        return f"this build of flash-attn refuses dtype {dtype} with head_dim {head_dim}: {error}"
+        return f"this build of flash-attn refuses {tried}: {error}"
     if not torch.allclose(out_THd, expected_THd, atol=0.02, rtol=0.02):
-        return f"this build of flash-attn computes dtype {dtype} with head_dim {head_dim} wrongly"
+        return f"this build of flash-attn computes {tried} wrongly"
     return None
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 
 # Keys gathered at a time for a group of decodes: a CPU wants them in its cache, a GPU wants few launches.
 CPU_GATHER_BYTES = 4 << 20
@@ -53,13 +53,12 @@ class TorchBackend:
         kv_cache_N2PKd: torch.Tensor,
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        sliding_window: int,
+        scoring: Scoring,
     ) -> None:
         num_decodes, _, longest = inputs.host_3.tolist()
         if num_decodes:
-            _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scale, sliding_window)
-        prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scale, sliding_window)
+            _decode_in_groups(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, longest, scoring)
+        prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
 
 
 def write_kv_waiting(
@@ -99,8 +98,7 @@ def _decode_in_groups(
     inputs: AttentionInputs,
     num_decodes: int,
     longest: int,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """The first num_decodes requests, so many at a time that the keys gathered stay few.
 
@@ -110,13 +108,13 @@ def _decode_in_groups(
     if inputs.seq_lens_R.device.type == "cpu":
         seq_lens = inputs.seq_lens_R.tolist()[:num_decodes]
         longest = max(seq_lens)
-        if num_decodes == 1 and longest:
-            _decode_one(q_THd, kv_cache_N2PKd, out_THd, inputs.block_table_RB[0], longest, scale, sliding_window)
+        if num_decodes == 1 and longest and not scoring.soft_cap and scoring.sinks_H is None:
+            _decode_one(q_THd, kv_cache_N2PKd, out_THd, inputs.block_table_RB[0], longest, scoring)
             return
         ragged, gather_bytes = min(seq_lens) < longest or longest == 0, CPU_GATHER_BYTES
     longest = max(longest, 1)
     _, _, _, num_kv_heads, head_dim = kv_cache_N2PKd.shape
-    context = min(longest, sliding_window or longest)
+    context = min(longest, scoring.sliding_window or longest)
     group = max(1, gather_bytes // (context * num_kv_heads * head_dim * kv_cache_N2PKd.element_size()))
     for start in range(0, num_decodes, group):
         rows = slice(start, min(start + group, num_decodes))
@@ -128,8 +126,7 @@ def _decode_in_groups(
             inputs.block_table_RB[rows],
             longest,
             ragged,
-            scale,
-            sliding_window,
+            scoring,
         )
 
 
@@ -141,12 +138,12 @@ def _decode(
     block_table_RB: torch.Tensor,
     longest: int,
     ragged: bool,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """One query per request, all padded to the longest context; not `ragged` says that none is padded."""
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
+    sliding_window = scoring.sliding_window
     windowed = 0 < sliding_window < longest
     if windowed:
         # Only the blocks that hold the window. From here on, positions count from the first of these blocks.
@@ -171,20 +168,31 @@ def _decode(
     rows_Sd = kv_cache_N2PKd.view(-1, head_dim)
     k_BLd = rows_Sd.index_select(0, k_rows_RKL.view(-1)).view(-1, longest, head_dim)
     # The query heads that share a K/V head are the rows of one matrix product.
-    q_BGd = q_RHd.reshape(num_requests * num_kv_heads, -1, head_dim).float() * scale
-    scores_RHL = torch.bmm(q_BGd, k_BLd.float().transpose(1, 2)).view(num_requests, num_heads, longest)
-    if ragged or windowed:
-        scores_RHL.masked_fill_(hidden_R1L, float("-inf"))
-    weights_RHL = scores_RHL.softmax(-1).to(rows_Sd.dtype)
+    q_BGd = q_RHd.reshape(num_requests * num_kv_heads, -1, head_dim).float() * scoring.scale
+    scores_RH1L = torch.bmm(q_BGd, k_BLd.float().transpose(1, 2)).view(num_requests, num_heads, 1, longest)
+    hidden_R11L = hidden_R1L.unsqueeze(1) if ragged or windowed else None
+    weights_RHL = _weights(scores_RH1L, hidden_R11L, scoring).squeeze(2).to(rows_Sd.dtype)
     # A bag is a query head: the weighted sum of its V rows, read straight from the cache.
     v_rows_RKL = k_rows_RKL + block_size * num_kv_heads
     v_rows_RHL = v_rows_RKL.repeat_interleave(num_heads // num_kv_heads, dim=1)
     out_BHd = embedding_bag(
-        v_rows_RHL.view(-1, longest), rows_Sd, mode="sum", per_sample_weights=weights_RHL.view(-1, longest)
+        v_rows_RHL.view(-1, longest), rows_Sd, mode="sum", per_sample_weights=weights_RHL.reshape(-1, longest)
     )
     out_RHd.copy_(out_BHd.view_as(out_RHd))
     if ragged or windowed:
         out_RHd.masked_fill_(seq_lens_R1.unsqueeze(2) == 0, 0)
+
+
+def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
+    """Of scaled products, which are overwritten. hidden: the keys without weight, to be broadcast."""
+    if scoring.soft_cap:
+        scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+    if hidden_RHQL is not None:
+        scores_RHQL.masked_fill_(hidden_RHQL, float("-inf"))
+    if scoring.sinks_H is None:
+        return scores_RHQL.softmax(-1)
+    sinks_RHQ1 = scoring.sinks_H.float().view(-1, 1, 1).expand(*scores_RHQL.shape[:-1], 1)
+    return torch.cat((scores_RHQL, sinks_RHQ1), -1).softmax(-1)[..., :-1]
 
 
 def _decode_one(
@@ -193,13 +201,12 @@ def _decode_one(
     out_THd: torch.Tensor,
     block_table_B: torch.Tensor,
     seq_len: int,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """The first request's single query: whole blocks are gathered, in few operations, since each costs more than
     its work."""
     num_blocks, _, block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape
-    first = max(0, seq_len - sliding_window) if sliding_window else 0
+    first = max(0, seq_len - scoring.sliding_window) if scoring.sliding_window else 0
     start, end = first // block_size, -(-seq_len // block_size)
     halves_N2W = kv_cache_N2PKd.view(num_blocks * 2, -1)
     k_halves_B = block_table_B[start:end] * 2
@@ -211,7 +218,7 @@ def _decode_one(
     # The query heads that share a K/V head take the place of query positions.
     q_1KGd = q_THd[0].view(1, num_kv_heads, -1, head_dim)
     out_1KGd = scaled_dot_product_attention(
-        q_1KGd, k_LKd.transpose(0, 1).unsqueeze(0), v_LKd.transpose(0, 1).unsqueeze(0), scale=scale
+        q_1KGd, k_LKd.transpose(0, 1).unsqueeze(0), v_LKd.transpose(0, 1).unsqueeze(0), scale=scoring.scale
     )
     out_THd[0] = out_1KGd.view(-1, head_dim)
 
@@ -229,8 +236,7 @@ def prefill_each(
     out_THd: torch.Tensor,
     inputs: AttentionInputs,
     num_decodes: int,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """The requests after the first num_decodes, one by one."""
     if num_decodes == inputs.seq_lens_R.shape[0]:
@@ -240,7 +246,7 @@ def prefill_each(
         tokens = slice(starts[row], starts[row + 1])
         if seq_len:
             table_B = inputs.block_table_RB[row]
-            _prefill(q_THd[tokens], kv_cache_N2PKd, out_THd[tokens], seq_len, table_B, scale, sliding_window)
+            _prefill(q_THd[tokens], kv_cache_N2PKd, out_THd[tokens], seq_len, table_B, scoring)
         else:
             out_THd[tokens] = 0
 
@@ -251,8 +257,7 @@ def _prefill(
     out_THd: torch.Tensor,
     seq_len: int,
     block_table_B: torch.Tensor,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """The last T positions of one request of seq_len tokens, in chunks that gather only the keys that they see."""
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
@@ -260,6 +265,7 @@ def _prefill(
     k_rows_KL = _k_rows(block_table_B.unsqueeze(0), seq_len, block_size, num_kv_heads).squeeze(0)
     positions_L = torch.arange(seq_len, device=q_THd.device)
     context = seq_len - q_THd.shape[0]
+    sliding_window = scoring.sliding_window
     for start in range(0, q_THd.shape[0], QUERIES_PER_CHUNK):
         q_CHd = q_THd[start : start + QUERIES_PER_CHUNK]
         first_query, end = context + start, context + start + q_CHd.shape[0]
@@ -277,7 +283,12 @@ def _prefill(
             for rows in (rows_KL, rows_KL + block_size * num_kv_heads)
         )
         q_KGCd = q_CHd.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-        out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=visible_CL, scale=scale)
+        if scoring.soft_cap or scoring.sinks_H is not None:
+            scores_KGCL = q_KGCd.float() * scoring.scale @ k_KGLd.float().transpose(-2, -1)
+            weights_1HCL = _weights(scores_KGCL.flatten(0, 1).unsqueeze(0), ~visible_CL, scoring)
+            out_KGCd = weights_1HCL.to(v_KGLd.dtype).view_as(scores_KGCL) @ v_KGLd
+        else:
+            out_KGCd = scaled_dot_product_attention(q_KGCd, k_KGLd, v_KGLd, attn_mask=visible_CL, scale=scoring.scale)
         out_THd[start : start + q_CHd.shape[0]] = out_KGCd.permute(2, 0, 1, 3).flatten(1, 2)
 
 

@@ -14,7 +14,7 @@ from compiled_engine.attention.backends.triton_listed_decode import listed_decod
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
 
@@ -89,8 +89,7 @@ class TritonBackend:
         kv_cache_N2PKd: torch.Tensor,
         out_THd: torch.Tensor,
         inputs: AttentionInputs,
-        scale: float,
-        sliding_window: int,
+        scoring: Scoring,
     ) -> None:
         require_dense(kv_cache_N2PKd, q_THd=q_THd, out_THd=out_THd)
         num_kv_heads, head_dim = kv_cache_N2PKd.shape[3:]
@@ -98,9 +97,9 @@ class TritonBackend:
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
         if not facts.listed:
-            context = min(facts.max_seq_len, sliding_window or facts.max_seq_len)
+            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
             splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
-            decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, splits, scale, sliding_window)
+            decode(q_THd, kv_cache_N2PKd, out_THd, inputs, facts.num_requests, splits, scoring)
             return
         tiles = prefill_tiles(head_dim, q_THd.element_size(), facts.max_seq_len)
         layout = WorkLayout(facts.num_requests, num_kv_heads, tiles.rows // group)
@@ -109,9 +108,9 @@ class TritonBackend:
             work_W = q_THd.new_empty(layout.length(facts.num_tokens), dtype=torch.int32)
             write_lists(inputs, work_W, layout, facts.min_keys)
         arguments = q_THd, kv_cache_N2PKd, out_THd, inputs, work_W, layout
-        listed_decode(*arguments, facts.min_keys, num_sms, scale, sliding_window)
+        listed_decode(*arguments, facts.min_keys, num_sms, scoring)
         if facts.num_requests > facts.num_decodes:
-            prefill(*arguments, tiles, num_sms, scale, sliding_window)
+            prefill(*arguments, tiles, num_sms, scoring)
 
 
 @cache

@@ -6,7 +6,6 @@ a K/V head are computed together, so that each key is read once.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +14,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS, Splits
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys, combined, normalised, scales
 from compiled_engine.attention.backends.work_list import split_length
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -48,7 +47,13 @@ def decode_tiles(head_dim: int, element_size: int, small: bool) -> DecodeTiles:
 @quick_launches
 @triton.jit(
     do_not_specialize=["table_stride", "q_token_stride", "out_token_stride", "min_keys"],
-    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=[
+        "partial_max_ptr",
+        "partial_sum_ptr",
+        "seq_lens_ptr",
+        "block_table_ptr",
+        "sinks_ptr",
+    ],
 )
 def decode_kernel(
     q_ptr: tl.tensor,
@@ -59,6 +64,7 @@ def decode_kernel(
     partial_sum_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale_log2: tl.tensor,
     table_stride: tl.tensor,
     q_token_stride: tl.tensor,
@@ -67,6 +73,7 @@ def decode_kernel(
     Q_HEAD_STRIDE: tl.constexpr,
     OUT_HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -110,6 +117,7 @@ def decode_kernel(
         end_key,
         scale_log2,
         Q_HEAD_STRIDE,
+        CAP_SCALE,
         GROUP,
         BLOCK_SIZE,
         NUM_KV_HEADS,
@@ -128,8 +136,7 @@ def decode_kernel(
         tl.store(partial_max_ptr + partials_M, max_M, mask=rows_M < GROUP)
         tl.store(partial_sum_ptr + partials_M, sum_M, mask=rows_M < GROUP)
     else:
-        # A padding row (seq_len 0) saw no key: zeros.
-        out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+        out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, rows_M < GROUP, scale_log2)
         out_rows_M = tl.multiple_of(request * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
         tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
 
@@ -137,7 +144,7 @@ def decode_kernel(
 @quick_launches
 @triton.jit(
     do_not_specialize=["out_token_stride", "num_splits", "min_keys"],
-    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr"],
+    do_not_specialize_on_alignment=["partial_max_ptr", "partial_sum_ptr", "seq_lens_ptr", "sinks_ptr"],
 )
 def combine_kernel(
     partial_ptr: tl.tensor,
@@ -145,6 +152,7 @@ def combine_kernel(
     partial_sum_ptr: tl.tensor,
     out_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale_log2: tl.tensor,
     out_token_stride: tl.tensor,
     num_splits: tl.tensor,
@@ -178,9 +186,7 @@ def combine_kernel(
     sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0)
     mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
     acc_SD = tl.load(partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :], mask=mask_SD, other=0.0)
-    weight_S = tl.exp2((max_S - tl.max(max_S, 0)) * scale_log2)
-    total = tl.sum(sum_S * weight_S, 0)
-    out_D = tl.sum(acc_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)
+    out_D = combined(acc_SD, max_S, sum_S, sinks_ptr, head, scale_log2)
     out_row = tl.multiple_of(request * out_token_stride, 8) + head * OUT_HEAD_STRIDE
     tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
 
@@ -192,8 +198,7 @@ def decode(
     inputs: AttentionInputs,
     num_decodes: int,
     splits: Splits,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """Launch the kernels for the first num_decodes requests, whose queries are the first num_decodes tokens."""
     num_heads = q_THd.shape[1]
@@ -201,7 +206,7 @@ def decode(
     group = num_heads // num_kv_heads
     tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.small)
     tile_d = triton.next_power_of_2(head_dim)
-    scale_log2 = scale * math.log2(math.e)
+    scale_log2, cap_scale = scales(scoring)
     split = splits.count > 1
     partial_shape = (num_decodes, num_heads, splits.count) if split else (0,)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
@@ -216,6 +221,7 @@ def decode(
         partial_sum,
         inputs.seq_lens_R,
         inputs.block_table_RB,
+        scoring.sinks_H,
         scale_log2,
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
@@ -223,7 +229,8 @@ def decode(
         splits.min_keys,
         Q_HEAD_STRIDE=q_THd.stride(1),
         OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=sliding_window,
+        WINDOW=scoring.sliding_window,
+        CAP_SCALE=cap_scale,
         GROUP=group,
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,
@@ -245,12 +252,13 @@ def decode(
         partial_sum,
         out_THd,
         inputs.seq_lens_R,
+        scoring.sinks_H,
         scale_log2,
         out_THd.stride(0),
         splits.count,
         splits.min_keys,
         OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=sliding_window,
+        WINDOW=scoring.sliding_window,
         HEAD_DIM=head_dim,
         TILE_S=MAX_SPLITS,
         TILE_D=tile_d,

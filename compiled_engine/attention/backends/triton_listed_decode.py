@@ -7,7 +7,6 @@ depends on the request and on the launch alone, never on its neighbours.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys, combined, normalised, scales
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -45,7 +44,7 @@ def listed_decode_tiles(head_dim: int, element_size: int) -> ListedDecodeTiles:
 @quick_launches
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride", "min_keys"],
-    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
 )
 def listed_decode_kernel(
     q_ptr: tl.tensor,
@@ -58,6 +57,7 @@ def listed_decode_kernel(
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale_log2: tl.tensor,
     num_requests: tl.tensor,
     table_stride: tl.tensor,
@@ -67,6 +67,7 @@ def listed_decode_kernel(
     Q_HEAD_STRIDE: tl.constexpr,
     OUT_HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -120,6 +121,7 @@ def listed_decode_kernel(
                 tl.minimum(first_key + length, seq_len),
                 scale_log2,
                 Q_HEAD_STRIDE,
+                CAP_SCALE,
                 GROUP,
                 BLOCK_SIZE,
                 NUM_KV_HEADS,
@@ -130,8 +132,7 @@ def listed_decode_kernel(
             )
             out_token_ptr = out_ptr + tl.multiple_of(token * out_token_stride, 8) + kv_head * GROUP * OUT_HEAD_STRIDE
             if num_splits == 1:
-                # A padding row (seq_len 0) saw no key: zeros.
-                out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+                out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, kv_head * GROUP + rows_M, mask_M, scale_log2)
                 out_ptrs_MD = out_token_ptr + rows_M[:, None] * OUT_HEAD_STRIDE + d_D[None, :]
                 tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
             else:
@@ -159,9 +160,7 @@ def listed_decode_kernel(
                             other=0.0,
                             cache_modifier=".cg",
                         )
-                        weight_S = tl.exp2((max_S - tl.max(max_S, 0)) * scale_log2)
-                        total = tl.sum(sum_S * weight_S, 0)
-                        out_D = tl.sum(acc_SD * weight_S[:, None], 0) / total
+                        out_D = combined(acc_SD, max_S, sum_S, sinks_ptr, kv_head * GROUP + row, scale_log2)
                         out_ptrs_D = out_token_ptr + row * OUT_HEAD_STRIDE + d_D
                         tl.store(out_ptrs_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
 
@@ -175,14 +174,14 @@ def listed_decode(
     layout: WorkLayout,
     min_keys: int,
     num_sms: int,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """Launch the kernel for all requests with one query. min_keys: as the list was made with."""
     num_heads = q_THd.shape[1]
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
     tiles = listed_decode_tiles(head_dim, kv_cache_N2PKd.element_size())
+    scale_log2, cap_scale = scales(scoring)
     partial_shape = (layout.num_requests, num_heads, MAX_LISTED_SPLITS)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
@@ -197,7 +196,8 @@ def listed_decode(
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         inputs.block_table_RB,
-        scale * math.log2(math.e),
+        scoring.sinks_H,
+        scale_log2,
         layout.num_requests,
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
@@ -205,7 +205,8 @@ def listed_decode(
         min_keys,
         Q_HEAD_STRIDE=q_THd.stride(1),
         OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=sliding_window,
+        WINDOW=scoring.sliding_window,
+        CAP_SCALE=cap_scale,
         GROUP=group,
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,

@@ -3,7 +3,6 @@ take tiles from the work list."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +11,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, normalised, scales
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -54,7 +53,7 @@ def prefill_tiles(head_dim: int, element_size: int, max_seq_len: int) -> Prefill
 @quick_launches
 @triton.jit(
     do_not_specialize=["num_requests", "table_stride", "q_token_stride", "out_token_stride"],
-    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr"],
+    do_not_specialize_on_alignment=["work_ptr", "query_start_loc_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
 )
 def prefill_kernel(
     q_ptr: tl.tensor,
@@ -64,6 +63,7 @@ def prefill_kernel(
     query_start_loc_ptr: tl.tensor,
     seq_lens_ptr: tl.tensor,
     block_table_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale_log2: tl.tensor,
     num_requests: tl.tensor,
     table_stride: tl.tensor,
@@ -72,6 +72,7 @@ def prefill_kernel(
     Q_HEAD_STRIDE: tl.constexpr,
     OUT_HEAD_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -154,6 +155,7 @@ def prefill_kernel(
                         scale_log2,
                         masked == 1,
                         WINDOW,
+                        CAP_SCALE,
                         BLOCK_SIZE,
                         NUM_KV_HEADS,
                         HEAD_DIM,
@@ -161,8 +163,7 @@ def prefill_kernel(
                         TILE_D,
                     )
                     block_N = next_block_N
-            # A padding row (seq_len 0) saw no key: zeros.
-            out_MD = acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+            out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, heads_M < NUM_KV_HEADS * GROUP, scale_log2)
             out_rows_M = tl.multiple_of(tokens_M * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
             tl.store(out_ptr + out_rows_M[:, None] + d_D[None, :], out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
     if DEPENDENT_LAUNCH:
@@ -178,12 +179,12 @@ def prefill(
     layout: WorkLayout,
     tiles: PrefillTiles,
     num_sms: int,
-    scale: float,
-    sliding_window: int,
+    scoring: Scoring,
 ) -> None:
     """Launch the kernel for all requests with several queries, right after `listed_decode`."""
     num_tokens, num_heads, _ = q_THd.shape
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    scale_log2, cap_scale = scales(scoring)
     prefill_kernel[(min(num_sms * tiles.programs, layout.most_tiles(num_tokens) * num_kv_heads),)](
         q_THd,
         kv_cache_N2PKd,
@@ -192,14 +193,16 @@ def prefill(
         inputs.query_start_loc_R1,
         inputs.seq_lens_R,
         inputs.block_table_RB,
-        scale * math.log2(math.e),
+        scoring.sinks_H,
+        scale_log2,
         layout.num_requests,
         inputs.block_table_RB.stride(0),
         q_THd.stride(0),
         out_THd.stride(0),
         Q_HEAD_STRIDE=q_THd.stride(1),
         OUT_HEAD_STRIDE=out_THd.stride(1),
-        WINDOW=sliding_window,
+        WINDOW=scoring.sliding_window,
+        CAP_SCALE=cap_scale,
         GROUP=num_heads // num_kv_heads,
         BLOCK_SIZE=block_size,
         NUM_KV_HEADS=num_kv_heads,

@@ -6,11 +6,24 @@ Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (Fl
 
 from __future__ import annotations
 
+import math
+
 import triton
 import triton.language as tl
 
+from compiled_engine.attention.inputs import Scoring
+
 # Lower than any score, yet finite: a row that has seen no key so far must not turn into NaN.
 LOWEST = tl.constexpr(-1.0e30)
+LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+def scales(scoring: Scoring) -> tuple[float, float]:
+    """(scale_log2, CAP_SCALE) of the kernels: what weights are powers of two of, and what the product is scaled by
+    before its tanh; 0 leaves the tanh out."""
+    if scoring.soft_cap:
+        return scoring.soft_cap * LOG2_E.value, scoring.scale / scoring.soft_cap
+    return scoring.scale * LOG2_E.value, 0.0
 
 
 @triton.jit
@@ -44,6 +57,7 @@ def attend_tile(
     scale_log2: tl.tensor,
     MASKED: tl.constexpr,
     WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -54,8 +68,8 @@ def attend_tile(
 
     block_N is each key's block, any that exists from end_key on; head_cache_ptr the cache [N, 2, P, K, d] offset to the
     head.
-    Without MASKED the caller promises that every row sees every key of the tile. max_M holds unscaled scores;
-    scale_log2 is the softmax scale times log2(e).
+    Without MASKED the caller promises that every row sees every key of the tile. max_M holds scores that are not yet
+    scaled by scale_log2; see `scales`.
     """
     keys_N = first_key + tl.arange(0, TILE_N)
     stored_N = keys_N < end_key
@@ -64,6 +78,8 @@ def attend_tile(
     k_ptrs_N = head_cache_ptr + rows_N * (NUM_KV_HEADS * HEAD_DIM)
     k_ND = load_rows(k_ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D)
     scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
+    if CAP_SCALE > 0:
+        scores_MN = 1 - 2 / (tl.exp2(scores_MN * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
     if MASKED:
         visible_MN = stored_N[None, :] & (keys_N[None, :] <= positions_M[:, None])
         if WINDOW > 0:
@@ -90,6 +106,7 @@ def attend_keys(
     end_key: tl.tensor,
     scale_log2: tl.tensor,
     Q_HEAD_STRIDE: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -124,6 +141,7 @@ def attend_keys(
             scale_log2,
             True,
             0,
+            CAP_SCALE,
             BLOCK_SIZE,
             NUM_KV_HEADS,
             HEAD_DIM,
@@ -131,3 +149,39 @@ def attend_keys(
             TILE_D,
         )
     return acc_MD, max_M, sum_M
+
+
+@triton.jit
+def normalised(
+    acc_MD: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    sinks_ptr: tl.tensor,
+    heads_M: tl.tensor,
+    mask_M: tl.tensor,
+    scale_log2: tl.tensor,
+) -> tl.tensor:
+    """acc over the sum of its weights, that of the head's sink included (sinks_ptr None: there are none)."""
+    if sinks_ptr is not None:
+        sink_M = tl.load(sinks_ptr + heads_M, mask=mask_M, other=0.0).to(tl.float32)
+        sum_M += tl.exp2(sink_M * LOG2_E - max_M * scale_log2)
+    # A padding row (seq_len 0) saw no key: zeros.
+    return acc_MD / tl.where(sum_M > 0, sum_M, 1.0)[:, None]
+
+
+@triton.jit
+def combined(
+    acc_SD: tl.tensor,
+    max_S: tl.tensor,
+    sum_S: tl.tensor,
+    sinks_ptr: tl.tensor,
+    head: tl.tensor,
+    scale_log2: tl.tensor,
+) -> tl.tensor:
+    """What the splits of a head left, weighed: the head's result."""
+    largest = tl.max(max_S, 0)
+    weight_S = tl.exp2((max_S - largest) * scale_log2)
+    total = tl.sum(sum_S * weight_S, 0)
+    if sinks_ptr is not None:
+        total += tl.exp2(tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E - largest * scale_log2)
+    return tl.sum(acc_SD * weight_S[:, None], 0) / tl.where(total > 0, total, 1.0)
