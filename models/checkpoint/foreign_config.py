@@ -33,7 +33,7 @@ def foreign_model(
     for name in ("soft_cap", "sinks"):
         if len({getattr(layer, name) for layer in layers}) > 1:
             raise ValueError(
-                f"{fields.source}: the layers of {description.architecture} differ in the {name} of attention"
+                f"{fields.source}: the layers of {description.architecture} differ in their {name}"
             )
     length = description.max_position_embeddings
     model = ModelConfig(

@@ -27,8 +27,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """[1, heads, T, d] in, [1, T, heads, d] out; `module` has `step` and the number of its layer, `layer_idx`.
 
-    What the other arguments may be was checked when the model was observed; the window is that of the mask, which is not
-    made here.
+    What the other arguments may be was checked when the model was observed; the window is that of the mask, which
+    is not made here.
     """
     q_THd, k_TKd, v_TKd = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

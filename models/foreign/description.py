@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version as version_of
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of one layer: heads, and how many keys a query sees (None: all); soft cap and sinks as attention.inputs has them."""
+    """Of one layer: heads, how many keys a query sees (None: all), and soft cap and sinks as in attention.inputs."""
 
     num_heads: int
     num_kv_heads: int

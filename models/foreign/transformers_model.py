@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.models.foreign.attention_interface import NAME
