@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.layout_form import Form, permuted, reshaped, squeezed, unsqueezed
+from compiled_engine.passes.layout_form import Form, Size, permuted, reshaped, squeezed, unsqueezed
 from compiled_engine.passes.layout_ops import LayoutOps
-from compiled_engine.passes.matching import always_equal, aten, emit, emit_item, is_call
+from compiled_engine.passes.matching import always_equal, aten, emit, emit_item, fake_mode_of, is_call
 from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.structure_counts import has_batch
 
@@ -145,7 +146,18 @@ class _Normalisation:
         if any(not isinstance(size, int) and not isinstance(given.get(str(size)), fx.Node) for size in sizes):
             return None
         arguments = [size if isinstance(size, int) else given[str(size)] for size in sizes]
-        return Form(emit(self.graph, aten.reshape.default, form.core, arguments), dims)
+        target = aten.view.default if _is_a_view(form.core.meta["val"], sizes) else aten.reshape.default
+        return Form(emit(self.graph, target, form.core, arguments), dims)
+
+
+def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
+    """Whether a tensor of these strides has a view of these sizes."""
+    try:
+        with fake_mode_of(fake):
+            fake.view(sizes)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return False
+    return True
 
 
 def _are_tensors(node: fx.Node) -> bool:

@@ -32,9 +32,7 @@ def foreign_model(
     heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers)
     for name in ("soft_cap", "sinks"):
         if len({getattr(layer, name) for layer in layers}) > 1:
-            raise ValueError(
-                f"{fields.source}: the layers of {description.architecture} differ in their {name}"
-            )
+            raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their {name}")
     length = description.max_position_embeddings
     model = ModelConfig(
         path=path,

@@ -1,0 +1,131 @@
+"""The engine's log-probabilities beside those of transformers, family by family, through transformers' own code.
+
+Each comparison has prompts longer than a step and than any window, so they are computed in chunks; decodes; and the same
+prompts once more, which begin in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
+from compiled_engine.bench.machine import provenance
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.llm import LLM, make_options
+from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.passes.manager import PassReport
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
+
+# Largest difference of a log-probability in fp32.
+TOLERANCE = 3e-4
+# In bf16: how many times as far from the fp32 oracle as transformers in bf16 the engine may be, on average.
+BF16_FACTOR = 1.3
+PROMPT_LENS = (1, 5, 33, 70)
+OUTPUT_LEN = 10
+OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 3,
+    "max_model_len": 128,
+    "model_impl": "transformers",
+    "progress": False,
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of transformers
+    in the engine's own dtype beside it."""
+
+    largest: float
+    mean: float
+    mean_of_transformers: float
+
+    def is_right(self, dtype: torch.dtype) -> bool:
+        if dtype == torch.float32:
+            return self.largest <= TOLERANCE
+        return self.mean <= BF16_FACTOR * self.mean_of_transformers
+
+
+def compare_families(
+    cases: Sequence[Family], modes: Sequence[str], options: dict[str, Any], done: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Each family in each mode, as JSON; `done` is told of each. options: further ones of `LLM`."""
+    results = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(_compare(case, Path(folder), modes, options))
+        done(results[-1])
+    config = resolve(make_options(options))
+    return {"benchmark": "families", "results": results, **provenance(config.device)}
+
+
+def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    dtype = getattr(torch, str(options.get("dtype", "float32")))
+    oracle = write_checkpoint(folder, case, dtype)
+    found: dict[str, Any] = {"family": case.name, "architecture": type(oracle).__name__, "dtype": options.get("dtype")}
+    try:
+        for mode in modes:
+            difference = difference_of(folder, oracle, options | {"mode": mode})
+            found[mode] = vars(difference) | {"right": difference.is_right(dtype)}
+        if set(modes) - {"eager"}:
+            found["passes"] = [_summary(report) for report in fusions_of(folder, options)]
+    except Exception as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Difference:
+    """Of the checkpoint in the folder, run by an engine with these options."""
+    vocab_size = oracle.config.get_text_config().vocab_size
+    generator = random.Random(0)
+    prompts = [[generator.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENS]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, prompt_logprobs=3, detokenize=False)
+    with LLM(folder, **OPTIONS | {"dtype": "float32"} | options) as llm:
+        dtype, device = llm.config.model.dtype, llm.config.device
+        # Without log-probabilities of the prompt its beginning comes from the prefix cache.
+        cached = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = [*llm.generate(given, params), *llm.generate(given, cached)]
+    narrow = load_oracle(folder, dtype).to(device) if dtype != torch.float32 else None
+    oracle = oracle.to(device)
+    differences: list[float] = []
+    of_transformers: list[float] = []
+    for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
+        completion = output.outputs[0]
+        ids = torch.tensor([prompt + list(completion.token_ids)], device=device)
+        exact_TV = oracle(ids).logits[0].float().log_softmax(-1)
+        narrow_TV = exact_TV if narrow is None else narrow(ids).logits[0].float().log_softmax(-1)
+        before = list(output.prompt_logprobs[1:]) if output.prompt_logprobs else []
+        entries = [*before, *(completion.logprobs or [])]
+        first = ids.shape[1] - len(entries)
+        for position, entry in enumerate(entries, start=first):
+            for token_id, logprob in (entry or {}).items():
+                exact = exact_TV[position - 1, token_id].item()
+                differences.append(abs(logprob.logprob - exact))
+                of_transformers.append(abs(narrow_TV[position - 1, token_id].item() - exact))
+    count = len(differences)
+    return Difference(max(differences), sum(differences) / count, sum(of_transformers) / count)
+
+
+def fusions_of(folder: Path, options: dict[str, Any]) -> tuple[PassReport, ...]:
+    """What the passes do to the model in the folder, for the batch sizes of the first compile range."""
+    given = OPTIONS | {"mode": "compiled", "compile_ranges": (8,), "dtype": "float32"} | options
+    given = {name: value for name, value in given.items() if name != "progress"} | {"model": folder}
+    config = resolve(make_options(given | {"mode": "compiled"}))
+    traced = trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+    return apply_passes(config, traced, compile_ranges(config)[0])[1]
+
+
+def _summary(report: PassReport) -> dict[str, Any]:
+    names = ("name", "applied", "matches", "contract")
+    return {name: getattr(report, name) for name in names} | {"near_misses": list(report.near_misses)}
