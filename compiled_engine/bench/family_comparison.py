@@ -16,12 +16,9 @@ from typing import Any
 import torch
 
 from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
+from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.machine import provenance
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.llm import LLM, make_options
-from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
@@ -59,7 +56,11 @@ class Difference:
 def compare_families(
     cases: Sequence[Family], modes: Sequence[str], options: dict[str, Any], done: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """Each family in each mode, as JSON; `done` is told of each. options: further ones of `LLM`."""
+    """Each family in each mode, as JSON; `done` is told of each.
+
+    modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU. options: further ones of
+    `LLM`.
+    """
     results = []
     for case in cases:
         with tempfile.TemporaryDirectory() as folder:
@@ -75,10 +76,13 @@ def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str
     found: dict[str, Any] = {"family": case.name, "architecture": type(oracle).__name__, "dtype": options.get("dtype")}
     try:
         for mode in modes:
-            difference = difference_of(folder, oracle, options | {"mode": mode})
+            if mode == "fused":
+                model = fused_model(folder, options)
+                difference = difference_after_passes(model, oracle)
+                found["passes"] = [_summary(report) for report in model.reports]
+            else:
+                difference = difference_of(folder, oracle, options | {"mode": mode})
             found[mode] = vars(difference) | {"right": difference.is_right(dtype)}
-        if set(modes) - {"eager"}:
-            found["passes"] = [_summary(report) for report in fusions_of(folder, options)]
     except Exception as error:
         found["refused"] = f"{type(error).__name__}: {error}"
     return found
@@ -117,13 +121,26 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
     return Difference(max(differences), sum(differences) / count, sum(of_transformers) / count)
 
 
-def fusions_of(folder: Path, options: dict[str, Any]) -> tuple[PassReport, ...]:
-    """What the passes do to the model in the folder, for the batch sizes of the first compile range."""
-    given = OPTIONS | {"mode": "compiled", "compile_ranges": (8,), "dtype": "float32"} | options
-    given = {name: value for name, value in given.items() if name != "progress"} | {"model": folder}
-    config = resolve(make_options(given | {"mode": "compiled"}))
-    traced = trace(without_storage(build_model(config.model), config.device), example_inputs(config))
-    return apply_passes(config, traced, compile_ranges(config)[0])[1]
+def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) -> FusedModel:
+    """The checkpoint in the folder after the passes for up to 8 tokens, and for more. options: further ones of `LLM`."""
+    given = {"dtype": "float32"} | OPTIONS | {"compile_ranges": (8,), "block_size": BLOCK_SIZE} | options
+    del given["progress"]
+    config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
+    return fuse(config, verify=verify)
+
+
+def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:
+    """In steps of prompts in chunks beside decodes, with windows shorter than the prompts."""
+    vocab_size = oracle.config.get_text_config().vocab_size
+    generator = random.Random(0)
+    sequences = [[generator.randrange(vocab_size) for _ in range(length)] for length in (31, 18)]
+    steps = [[9, 1], [1, 6], [0, 1], [14, 1], [1, 1], [6, 8]]
+    differences = []
+    for ids, found_TV in zip(sequences, model.logprobs(sequences, steps), strict=True):
+        exact_TV = oracle(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        differences.append((found_TV - exact_TV).abs())
+    every = torch.cat(differences)
+    return Difference(every.max().item(), every.mean().item(), 0.0)
 
 
 def _summary(report: PassReport) -> dict[str, Any]:
