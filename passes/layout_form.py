@@ -84,11 +84,12 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
     for old, new in groups:
         cores = [form.dims[place] for place in old]
         real = [core for core in cores if core is not None]
-        places = [place for place in new if not _is_one(wanted[place])] or ([new[0]] if real and new else [])
         if not real:
-            if places:
+            if not all(_is_one(wanted[place]) for place in new):
                 return None
             continue
+        # A one in front is a batch; one that a dimension is split into is a single head.
+        places = [place for place in new if place or not _is_one(wanted[place])] or new[:1]
         if real != list(range(real[0], real[0] + len(real))) or not places:
             return None
         stays &= len(real) == 1 and len(places) == 1

@@ -120,11 +120,32 @@ class _Normalisation:
         if is_call(node, *_COPIES):
             return first
         if is_call(node, aten.expand.default):
-            same = len(args[1]) == first.rank and all(map(always_equal, node.meta["val"].shape, first.sizes()))  # type: ignore[arg-type]
-            return first if same else None
+            return self._expanded(node, first)
         if is_call(node, *_RESHAPES):
             return self._reshaped(node, first)
         return self.ops.follow(node)
+
+    def _expanded(self, node: fx.Node, form: Form) -> Form | None:
+        """Dimensions of one that become longer become dimensions of the core."""
+        wanted = node.meta["val"].shape
+        if len(wanted) != form.rank:
+            return None
+        longer = [i for i, size in enumerate(wanted) if not always_equal(size, form.sizes()[i])]
+        if not longer:
+            return form
+        if any(form.dims[i] is not None or not isinstance(wanted[i], int) for i in longer):
+            return None
+        form = self.ordered(form)
+        core, dims = form.core, list(form.dims)
+        for i in longer:
+            place = len([dim for dim in dims[:i] if dim is not None])
+            core = emit(self.graph, aten.unsqueeze.default, core, place)
+            dims = [None if dim is None else dim + (dim >= place) for dim in dims]
+            dims[i] = place
+        sizes = [-1] * len(core.meta["val"].shape)
+        for i in longer:
+            sizes[dims[i]] = wanted[i]  # type: ignore[index]
+        return Form(emit(self.graph, aten.expand.default, core, sizes), tuple(dims))
 
     def _item(self, node: fx.Node) -> Form | None:
         several, index = node.args

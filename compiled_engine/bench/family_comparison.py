@@ -1,7 +1,7 @@
 """The engine's log-probabilities beside those of transformers, family by family, through transformers' own code.
 
-Each comparison has prompts longer than a step and than any window, so they are computed in chunks; decodes; and the same
-prompts once more, which begin in the prefix cache.
+Each comparison has prompts longer than a step and than any window, so they are computed in chunks; decodes; and the
+same prompts once more, which begin in the prefix cache.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def compare_families(
 ) -> dict[str, Any]:
     """Each family in each mode, as JSON; `done` is told of each.
 
-    modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU. options: further ones of
-    `LLM`.
+    modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU. options: further ones
+    of `LLM`.
     """
     results = []
     for case in cases:
@@ -122,7 +122,7 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
 
 
 def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) -> FusedModel:
-    """The checkpoint in the folder after the passes for up to 8 tokens, and for more. options: further ones of `LLM`."""
+    """The checkpoint in the folder after the passes for up to 8 tokens, and for more. options: of `LLM`."""
     given = {"dtype": "float32"} | OPTIONS | {"compile_ranges": (8,), "block_size": BLOCK_SIZE} | options
     del given["progress"]
     config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))

@@ -24,13 +24,13 @@ def families(
 ) -> None:
     """Log-probabilities of tiny random checkpoints beside those of transformers, family by family.
 
-    Each family's checkpoint is made by transformers and run through its code: prompts in chunks, decodes, prefixes from
-    the cache, windows shorter than the prompts. Mode fused executes the graph after all passes op by op, on the CPU, which
-    takes seconds where compiling takes minutes. A difference is right up to 3e-4 in float32; in other types the mean may
-    be 1.3 times that of transformers in the same type.
+    Each family's checkpoint is made by transformers and run through its code: prompts in chunks, decodes, prefixes
+    from the cache, windows shorter than the prompts. Mode fused executes the graph after all passes op by op, on the
+    CPU, which takes seconds where compiling takes minutes. A difference is right up to 3e-4 in float32; in other types
+    the mean may be 1.3 times that of transformers in the same type.
 
-    JSON: benchmark, results (family, architecture, and for each mode largest, mean, mean_of_transformers, right; passes:
-    matches and contract of each; refused: why it cannot be run), date, machine, versions, command.
+    JSON: benchmark, results (family, architecture, and for each mode largest, mean, mean_of_transformers, right;
+    passes: matches and contract of each; refused: why it cannot be run), date, machine, versions, command.
     """
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
