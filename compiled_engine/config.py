@@ -56,6 +56,20 @@ class TransformersModel:
 
 
 @dataclass(frozen=True)
+class ExpertsConfig:
+    """Mixture of experts in the place of an MLP: each token goes to `per_token` of `count` experts, gated MLPs of
+    `intermediate_size`. renormalise: the weights of the chosen ones add up to 1. `dense_layers` have an MLP instead.
+    A model without experts has a count of 0.
+    """
+
+    count: int = 0
+    per_token: int = 0
+    intermediate_size: int = 0
+    renormalise: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class HeadShape:
     """Query heads and K/V heads of a layer, and the elements of each."""
 
@@ -74,7 +88,8 @@ class ModelConfig:
     `intermediate_size` say nothing then.
     `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
     and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
-    attention.inputs.Scoring; 0 and False mean none.
+    attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
+    `local_rope_theta`: of layers with a window where it is another, unscaled (Gemma 3).
     """
 
     path: Path
@@ -105,6 +120,14 @@ class ModelConfig:
     attention_scale: float | None = None
     attention_soft_cap: float = 0.0
     attention_sinks: bool = False
+    logit_soft_cap: float = 0.0
+    local_rope_theta: float | None = None
+    experts: ExpertsConfig = ExpertsConfig()
+
+    @property
+    def num_mlps(self) -> int:
+        """Layers with an MLP of their own instead of experts."""
+        return len(self.experts.dense_layers) if self.experts.count else self.num_layers
 
     def heads_of(self, layer: int) -> HeadShape:
         """The heads of a layer."""

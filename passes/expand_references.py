@@ -56,8 +56,9 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
     for fused in graph.find_nodes(op="call_function", target=rope_kv_write.FUSED):
         attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))
         q, k, v, *norm_and_angles = fused.args[:8]
+        norm = fused.args[10:]
         with graph.inserting_before(fused):
-            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles))
+            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles, *norm))
             rotated_q, rotated_k = (graph.call_function(operator.getitem, (rotated, i)) for i in range(2))
         with graph.inserting_before(attend):
             graph.call_function(rope_kv_write.ATTENTION, (rotated_q, rotated_k, v, *attend.args[1:]))

@@ -154,11 +154,19 @@ class LayoutOps:
 
 def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
     """A call of the node's op on other arguments, with its keywords."""
-    new = graph.call_function(node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
-    values, keywords = fx.map_arg((args, node.kwargs), lambda argument: argument.meta["val"])
+    given = {name: value for name, value in node.kwargs.items() if not _says_nothing(node, name)}
+    new = graph.call_function(node.target, args, given)  # type: ignore[arg-type]
+    values, keywords = fx.map_arg((args, given), lambda argument: argument.meta["val"])
     with fake_mode_of(values):
         new.meta["val"] = node.target(*values, **keywords)  # type: ignore[operator]
     return new
+
+
+def _says_nothing(node: fx.Node, name: str) -> bool:
+    """Whether a conversion's keyword names what the value has anyway, as `type_as` does."""
+    if not is_call(node, aten._to_copy.default):
+        return False
+    return name == "layout" or (name == "device" and node.kwargs[name] == arg(node, 0).meta["val"].device)
 
 
 def _is_pointwise(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
+from compiled_engine.passes.experts import Experts
 from compiled_engine.passes.graph_pass import GraphPass
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
@@ -18,6 +19,7 @@ from compiled_engine.passes.small_batch_linear import SmallBatchLinear
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     NoOpElimination(),
     MergeLinears(),
+    Experts(),
     ResidualRMSNorm(),
     RMSNorm(),
     RopeAngles(),

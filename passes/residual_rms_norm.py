@@ -1,4 +1,5 @@
-"""Residual add and the RMSNorm that follows it become one kernel that returns both results.
+"""Residual add and the RMSNorm that follows it become one kernel that returns both results; a norm of what is added
+(Gemma has one) is part of it.
 
 Why: both read and write the hidden state, so one kernel halves the traffic and saves a launch; Inductor by itself finds
 the same fusion as two loops over the row, this kernel keeps the row in registers. With few tokens small_batch_linear
@@ -25,6 +26,7 @@ from compiled_engine.passes.matching import (
     emit,
     emit_item,
     is_call,
+    only_user,
     other_factor,
     rewrite_calls,
     through_cast,
@@ -43,9 +45,12 @@ def residual_rms_norm_kernel(
     weight_ptr: tl.tensor,
     normed_ptr: tl.tensor,
     sum_ptr: tl.tensor,
+    inner_weight_ptr: tl.tensor,
     eps: tl.tensor,
     HIDDEN_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     if DEPENDENT_LAUNCH:
@@ -56,25 +61,44 @@ def residual_rms_norm_kernel(
     mask = column < HIDDEN_SIZE
     x = tl.load(x_ptr + start + column, mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + start + column, mask, other=0.0).to(tl.float32)
-    total = (x + residual).to(sum_ptr.dtype.element_ty)
+    dtype: tl.constexpr = sum_ptr.dtype.element_ty
+    if inner_weight_ptr is not None:
+        inner_weight = tl.load(inner_weight_ptr + column, mask, other=0.0).to(tl.float32)
+        x = rms_norm.normed(x, inner_weight, eps, HIDDEN_SIZE, OFFSET, WIDE, dtype).to(tl.float32)
+    total = (x + residual).to(dtype)
     tl.store(sum_ptr + start + column, total, mask)
-    total = total.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(total * total, 0) / HIDDEN_SIZE + eps)
-    normed = (total * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + start + column, (normed * weight).to(normed_ptr.dtype.element_ty), mask)
+    normed = rms_norm.normed(total.to(tl.float32), weight, eps, HIDDEN_SIZE, OFFSET, WIDE, dtype)
+    tl.store(normed_ptr + start + column, normed, mask)
 
 
 def reference(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+    inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(RMSNorm(x + residual) * weight, x + residual)."""
+    """(RMSNorm(x + residual) * (offset + weight), x + residual), where x is normed first if it has a weight of its own.
+
+    offset, wide: of both norms, see rms_norm.
+    """
+    if inner_weight_D is not None:
+        x_TD = rms_norm.reference(x_TD, inner_weight_D, eps, offset, wide)
     total_TD = x_TD + residual_TD
-    return rms_norm.reference(total_TD, weight_D, eps), total_TD
+    return rms_norm.reference(total_TD, weight_D, eps, offset, wide), total_TD
 
 
 def launch(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor,
+    weight_D: torch.Tensor,
+    eps: float,
+    offset: float = 0.0,
+    wide: bool = False,
+    inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel behind `reference`."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
@@ -87,23 +111,25 @@ def launch(
         weight_D,
         normed_TD,
         total_TD,
+        inner_weight_D,
         eps,
         HIDDEN_SIZE=hidden_size,
         BLOCK=block,
+        OFFSET=offset,
+        WIDE=wide,
         num_warps=max(1, min(16, block // 512)),
         **dependent_launch(x_TD.device),
     )
     return normed_TD, total_TD
 
 
-def _fake(
-    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _fake(x_TD: torch.Tensor, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x_TD), torch.empty_like(x_TD)
 
 
 residual_rms_norm = define_op(
-    "residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps) -> (Tensor, Tensor)",
+    "residual_rms_norm(Tensor x_TD, Tensor residual_TD, Tensor weight_D, float eps, float offset=0.0, "
+    "bool wide=False, Tensor? inner_weight_D=None) -> (Tensor, Tensor)",
     cpu=reference,
     cuda=launch,
     fake=_fake,
@@ -129,24 +155,36 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
     if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
         return None
     product: Any = user_through_cast(scaled)
-    found = None if product is None else match_rms_norm(product)
+    value = None if product is None else rms_norm.rounded(product)
+    found = None if value is None else match_rms_norm(value)
     if found is None:
         return "no multiplication with a weight follows"
     if isinstance(found, str):
         return found
-    _, weight, eps = found
     left, right = total.args[:2]
     if not all(isinstance(a, fx.Node) and a.meta["val"].shape == total.meta["val"].shape for a in (left, right)):
         return "the addends differ in shape"
     if total.kwargs or any(a.meta["val"].dtype != total.meta["val"].dtype for a in (left, right)):
         return "the addends are scaled or differ in dtype"
+    right, left, inner_weight = _with_inner_norm(total, right, left, found)
     with graph.inserting_after(total):
-        fused = emit(graph, residual_rms_norm, right, left, weight, eps)
+        fused = emit(graph, residual_rms_norm, right, left, *found[1:], inner_weight)
     with graph.inserting_after(fused):
         new_total = emit_item(graph, fused, 1)
     with graph.inserting_after(fused):
         normed = emit_item(graph, fused, 0)
-    replacements = [Replacement(total.name, new_total), Replacement(product.name, normed)]
-    product.replace_all_uses_with(normed)
+    replacements = [Replacement(total.name, new_total), Replacement(value.name, normed)]
+    value.replace_all_uses_with(normed)
     total.replace_all_uses_with(new_total)
     return replacements
+
+
+def _with_inner_norm(
+    total: fx.Node, x: fx.Node, residual: fx.Node, norm: rms_norm.Norm
+) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+    """(x, residual, weight): where one of the addends is a norm like that of the sum, x is what it norms."""
+    for normed, other in ((x, residual), (residual, x)):
+        inner = match_rms_norm(normed)
+        if isinstance(inner, rms_norm.Norm) and only_user(normed) is total and inner[2:] == norm[2:]:
+            return inner.x, other, inner.weight
+    return x, residual, None

@@ -31,12 +31,14 @@ def reference(
     eps: float,
     cos_T1d: torch.Tensor,
     sin_T1d: torch.Tensor,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k normed (where there is a weight) and rotated, rounded to their dtype after each op as the models do."""
 
     def rotated(x_THd: torch.Tensor, weight_d: torch.Tensor | None) -> torch.Tensor:
         if weight_d is not None:
-            x_THd = rms_norm.reference(x_THd, weight_d, eps)
+            x_THd = rms_norm.reference(x_THd, weight_d, eps, norm_offset, norm_wide)
         first, second = x_THd.chunk(2, dim=-1)
         return x_THd * cos_T1d + torch.cat((-second, first), dim=-1) * sin_T1d
 
@@ -54,16 +56,18 @@ def rope_kv_write(
     sin_T1d: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate q and k as `reference` does, store k and v at each token's slot, and return q [T, H, d].
 
     q, k and v may be views of one tensor, with any strides of tokens and heads; the result is contiguous. Slot -1
     stores nothing. The compiled forward calls this directly, without torch's dispatcher.
     """
-    arguments = q_norm_weight_d, k_norm_weight_d, eps, cos_T1d, sin_T1d
+    arguments, norm = (q_norm_weight_d, k_norm_weight_d, eps, cos_T1d, sin_T1d), (norm_offset, norm_wide)
     if q_THd.is_cuda:
-        return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, *arguments, kv_cache_N2PKd, slot_mapping_T)
-    rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *arguments)
+        return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, *arguments, kv_cache_N2PKd, slot_mapping_T, *norm)
+    rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *arguments, *norm)
     write_kv(rotated_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, "torch")
     return rotated_THd.contiguous()
 
@@ -85,11 +89,11 @@ FUSED = torch.ops.compiled_engine.rope_kv_write.default
 
 @dataclass(frozen=True)
 class _Rotated:
-    """What a rotated value was made of; without a norm, norm_weight is None."""
+    """What a rotated value was made of; without a norm, norm_weight is None. how: eps, offset and wide of the norm."""
 
     x: fx.Node
     norm_weight: fx.Node | None
-    eps: float
+    how: tuple[float, float, bool]
     cos: fx.Node
     sin: fx.Node
 
@@ -123,7 +127,7 @@ def _match(attention: fx.Node) -> tuple[_Rotated, _Rotated] | str:
         return "v is rotated too"
     if q.cos is not k.cos or q.sin is not k.sin:
         return "q and k are rotated by different angles"
-    if (q.norm_weight is None) != (k.norm_weight is None) or q.eps != k.eps:
+    if (q.norm_weight is None) != (k.norm_weight is None) or q.how != k.how:
         return "q and k are normed differently"
     return _obstacle(q, k, v, cache) or (q, k)
 
@@ -149,8 +153,9 @@ def _rotated(value: fx.Node) -> _Rotated | str:
     normed = match_rms_norm(rotated)
     if isinstance(normed, str):
         return normed
-    x, norm_weight, eps = normed or (rotated, None, 0.0)
-    return _Rotated(x, norm_weight, eps, cos, sin)
+    if normed is None:
+        return _Rotated(rotated, None, (0.0, 0.0, False), cos, sin)
+    return _Rotated(normed.x, normed.weight, normed[2:], cos, sin)
 
 
 def _turned_from(node: Any) -> fx.Node | None:
@@ -216,8 +221,10 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
         out.args = (q.x, *out.args[1:])
         out.kwargs = {**out.kwargs, "memory_format": torch.contiguous_format}
     with graph.inserting_before(attention):
-        norm_and_angles = q.norm_weight, k.norm_weight, q.eps, q.cos, q.sin
-        fused = emit(graph, FUSED, q.x, k.x, v, *norm_and_angles, cache, inputs_of(attention.args).slot_mapping_T)
+        eps, *norm = q.how
+        norm_and_angles = q.norm_weight, k.norm_weight, eps, q.cos, q.sin
+        slots = inputs_of(attention.args).slot_mapping_T
+        fused = emit(graph, FUSED, q.x, k.x, v, *norm_and_angles, cache, slots, *norm)
         attend = emit(graph, ATTEND, fused, *attention.args[3:])
     graph.erase_node(attention)
     return [Replacement(attention.name, attend)]

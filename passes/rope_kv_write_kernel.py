@@ -32,6 +32,18 @@ def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def _weighted(
+    x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
+) -> tl.tensor:
+    """What is normed times the weight, rounded as rms_norm has it."""
+    if OFFSET != 0:
+        weight += OFFSET
+    if not WIDE:
+        x = _rounded(x, dtype)
+    return _rounded(x * weight, dtype)
+
+
+@triton.jit
 def _load_halves(
     ptr: tl.tensor, offsets_HP: tl.tensor, mask_HP: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -64,6 +76,8 @@ def _normed_and_rotated(
     mask_HP: tl.tensor,
     eps: tl.tensor,
     HALF: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Both halves of the heads at ptr + offsets; weight_ptr None leaves the norm out."""
     dtype: tl.constexpr = ptr.dtype.element_ty
@@ -76,8 +90,8 @@ def _normed_and_rotated(
         weight_first_HP, weight_second_HP = _load_halves(weight_ptr, pair_HP, mask_HP, HALF)
         squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
         scale_H1 = tl.rsqrt(squares_H / (2 * HALF) + eps)[:, None]
-        first_HP = _rounded(_rounded(first_HP * scale_H1, dtype) * weight_first_HP.to(tl.float32), dtype)
-        second_HP = _rounded(_rounded(second_HP * scale_H1, dtype) * weight_second_HP.to(tl.float32), dtype)
+        first_HP = _weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
+        second_HP = _weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
     first_cos_HP = _rounded(first_HP * cos_first_HP.to(tl.float32), dtype)
     second_cos_HP = _rounded(second_HP * cos_second_HP.to(tl.float32), dtype)
     first_sin_HP = _rounded(first_HP * sin_second_HP.to(tl.float32), dtype)
@@ -117,6 +131,8 @@ def rope_kv_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE_H: tl.constexpr,
     TILE_P: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program for TILE_H heads of q of one token, or for as many of k and v. The strides are those of tokens."""
@@ -137,7 +153,17 @@ def rope_kv_write_kernel(
         mask_HP = (head_H1 < NUM_HEADS) & (pair_HP < HALF)
         q_ptr += tl.multiple_of(token * q_stride, STRIDE_MULTIPLE)
         first_HP, second_HP = _normed_and_rotated(
-            q_ptr, q_weight_ptr, cos_ptr, sin_ptr, head_H1 * Q_HEAD_STRIDE + pair_HP, pair_HP, mask_HP, eps, HALF
+            q_ptr,
+            q_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            head_H1 * Q_HEAD_STRIDE + pair_HP,
+            pair_HP,
+            mask_HP,
+            eps,
+            HALF,
+            OFFSET,
+            WIDE,
         )
         out_ptr += token * (NUM_HEADS * HEAD_DIM)
         _store_halves(out_ptr, head_H1 * HEAD_DIM + pair_HP, mask_HP, first_HP, second_HP, HALF)
@@ -149,7 +175,17 @@ def rope_kv_write_kernel(
         v_ptr += tl.multiple_of(token * v_stride, STRIDE_MULTIPLE)
         v_first_HP, v_second_HP = _load_halves(v_ptr, head_H1 * V_HEAD_STRIDE + pair_HP, mask_HP, HALF)
         first_HP, second_HP = _normed_and_rotated(
-            k_ptr, k_weight_ptr, cos_ptr, sin_ptr, head_H1 * K_HEAD_STRIDE + pair_HP, pair_HP, mask_HP, eps, HALF
+            k_ptr,
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            head_H1 * K_HEAD_STRIDE + pair_HP,
+            pair_HP,
+            mask_HP,
+            eps,
+            HALF,
+            OFFSET,
+            WIDE,
         )
         if slot >= 0:
             cache_ptr += (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
@@ -170,6 +206,8 @@ def launch(
     sin_T1d: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
 ) -> torch.Tensor:
     """What `compiled_engine.passes.rope_kv_write.rope_kv_write` says, on CUDA. Compiled once for a model.
 
@@ -195,6 +233,8 @@ def launch(
         eps,
         *token_strides,
         **constants,
+        OFFSET=norm_offset,
+        WIDE=norm_wide,
         **dependent_launch(q_THd.device),
     )
     return out_THd

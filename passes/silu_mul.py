@@ -1,4 +1,4 @@
-"""silu(gate) * up becomes one kernel that reads both halves of the merged linear in place.
+"""silu(gate) * up, or gelu(gate) * up, becomes one kernel that reads both halves of one linear in place.
 
 Why: one pass over the widest activation of the model instead of two, and one launch; with few tokens small_batch_linear
 takes it in.
@@ -26,6 +26,19 @@ from compiled_engine.passes.structure import Structure
 FEW_TOKENS = 128
 
 
+@triton.jit
+def gated(gate: tl.tensor, up: tl.tensor, ACTIVATION: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """activation(gate), rounded, times up; all in fp32."""
+    if ACTIVATION == "silu":
+        activated = gate * tl.sigmoid(gate)
+    elif ACTIVATION == "gelu_tanh":
+        # (1 + tanh(z)) / 2 is sigmoid(2 z).
+        activated = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        activated = 0.5 * gate * (1 + tl.erf(gate * 0.7071067811865476))
+    return activated.to(dtype).to(tl.float32) * up
+
+
 @quick_launches
 @triton.jit
 def silu_mul_kernel(
@@ -33,6 +46,7 @@ def silu_mul_kernel(
     out_ptr: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     if DEPENDENT_LAUNCH:
@@ -43,17 +57,24 @@ def silu_mul_kernel(
     mask = column < WIDTH
     gate = tl.load(gate_up_ptr + row * 2 * WIDTH + column, mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * 2 * WIDTH + WIDTH + column, mask, other=0.0).to(tl.float32)
-    activated = (gate * tl.sigmoid(gate)).to(out_ptr.dtype.element_ty).to(tl.float32)
-    tl.store(out_ptr + row * WIDTH + column, (activated * up).to(out_ptr.dtype.element_ty), mask)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    tl.store(out_ptr + row * WIDTH + column, gated(gate, up, ACTIVATION, dtype).to(dtype), mask)
 
 
-def reference(gate_up_TI2: torch.Tensor) -> torch.Tensor:
-    """silu of the left half of each row times the right half."""
+def activate(gate: torch.Tensor, activation: str) -> torch.Tensor:
+    """silu, gelu, or gelu_tanh, gelu's approximation by a tanh."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gate)
+    return torch.nn.functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def reference(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """The activation of the left half of each row times the right half."""
     gate_TI, up_TI = gate_up_TI2.chunk(2, dim=-1)
-    return torch.nn.functional.silu(gate_TI) * up_TI
+    return activate(gate_TI, activation) * up_TI
 
 
-def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+def launch(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     """The kernel behind `reference`: [T, 2 I] -> [T, I]."""
     gate_up_TI2 = gate_up_TI2.contiguous()
     num_tokens, width = gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2
@@ -64,16 +85,19 @@ def launch(gate_up_TI2: torch.Tensor) -> torch.Tensor:
         out_TI,
         WIDTH=width,
         BLOCK=block,
+        ACTIVATION=activation,
         **dependent_launch(gate_up_TI2.device),
     )
     return out_TI
 
 
-def _fake(gate_up_TI2: torch.Tensor) -> torch.Tensor:
+def _fake(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     return gate_up_TI2.new_empty((gate_up_TI2.shape[0], gate_up_TI2.shape[1] // 2))
 
 
-silu_mul = define_op("silu_mul(Tensor gate_up_TI2) -> Tensor", cpu=reference, cuda=launch, fake=_fake)
+silu_mul = define_op(
+    'silu_mul(Tensor gate_up_TI2, str activation="silu") -> Tensor', cpu=reference, cuda=launch, fake=_fake
+)
 
 
 class SiluMul(GraphPass):
@@ -85,7 +109,9 @@ class SiluMul(GraphPass):
         return structure.gated_products
 
     def run(self, graph: fx.Graph) -> PassResult:
-        return rewrite_calls(graph, aten.silu.default, _rewrite)
+        silu, gelu = (rewrite_calls(graph, target, _rewrite) for target in (aten.silu.default, aten.gelu.default))
+        replacements = (*silu.replacements, *gelu.replacements)
+        return PassResult(silu.matches + gelu.matches, (*silu.near_misses, *gelu.near_misses), replacements)
 
 
 def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
@@ -97,13 +123,21 @@ def _rewrite(graph: fx.Graph, silu: fx.Node) -> list[Replacement] | str:
     if not (all(halves) and gate.args[0] is up.args[0]):
         return "gate and up are not the two halves of one tensor (merge_linears makes them so)"
     split = gate.args[0]
-    if not is_call(split, aten.split_with_sizes.default) or len(split.args[1]) != 2:
+    if not is_call(split, aten.split_with_sizes.default, aten.split.Tensor) or len(split.meta["val"]) != 2:
         return "gate and up are not the two halves of one tensor (merge_linears makes them so)"
     if len(split.args) < 3 or split.args[2] not in (-1, 1):  # the default is 0, rows
         return "the halves are not halves of each row"
-    if split.args[1][0] != split.args[1][1] or split.args[0].meta["val"].dim() != 2:
+    first, second = (half.shape[-1] for half in split.meta["val"])
+    if first != second or split.args[0].meta["val"].dim() != 2:
         return "the halves differ in width"
     with graph.inserting_before(product):
-        fused = emit(graph, silu_mul, split.args[0])
+        fused = emit(graph, silu_mul, split.args[0], _activation(silu))
     product.replace_all_uses_with(fused)
     return [Replacement(product.name, fused)]
+
+
+def _activation(call: fx.Node) -> str:
+    """The name that `activate` has for it."""
+    if is_call(call, aten.silu.default):
+        return "silu"
+    return "gelu_tanh" if call.kwargs.get("approximate") == "tanh" else "gelu"

@@ -1,5 +1,5 @@
 """Linears of small batches become one kernel each that reads the weight at memory bandwidth and takes its
-neighbours in: the norm before it, and the silu * up or the residual add after it.
+neighbours in: the norm before it, and the silu * up or the residual add after it. Experts take in the same.
 
 Why: with few tokens a linear costs its weight's bytes, and what a general matrix product adds to that, together with
 the launches around it, is most of a decode step. It runs last: it absorbs what residual_rms_norm and silu_mul made.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
@@ -32,8 +33,11 @@ class _Linear:
     bias: fx.Node | None
     norm_weight: fx.Node | None = None
     eps: float = 0.0
+    norm_offset: float = 0.0
+    norm_wide: bool = False
     residual: fx.Node | None = None
     silu_mul: bool = False
+    activation: str = "silu"
 
 
 class SmallBatchLinear(GraphPass):
@@ -84,39 +88,68 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Linear]) -> None:
     for node, linear in linears.items():
         user = only_user(node)
         if user is not None and is_call(user, torch.ops.compiled_engine.silu_mul.default):
-            linears[node] = replace(linear, result=user, silu_mul=True)
+            linears[node] = replace(linear, result=user, silu_mul=True, activation=arg(user, 1))
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.Node, fx.Node]:
     """Where only linears read a norm, each computes it itself; if it is one of a sum, the linear before adds that.
 
-    Returns what stands for the sums that no linear could take in: additions of their own.
+    Returns what stands for the sums that no linear could take in, additions of their own, and for changed experts.
     """
+    changed_experts: dict[fx.Node, fx.Node] = {}  # with what they compute now
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
-        if all(user in linears and linears[user].x is norm for user in norm.users):
-            x, weight, eps = norm.args
-            for user in norm.users:
-                linears[user] = replace(linears[user], x=x, norm_weight=weight, eps=eps)
-    separate_sums = {}
+        if all(_takes(linears, user, norm) for user in norm.users):
+            for user in list(norm.users):
+                _take_in_norm(linears, changed_experts, user, norm.args)
+    new = {}
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.residual_rms_norm.default):
         normed, total = _item(norm, 0), _item(norm, 1)
-        if normed is None or not all(user in linears and linears[user].x is normed for user in normed.users):
+        if normed is None or not all(_takes(linears, user, normed) for user in normed.users):
             continue
-        x, residual, weight, eps = (arg(norm, i) for i in range(4))
+        x, residual, *how, inner_weight = norm.args
+        if inner_weight is not None:  # the linear before cannot add what it is not the norm of
+            continue
         if total is None:
             with graph.inserting_after(norm):
                 total = graph.call_function(operator.getitem, (norm, 1))
             total.meta["val"] = norm.meta["val"][1]
         for user in list(normed.users):
-            linears[user] = replace(linears[user], x=total, norm_weight=weight, eps=eps)
+            _take_in_norm(linears, changed_experts, user, (total, *how))
         before = linears.get(x)
         if before is not None and only_user(x) is norm and not before.silu_mul:
             linears[x] = replace(before, result=total, residual=residual)
+        elif is_call(x, experts) and only_user(x) is norm:
+            x.args = (*x.args[:-1], residual)
+            changed_experts[x] = total
         else:
             with graph.inserting_before(norm):
-                separate_sums[total] = emit(graph, aten.add.Tensor, residual, x)
-            total.replace_all_uses_with(separate_sums[total])
-    return separate_sums
+                new[total] = emit(graph, aten.add.Tensor, residual, x)
+            total.replace_all_uses_with(new[total])
+    for node, result in changed_experts.items():
+        with graph.inserting_before(node):
+            new[result] = emit(graph, experts, *node.args)
+        for replaced in {node, result}:
+            replaced.replace_all_uses_with(new[result])
+        graph.erase_node(node)
+    return new
+
+
+def _takes(linears: dict[fx.Node, _Linear], user: fx.Node, value: fx.Node) -> bool:
+    """Whether the user is a linear, or the op of experts, whose input is the value."""
+    return linears[user].x is value if user in linears else is_call(user, experts) and user.args[0] is value
+
+
+def _take_in_norm(
+    linears: dict[fx.Node, _Linear], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: tuple[Any, ...]
+) -> None:
+    """Let the user compute what a call of rms_norm with these arguments gives."""
+    x, weight, eps, offset, wide = norm
+    if user in linears:
+        linear = linears[user]
+        linears[user] = replace(linear, x=x, norm_weight=weight, eps=eps, norm_offset=offset, norm_wide=wide)
+    else:
+        user.args = (x, *user.args[1:7], *norm[1:], user.args[11])
+        changed_experts.setdefault(user, user)
 
 
 def _item(sequence: fx.Node, index: int) -> fx.Node | None:
@@ -133,6 +166,9 @@ def _rewrite(graph: fx.Graph, linear: _Linear, new: dict[fx.Node, fx.Node]) -> f
         linear.eps,
         None if linear.residual is None else new.get(linear.residual, linear.residual),
         linear.silu_mul,
+        linear.activation,
+        linear.norm_offset,
+        linear.norm_wide,
     )
     with graph.inserting_before(linear.result):
         fused = emit(graph, small_batch_linear, *arguments)

@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.silu_mul import gated
 
 
 @triton.jit
@@ -23,9 +24,10 @@ def finish(
     offsets: tl.tensor,
     mask: tl.tensor,
     SILU_MUL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """What follows the product, rounded where the textbook rounds: silu(y) * up, or residual + y; then the store.
+    """What follows the product, rounded where the textbook rounds: activation(y) * up, or residual + y; then the store.
 
     y, up: float32, of the shape of offsets and mask; up is read with SILU_MUL alone.
     """
@@ -33,7 +35,7 @@ def finish(
     if SILU_MUL:
         y = y.to(dtype).to(tl.float32)
         up = up.to(dtype).to(tl.float32)
-        y = (y * tl.sigmoid(y)).to(dtype).to(tl.float32) * up
+        y = gated(y, up, ACTIVATION, dtype)
     if RESIDUAL:
         residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         y = y.to(dtype).to(tl.float32) + residual
@@ -41,7 +43,7 @@ def finish(
 
 
 @triton.jit
-def _rows_of(
+def rows_of(
     w_ptr: tl.tensor,
     row_N: tl.tensor,
     k: tl.tensor,
@@ -75,6 +77,8 @@ def one_token_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SILU_MUL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
@@ -83,10 +87,10 @@ def one_token_kernel(
     many of up."""
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     row_N = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    w_NK = _rows_of(w_ptr, row_N, 0, num_outputs, K, BLOCK_K)
+    w_NK = rows_of(w_ptr, row_N, 0, num_outputs, K, BLOCK_K)
     up_ptr = w_ptr + num_outputs.to(tl.int64) * K
     if SILU_MUL:
-        up_NK = _rows_of(up_ptr, row_N, 0, num_outputs, K, BLOCK_K)
+        up_NK = rows_of(up_ptr, row_N, 0, num_outputs, K, BLOCK_K)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
@@ -95,14 +99,17 @@ def one_token_kernel(
     squares_K = tl.zeros([BLOCK_K], tl.float32)
     for k in tl.static_range(0, K, BLOCK_K):
         if k > 0:
-            w_NK = _rows_of(w_ptr, row_N, k, num_outputs, K, BLOCK_K)
+            w_NK = rows_of(w_ptr, row_N, k, num_outputs, K, BLOCK_K)
             if SILU_MUL:
-                up_NK = _rows_of(up_ptr, row_N, k, num_outputs, K, BLOCK_K)
+                up_NK = rows_of(up_ptr, row_N, k, num_outputs, K, BLOCK_K)
         column_K = k + tl.arange(0, BLOCK_K)
         x_K = tl.load(x_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
         if NORM:
             squares_K += x_K * x_K
-            x_K *= tl.load(norm_weight_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
+            norm_weight_K = tl.load(norm_weight_ptr + column_K, mask=column_K < K, other=0.0).to(tl.float32)
+            if OFFSET != 0:
+                norm_weight_K += OFFSET
+            x_K *= norm_weight_K
         acc_NK += w_NK.to(tl.float32) * x_K[None, :]
         if SILU_MUL:
             up_acc_NK += up_NK.to(tl.float32) * x_K[None, :]
@@ -117,4 +124,4 @@ def one_token_kernel(
         y_N += tl.load(bias_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
         if SILU_MUL:
             up_N += tl.load(bias_ptr + num_outputs + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, RESIDUAL)
+    finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, ACTIVATION, RESIDUAL)

@@ -94,17 +94,20 @@ def reference(
     eps: float,
     residual_TM: torch.Tensor | None,
     silu_mul: bool,
+    activation: str = "silu",
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
 ) -> torch.Tensor:
     """[T, M]: linear(RMSNorm(x) * norm_weight), then silu(gate) * up of its halves, then plus the residual.
 
     Each step is left out whose argument is None or False; M is N, or N / 2 with silu_mul. Rounds to the dtype of x
-    where the textbook model does.
+    where the textbook model does. activation: in silu's place, see silu_mul; norm_offset, norm_wide: see rms_norm.
     """
     if norm_weight_K is not None:
-        x_TK = rms_norm.reference(x_TK, norm_weight_K, eps)
+        x_TK = rms_norm.reference(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
     y_TN = torch.nn.functional.linear(x_TK, weight_NK, bias_N)
     if silu_mul:
-        y_TN = silu_mul_reference(y_TN)
+        y_TN = silu_mul_reference(y_TN, activation)
     return y_TN if residual_TM is None else residual_TM + y_TN
 
 
@@ -116,6 +119,9 @@ def launch(
     eps: float,
     residual_TM: torch.Tensor | None,
     silu_mul: bool,
+    activation: str = "silu",
+    norm_offset: float = 0.0,
+    norm_wide: bool = False,
     tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """The kernels behind `reference`; x with rows of consecutive elements, the others contiguous."""
@@ -131,13 +137,15 @@ def launch(
     row_tiles, token_tiles = cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens)
     out_TM = x_TK.new_empty((num_tokens, outputs))
     if norm_weight_K is not None and tiles.tokens > 1 and not tiles.norm_inside:
-        x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps), None
+        x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide), None
     options: dict[str, Any] = {
         "K": k,
         "BIAS": bias_N is not None,
         "NORM": norm_weight_K is not None,
         "RESIDUAL": residual_TM is not None,
         "SILU_MUL": silu_mul,
+        "ACTIVATION": activation,
+        "OFFSET": norm_offset,
         "ROWS": tiles.rows,
         "BLOCK_K": tiles.block_k,
         "num_warps": tiles.num_warps,
@@ -206,13 +214,14 @@ def _fake(
     eps: float,
     residual_TM: torch.Tensor | None,
     silu_mul: bool,
+    *others: object,
 ) -> torch.Tensor:
     return x_TK.new_empty((x_TK.shape[0], weight_NK.shape[0] // (2 if silu_mul else 1)))
 
 
 small_batch_linear = define_op(
     "small_batch_linear(Tensor x_TK, Tensor weight_NK, Tensor? bias_N, Tensor? norm_weight_K, float eps, "
-    "Tensor? residual_TM, bool silu_mul) -> Tensor",
+    'Tensor? residual_TM, bool silu_mul, str activation="silu", float norm_offset=0.0, bool norm_wide=False) -> Tensor',
     cpu=reference,
     cuda=launch,
     fake=_fake,

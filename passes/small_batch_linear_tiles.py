@@ -17,7 +17,7 @@ from compiled_engine.passes.small_batch_linear_gemv import finish
 
 
 @triton.jit
-def _weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
+def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SILU_MUL: tl.constexpr) -> tl.tensor:
     """ROWS rows of the weight that the outputs from `first` on are made of; past the last output they repeat.
 
     With SILU_MUL the weight has num_outputs rows of gate, then as many of up: each gate is followed by its up.
@@ -54,7 +54,7 @@ def _ask_for_rows(
     ROWS: tl.constexpr,
     SILU_MUL: tl.constexpr,
 ) -> None:
-    """Ask for COLUMNS columns from k on of the rows that _weight_rows names; whole rows lie side by side."""
+    """Ask for COLUMNS columns from k on of the rows that weight_rows names; whole rows lie side by side."""
     SIZE: tl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     for half in tl.static_range(2 if SILU_MUL else 1):
@@ -117,6 +117,7 @@ def _product(
     columns: tl.tensor,
     K: tl.constexpr,
     NORM: tl.constexpr,
+    OFFSET: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
     EVEN: tl.constexpr,
 ) -> tl.tensor:
@@ -125,7 +126,10 @@ def _product(
         wide = x.to(tl.float32)
         squares += tl.sum(wide * wide, len(x.shape) - 1)
         norm_weight = tl.load(norm_weight_ptr + columns, mask=None if EVEN else columns < K)
-        x = (wide * norm_weight.to(tl.float32)).to(x.dtype)
+        norm_weight = norm_weight.to(tl.float32)
+        if OFFSET != 0:
+            norm_weight += OFFSET
+        x = (wide * norm_weight).to(x.dtype)
     if ROWS_FIRST:
         acc = tl.dot(w, _transposed(x), acc, input_precision="ieee")
     else:
@@ -177,6 +181,8 @@ def few_tokens_kernel(
     NORM: tl.constexpr,
     RESIDUAL: tl.constexpr,
     SILU_MUL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    OFFSET: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -203,7 +209,7 @@ def few_tokens_kernel(
     EVEN: tl.constexpr = K % (SPLIT_K * STEP) == 0
     OUTPUTS: tl.constexpr = ROWS // 2 if SILU_MUL else ROWS
     first = tl.program_id(0) * OUTPUTS
-    row_N = _weight_rows(first, num_outputs, ROWS, SILU_MUL)
+    row_N = weight_rows(first, num_outputs, ROWS, SILU_MUL)
     w_row_ptr_N = w_ptr + row_N.to(tl.int64) * K
     start = tl.program_id(1) * (STEPS * STEP)
     columns = _columns(start, GROUPS, BLOCK_K)
@@ -224,13 +230,13 @@ def few_tokens_kernel(
         squares = tl.zeros([GROUPS, TOKENS], tl.float32)
     if STEPS == 1:
         x = _tile(x_row_ptr_T, mask_T, columns, K, EVEN, "evict_last")
-        acc, squares = _product(x, w, acc, squares, norm_weight_ptr, columns, K, NORM, ROWS_FIRST, EVEN)
+        acc, squares = _product(x, w, acc, squares, norm_weight_ptr, columns, K, NORM, OFFSET, ROWS_FIRST, EVEN)
     else:
         for i in tl.range(0, STEPS, num_stages=NUM_STAGES):
             columns = _columns(start + i * STEP, GROUPS, BLOCK_K)
             w = _tile(w_row_ptr_N, None, columns, K, EVEN, "evict_first")
             x = _tile(x_row_ptr_T, mask_T, columns, K, EVEN, "evict_last")
-            acc, squares = _product(x, w, acc, squares, norm_weight_ptr, columns, K, NORM, ROWS_FIRST, EVEN)
+            acc, squares = _product(x, w, acc, squares, norm_weight_ptr, columns, K, NORM, OFFSET, ROWS_FIRST, EVEN)
     if GROUPS > 1:
         acc = tl.sum(acc, 0)
         squares = tl.sum(squares, 0)
@@ -251,6 +257,6 @@ def few_tokens_kernel(
         y_TN += tl.load(bias_ptr + row_N).to(tl.float32)
     if SILU_MUL:
         gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
-        finish(gate_TM, up_TM, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, RESIDUAL)
+        finish(gate_TM, up_TM, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
     else:
-        finish(y_TN, None, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, RESIDUAL)
+        finish(y_TN, None, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)

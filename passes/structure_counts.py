@@ -34,6 +34,7 @@ def structure_of(graph: fx.Graph) -> Structure:
     for linear in filter(_is_linear, calls):
         readers[arg(linear, -2)] = readers.get(arg(linear, -2), 0) + 1
     sums = [node for node in norms if _is_sum(_normed(node))]
+    inner = [node for node in sums if any(_is_norm(addend) for addend in _normed(node).all_input_nodes)]
     attentions = [node for node in calls if is_call(node, ATTENTION)]
     return Structure(
         batched_values=sum(map(has_batch, calls)),
@@ -42,10 +43,13 @@ def structure_of(graph: fx.Graph) -> Structure:
         linear_inputs=len(readers),
         linear_groups=sum(1 for count in readers.values() if count > 1),
         sum_norms=len(sums),
-        norms=len(norms) - len(sums),
+        norms=len(norms) - len(sums) - len(inner),
         angles=sum(1 for node in calls if is_call(node, aten.cos.default)),
         turned_attentions=sum(1 for node in attentions if _is_turned(arg(node, 0))),
         gated_products=sum(1 for node in calls if is_call(node, *_ACTIVATIONS) and _is_gate(node)),
+        routers=sum(
+            1 for node in calls if is_call(node, aten.topk.default) and is_call(arg(node, 0), aten._softmax.default)
+        ),
         scalings_by_one=sum(1 for node in calls if is_call(node, aten.mul.Tensor) and node.args[1:] == (1.0,)),
     )
 
@@ -59,7 +63,17 @@ def has_batch(node: fx.Node) -> bool:
 
 
 def is_derivation(node: fx.Node) -> bool:
-    """Whether the node is a constant's sum or product with a vector of parameters, or another dtype of one."""
+    """Whether the node is a constant's sum or product with a vector of parameters, or another dtype of one.
+
+    What a norm does with its weight is part of the norm.
+    """
+    last = node
+    while (user := only_user(last)) is not None and is_call(user, aten.add.Tensor, aten._to_copy.default):
+        last = user
+    if last is not node or only_user(node) is not None:
+        product = only_user(last)
+        if any(factor is last and _is_scaled(other) for factor, other in factors(product)):
+            return False
     if not is_call(node, aten.add.Tensor, aten.mul.Tensor, aten._to_copy.default):
         return False
     parameter, *others = node.args
@@ -89,6 +103,16 @@ def _normed(rsqrt: fx.Node) -> Any:
     return None
 
 
+def _is_norm(value: Any) -> bool:
+    """Whether a value is a norm times its weight."""
+    return any(_is_scaled(factor) for factor, _ in factors(through_cast(value)))
+
+
+def _is_scaled(value: Any) -> bool:
+    """Whether a value is another times the root in a norm."""
+    return any(is_call(root, aten.rsqrt.default) for _, root in factors(through_cast(value)))
+
+
 def _is_sum(value: Any) -> bool:
     return is_call(value, aten.add.Tensor) and all(
         isinstance(addend, fx.Node) and addend.meta["val"].shape == value.meta["val"].shape for addend in value.args
@@ -96,7 +120,7 @@ def _is_sum(value: Any) -> bool:
 
 
 def _is_gate(activation: fx.Node) -> bool:
-    product = only_user(activation)
+    product = only_user(activation) if activation.meta["val"].dim() == 2 else None
     return product is not None and any(
         found is activation and other is not activation for found, other in factors(product)
     )

@@ -9,14 +9,27 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
-CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "phi3": Phi3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+}
 
 TINY: dict[str, Any] = {
     "vocab_size": 131,
@@ -30,6 +43,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
 
 

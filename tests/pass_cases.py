@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from tiny_models import tiny_config
@@ -40,6 +41,8 @@ class Family:
     sliding_window: int | None = None
     tied: bool = True
     rope: RopeConfig = PLAIN_ROPE
+    last_window: int | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
         return (
@@ -52,27 +55,30 @@ class Family:
 QWEN3 = Family("Qwen3ForCausalLM")
 LLAMA = Family("LlamaForCausalLM", tied=False)
 QWEN2 = Family("Qwen2ForCausalLM", qkv_bias=True)
-MISTRAL = Family("MistralForCausalLM", sliding_window=8, tied=False)
+MISTRAL = Family("MistralForCausalLM", sliding_window=8, last_window=8, tied=False)
 BIASED = Family("LlamaForCausalLM", qkv_bias=True, other_biases=True)
 QWEN3_YARN = replace(QWEN3, rope=YARN)
-FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN)
+GEMMA3 = Family("Gemma3ForCausalLM", sliding_window=8, changes=(("local_rope_theta", 1e5), ("attention_scale", 0.2)))
+GEMMA2 = Family("Gemma2ForCausalLM", changes=(("attention_soft_cap", 5.0), ("logit_soft_cap", 9.0)))
+PHI3 = Family("Phi3ForCausalLM", tied=False)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", tied=False)
+FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 
 
 @cache
 def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[ModelConfig, TracedGraph]:
-    config = tiny_config(
-        family.architecture,
-        num_layers,
-        num_heads=6,
-        rms_norm_eps=3e-4,
-        rope=family.rope,
-        tie_word_embeddings=family.tied,
-        qkv_bias=family.qkv_bias,
-        attention_out_bias=family.other_biases,
-        mlp_bias=family.other_biases,
-        sliding_windows=(family.sliding_window,) * num_layers,
-        dtype=dtype,
-    )
+    shape: dict[str, Any] = {
+        "num_heads": 6,
+        "rms_norm_eps": 3e-4,
+        "rope": family.rope,
+        "tie_word_embeddings": family.tied,
+        "qkv_bias": family.qkv_bias,
+        "attention_out_bias": family.other_biases,
+        "mlp_bias": family.other_biases,
+        "sliding_windows": (family.sliding_window,) * (num_layers - 1) + (family.last_window,),
+        "dtype": dtype,
+    }
+    config = tiny_config(family.architecture, num_layers, **shape | dict(family.changes))
     return config.model, trace(without_storage(build_model(config.model), CPU), example_inputs(config))
 
 

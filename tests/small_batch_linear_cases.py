@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ EPS = 3e-5
 
 @dataclass(frozen=True)
 class Case:
-    """num_rows: of the weight; with silu_mul half as many results."""
+    """num_rows: of the weight; with silu_mul half as many results. gemma: norm and gate are those of Gemma."""
 
     num_tokens: int
     num_rows: int
@@ -22,9 +23,10 @@ class Case:
     bias: bool = False
     silu_mul: bool = False
     residual: bool = False
+    gemma: bool = False
 
     def __str__(self) -> str:
-        names = [name for name in ("norm", "bias", "silu_mul", "residual") if getattr(self, name)]
+        names = [name for name in ("norm", "bias", "silu_mul", "residual", "gemma") if getattr(self, name)]
         return f"{self.num_tokens}x{self.num_rows}x{self.k} {' '.join(names)}".strip()
 
 
@@ -39,6 +41,9 @@ class Arguments:
     eps: float
     residual_TM: torch.Tensor | None
     silu_mul: bool
+    activation: str
+    norm_offset: float
+    norm_wide: bool
 
     def values(self) -> tuple[object, ...]:
         return tuple(vars(self).values())
@@ -60,6 +65,9 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Argumen
         EPS,
         normal(case.num_tokens, outputs) if case.residual else None,
         case.silu_mul,
+        "gelu_tanh" if case.gemma else "silu",
+        1.0 if case.gemma else 0.0,
+        case.gemma,
     )
 
 
@@ -68,13 +76,17 @@ def expected(given: Arguments) -> torch.Tensor:
     x = given.x_TK.double()
     if given.norm_weight_K is not None:
         mean_square = torch.einsum("tk,tk->t", x, x) / x.shape[1]
-        x = torch.einsum("tk,k,t->tk", x, given.norm_weight_K.double(), (mean_square + given.eps) ** -0.5)
+        x = torch.einsum(
+            "tk,k,t->tk", x, given.norm_weight_K.double() + given.norm_offset, (mean_square + given.eps) ** -0.5
+        )
     y = torch.einsum("tk,nk->tn", x, given.weight_NK.double())
     if given.bias_N is not None:
         y = y + given.bias_N.double()
     if given.silu_mul:
         width = y.shape[1] // 2
-        y = y[:, :width] / (1 + torch.exp(-y[:, :width])) * y[:, width:]
+        gate, up = y[:, :width], y[:, width:]
+        inner = gate if given.activation == "silu" else math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+        y = gate / (1 + torch.exp(-inner)) * up
     return y if given.residual_TM is None else y + given.residual_TM.double()
 
 

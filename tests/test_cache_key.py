@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, GraphMode, HeadShape, RopeConfig, flat_fields
+from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape, RopeConfig, flat_fields
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
@@ -43,7 +43,8 @@ ENVIRONMENT = Environment(
 def base_config() -> EngineConfig:
     """One tiny layer whose every field can matter: yarn scales cos and sin, and small batches end at the logits."""
     rope = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=0.5)
-    return tiny_config(num_layers=1, compile_ranges=(8,), rope=rope)
+    experts = ExpertsConfig(4, 2, 32)
+    return tiny_config(num_layers=1, compile_ranges=(8,), rope=rope, experts=experts)
 
 
 # Another value for every field.
@@ -82,6 +83,13 @@ PERTURBED: dict[str, Any] = {
     "model.attention_scale": 0.5,
     "model.attention_soft_cap": 50.0,
     "model.attention_sinks": True,
+    "model.logit_soft_cap": 30.0,
+    "model.local_rope_theta": 5e5,
+    "model.experts.count": 5,
+    "model.experts.per_token": 3,
+    "model.experts.intermediate_size": 48,
+    "model.experts.renormalise": True,
+    "model.experts.dense_layers": (0,),
     "model.dtype": torch.bfloat16,
     "model.max_model_len": 99,
     "model.load_format": "dummy",
@@ -110,13 +118,21 @@ PERTURBED: dict[str, Any] = {
     "attention_backend": "triton",
     "reasons": {"device": "another"},
 }
-# A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key.
-APART = {"device"}
+# A device that is not there cannot be traced for; see test_the_environment_is_part_of_the_key. What a model of
+# transformers adds: see test_foreign_models.py.
+APART = {"device", "model.transformers"}
 
 
 def with_value(value: Any, field: str, new: Any) -> Any:
     name, _, rest = field.partition(".")
     return replace(value, **{name: with_value(getattr(value, name), rest, new) if rest else new})
+
+
+def architecture_with(field: str) -> str:
+    """One whose graph has what the field is about."""
+    if field.startswith("model.experts."):
+        return "Qwen3MoeForCausalLM"
+    return "Gemma2ForCausalLM" if field == "model.logit_soft_cap" else "Qwen3ForCausalLM"
 
 
 def perturbed(config: EngineConfig, field: str) -> EngineConfig:
@@ -158,6 +174,9 @@ def test_every_field_is_declared_once(base: EngineConfig) -> None:
 
 @pytest.mark.parametrize("field", PERTURBED)
 def test_the_key_changes_exactly_when_the_graph_does(field: str, base: EngineConfig, base_graph: list[Any]) -> None:
+    if architecture_with(field) != base.model.architecture:
+        base = with_value(base, "model.architecture", architecture_with(field))
+        base_graph = final_graph(base)
     config = perturbed(base, field)
     key_changed = cache_factors(config, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
     assert key_changed == (final_graph(config) != base_graph)

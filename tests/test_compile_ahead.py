@@ -149,13 +149,17 @@ def test_workers_compile_what_this_process_then_finds(
         workers.start()
         with compiled_by(workers, threads) as kernels:
             for block in (32, 64, 128):
-                silu_mul_kernel[(1, 1)](x, x, WIDTH=32, BLOCK=block, DEPENDENT_LAUNCH=True, launch_pdl=True)
+                silu_mul_kernel[(1, 1)](
+                    x, x, WIDTH=32, BLOCK=block, ACTIVATION="silu", DEPENDENT_LAUNCH=True, launch_pdl=True
+                )
             make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
             assert [loading.result() is not None for loading in kernels.load()] == [True] * 4
     (left,) = [record.getMessage() for record in caplog.records if "is compiled in this process" in record.getMessage()]
     assert "double_kernel" in left
     compiled.clear()
-    silu_mul_kernel.warmup(x, x, WIDTH=32, BLOCK=64, DEPENDENT_LAUNCH=True, launch_pdl=True, grid=(1, 1))
+    silu_mul_kernel.warmup(
+        x, x, WIDTH=32, BLOCK=64, ACTIVATION="silu", DEPENDENT_LAUNCH=True, launch_pdl=True, grid=(1, 1)
+    )
     assert compiled == []
 
 
@@ -171,7 +175,7 @@ def test_workers_that_end_are_done_without(
                 time.sleep(0.01)
         with compiled_by(workers, threads) as kernels:
             for block in (32, 64, 128, 256):
-                silu_mul_kernel[(1, 1)](x, x, WIDTH=16 + count, BLOCK=block, DEPENDENT_LAUNCH=False)
+                silu_mul_kernel[(1, 1)](x, x, WIDTH=16 + count, BLOCK=block, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
             assert None not in [loading.result() for loading in kernels.load()]
     assert [record.getMessage().count("did not start") for record in caplog.records] == [1] * count
 
@@ -184,7 +188,7 @@ def test_the_others_go_on_when_one_ends(hopper: Path, caplog: pytest.LogCaptureF
         first.kill()
         with compiled_by(workers, threads) as kernels:
             for block in (16, 32, 64, 128, 256, 512):
-                silu_mul_kernel[(1, 1)](x, x, WIDTH=48, BLOCK=block, DEPENDENT_LAUNCH=False)
+                silu_mul_kernel[(1, 1)](x, x, WIDTH=48, BLOCK=block, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
             assert None not in [loading.result() for loading in kernels.load()]
         assert second.status() != psutil.STATUS_ZOMBIE
     assert sum("worker 0 did not start" in record.getMessage() for record in caplog.records) == 1

@@ -1,10 +1,11 @@
-"""Models whose code is that of transformers: right in every mode, few layers traced, refused by name where not known."""
+"""Models whose code is that of transformers: right in every mode, few layers traced, or refused by name."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from compiled_engine.bench.family_comparison import (
     fused_model,
 )
 from compiled_engine.config import ModelConfig
+from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.llm import make_options
@@ -79,7 +81,7 @@ def traced_text(folder: Path, *, of_all_layers: bool) -> tuple[list[str], str]:
     if of_all_layers:
         model.layers_path = ""
     traced = trace(model, example_inputs(config))
-    lines = [line.split(": ", 1)[1] for line in graph_text(traced.module.graph) if " = input " not in line]
+    lines = [line.partition(": ")[2] for line in graph_text(traced.module.graph) if " = input " not in line]
     return [line.split("(")[0] for line in lines], traced.dynamo_graph
 
 
@@ -156,16 +158,40 @@ SMALL_DEEPSEEK = {
             ("MambaForCausalLM",),
         ),
         (
-            {"architectures": ["BloomForCausalLM"], "model_type": "bloom", "n_layer": 2, "hidden_size": 32, "n_head": 2},
+            {
+                "architectures": ["BloomForCausalLM"],
+                "model_type": "bloom",
+                "n_layer": 2,
+                "hidden_size": 32,
+                "n_head": 2,
+            },
             ("BloomForCausalLM", "AttentionInterface"),
         ),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(values: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="ForCausalLM|ForMaskedLM") as error:
+    with pytest.raises(ValueError, match=r"For\w+LM") as error:
         read(write_config(tmp_path, **values))
     for part in ("config.json", *parts):
         assert part in str(error.value)
+
+
+def test_the_key_has_the_whole_configuration_and_the_version_of_transformers(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+
+    def factors(model_impl: str) -> dict[str, Any]:
+        return cache_factors(resolve(make_options({"model": tmp_path, "device": "cpu", "model_impl": model_impl})))
+
+    textbook, foreign = factors("textbook"), factors("transformers")
+    assert foreign["config"]["model.transformers.version"] == version("transformers")
+    assert json.loads(foreign["config"]["model.transformers.config"]) == json.loads(
+        (tmp_path / "config.json").read_text()
+    )
+    assert not any(name.startswith("model.transformers") for name in textbook["config"])
+    assert foreign["source"].keys() - textbook["source"].keys()
+    make_checkpoint(tmp_path, "llama", attention_dropout=0.5)
+    assert factors("transformers") != foreign
+    assert factors("textbook") == textbook
 
 
 def test_the_textbook_is_taken_where_there_is_one(tmp_path: Path) -> None:

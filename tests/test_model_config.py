@@ -362,6 +362,6 @@ def test_layer_types_choose_the_layers_with_a_window(tmp_path: Path) -> None:
 
 
 def test_an_unknown_architecture_is_refused_with_the_known_and_the_nearest(tmp_path: Path) -> None:
-    path = write(tmp_path, "Qwen3MoeForCausalLM")
-    expect_error(path, "'Qwen3MoeForCausalLM'", *FAMILIES, "nearest name is Qwen3ForCausalLM")
+    path = write(tmp_path, "Qwen3NextForCausalLM")
+    expect_error(path, "'Qwen3NextForCausalLM'", *FAMILIES, "nearest name is Qwen3ForCausalLM")
     expect_error(write(tmp_path, "BertModel"), "'BertModel'", "nearest")

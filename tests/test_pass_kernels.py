@@ -28,10 +28,14 @@ LINEAR_KINDS: list[dict[str, bool]] = [
     {},
     {"norm": True, "bias": True},
     {"silu_mul": True, "norm": True},
+    {"silu_mul": True, "norm": True, "gemma": True},
     {"silu_mul": True, "bias": True},
     {"residual": True},
     {"norm": True, "residual": True, "bias": True},
 ]
+
+LLAMA = {"OFFSET": 0.0, "WIDE": False, "inner_weight_ptr": None}
+GEMMA = {"OFFSET": 1.0, "WIDE": True}
 
 INTERPRETED = """
 import torch
@@ -46,9 +50,12 @@ same = lambda got, expected: torch.testing.assert_close(got, expected, rtol=2e-5
 for tokens, width in [(1, 8), (3, 100), (5, 256)]:
     x, residual = (torch.randn(tokens, width, generator=generator) for _ in range(2))
     weight, gate_up = torch.randn(width, generator=generator), torch.randn(tokens, 2 * width, generator=generator)
-    same(residual_rms_norm.launch(x, residual, weight, 3e-5), residual_rms_norm.reference(x, residual, weight, 3e-5))
-    same(rms_norm.launch(x, weight, 3e-5), rms_norm.reference(x, weight, 3e-5))
-    same(silu_mul.launch(gate_up), silu_mul.reference(gate_up))
+    for how in ((3e-5,), (3e-5, 1.0, True)):
+        same(rms_norm.launch(x, weight, *how), rms_norm.reference(x, weight, *how))
+        for norm in ((x, residual, weight, *how), (x, residual, weight, 3e-5, 1.0, True, weight * 2)):
+            same(residual_rms_norm.launch(*norm), residual_rms_norm.reference(*norm))
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        same(silu_mul.launch(gate_up, activation), silu_mul.reference(gate_up, activation))
     angles = torch.arange(tokens) * 7, torch.rand(width // 2, generator=generator), 1.3, torch.float32
     same(rope_angles.launch(*angles), rope_angles.reference(*angles))
 for shape in LINEAR_SHAPES[:4]:
@@ -80,15 +87,19 @@ def test_in_the_interpreter() -> None:
 @pytest.mark.parametrize(
     ("kernel", "constants"),
     [
-        (residual_rms_norm.residual_rms_norm_kernel, {"HIDDEN_SIZE": 4096, "BLOCK": 4096}),
-        (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024}),
-        (rms_norm.rms_norm_kernel, {"K": 4096, "BLOCK_K": 4096}),
+        (residual_rms_norm.residual_rms_norm_kernel, LLAMA | {"HIDDEN_SIZE": 4096, "BLOCK": 4096}),
+        (residual_rms_norm.residual_rms_norm_kernel, GEMMA | {"HIDDEN_SIZE": 2560, "BLOCK": 4096}),
+        (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024, "ACTIVATION": "silu"}),
+        (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024, "ACTIVATION": "gelu_tanh"}),
+        (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024, "ACTIVATION": "gelu"}),
+        (rms_norm.rms_norm_kernel, {"K": 4096, "BLOCK_K": 4096, "OFFSET": 0.0, "WIDE": False}),
+        (rms_norm.rms_norm_kernel, {"K": 2560, "BLOCK_K": 4096, "OFFSET": 1.0, "WIDE": True}),
         (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64}),
     ],
 )
-def test_compiled_for_hopper(kernel: Any, constants: dict[str, int]) -> None:
+def test_compiled_for_hopper(kernel: Any, constants: dict[str, Any]) -> None:
     """Needs no GPU."""
-    constants = constants | {"DEPENDENT_LAUNCH": 1}
+    kernel, constants = getattr(kernel, "jit_function", kernel), constants | {"DEPENDENT_LAUNCH": 1}
     types = {"eps": "fp32", "scale": "fp32", "x_stride": "i32", "positions_ptr": "*i64", "inv_freq_ptr": "*fp32"}
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): v for name, v in constants.items()})
@@ -124,14 +135,16 @@ def test_norms_and_silu_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> 
 
     x, residual = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(2))
     weight = torch.randn(shape[1], device="cuda", dtype=dtype)
-    arguments = x, residual, weight, 1e-6
-    poison(*shape, dtype=dtype)
-    close(residual_rms_norm.residual_rms_norm(*arguments), residual_rms_norm.reference(*arguments))
-    poison(*shape, dtype=dtype)
-    close(rms_norm.rms_norm(x, weight, 1e-6), rms_norm.reference(x, weight, 1e-6))
+    for how in ((), (1.0, True), (1.0, True, weight * 2)):
+        arguments = x, residual, weight, 1e-6, *how
+        poison(*shape, dtype=dtype)
+        close(residual_rms_norm.residual_rms_norm(*arguments), residual_rms_norm.reference(*arguments))
+        poison(*shape, dtype=dtype)
+        close(rms_norm.rms_norm(x, weight, 1e-6, *how[:2]), rms_norm.reference(x, weight, 1e-6, *how[:2]))
     gate_up = torch.randn(shape[0], 2 * shape[1], device="cuda", dtype=dtype)
-    poison(*shape, dtype=dtype)
-    close(silu_mul.silu_mul(gate_up), silu_mul.reference(gate_up))
+    for activation in ("silu", "gelu_tanh", "gelu"):
+        poison(*shape, dtype=dtype)
+        close(silu_mul.silu_mul(gate_up, activation), silu_mul.reference(gate_up, activation))
     angles = torch.arange(shape[0], device="cuda") * 37, torch.rand(shape[1] // 2, device="cuda"), 1.5, dtype
     close(rope_angles.rope_angles(*angles), rope_angles.reference(*angles))
 

@@ -11,7 +11,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from pass_cases import CPU, DTYPES, DYNAMIC, FAMILIES, LLAMA, QWEN3, RANGES, SMALL, YARN, Family, run_all, traced
+from pass_cases import (
+    CPU,
+    DTYPES,
+    DYNAMIC,
+    FAMILIES,
+    GEMMA3,
+    LLAMA,
+    PHI3,
+    QWEN3,
+    QWEN3_MOE,
+    RANGES,
+    SMALL,
+    YARN,
+    Family,
+    run_all,
+    traced,
+)
 from torch import fx
 
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
@@ -37,17 +53,20 @@ def reports_of(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES, ids=str)
 def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dtype, num_layers: int) -> None:
+    ropes = 2 if family is GEMMA3 else 1
+    mlps, experts = (0, num_layers) if family is QWEN3_MOE else (num_layers, 0)
     for compile_range in RANGES:
         reports = run_all(family, dtype, compile_range, num_layers=num_layers, verify=False)
         assert {report.name: report.matches for report in reports} == {
-            "no_op_elimination": 0 if family.rope is YARN else 2,
-            "merge_linears": 2 * num_layers,
+            "no_op_elimination": 0 if family.rope is YARN else 2 * ropes,
+            "merge_linears": 0 if family is PHI3 else num_layers + mlps,
+            "experts": experts,
             "residual_rms_norm": 2 * num_layers,
             "rms_norm": 1,
-            "rope_angles": 1,
+            "rope_angles": ropes,
             "rope_kv_write": num_layers,
-            "silu_mul": num_layers,
-            "small_batch_linear": 4 * num_layers + 1 if compile_range.small else 0,
+            "silu_mul": mlps,
+            "small_batch_linear": 2 * num_layers + 2 * mlps + experts + 1 if compile_range.small else 0,
         }
         assert all(report.matches == report.contract for report in reports)
         assert [report.near_misses for report in reports] == [()] * len(reports)

@@ -13,9 +13,11 @@ from pass_cases import (
     CPU,
     DTYPES,
     FAMILIES,
+    GEMMA2,
     LLAMA,
     QWEN2,
     QWEN3,
+    QWEN3_MOE,
     QWEN3_YARN,
     RANGES,
     SMALL,
@@ -37,7 +39,7 @@ aten = torch.ops.aten
 ours = torch.ops.compiled_engine
 NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
-SILU_MUL, LINEAR = ours.silu_mul.default, ours.small_batch_linear.default
+SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
 
 Edit = Callable[[fx.Graph], None]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -217,6 +219,15 @@ MUTATIONS = (
     Mutation("merge_linears", "gate and up swapped", swap_results(aten.split_with_sizes.default)),
     Mutation("merge_linears", "biases in another order", reverse_packed("bias"), QWEN2),
     Mutation("merge_linears", "no bias", drop_bias, QWEN2),
+    Mutation("experts", "one expert fewer", set_argument(EXPERTS, 4, lambda count: count - 1), QWEN3_MOE),
+    Mutation("experts", "weights that are no shares", set_argument(EXPERTS, 5, lambda shares: not shares), QWEN3_MOE),
+    Mutation("experts", "another activation", set_argument(EXPERTS, 6, lambda name: "gelu"), QWEN3_MOE),
+    Mutation("residual_rms_norm", "no offset", set_argument(SUM_NORM, 4, lambda offset: 0.0), GEMMA2),
+    Mutation("residual_rms_norm", "no norm inside", set_argument(SUM_NORM, 6, none), GEMMA2),
+    Mutation("silu_mul", "silu for gelu", set_argument(SILU_MUL, 1, lambda name: "silu"), GEMMA2),
+    Mutation("small_batch_linear", "no offset", set_argument(LINEAR, 8, lambda offset: offset - 1), GEMMA2),
+    Mutation("small_batch_linear", "no residual beside experts", set_argument(EXPERTS, 11, none), QWEN3_MOE),
+    Mutation("small_batch_linear", "no norm before experts", set_argument(EXPERTS, 7, none), QWEN3_MOE),
     Mutation("residual_rms_norm", "wrong eps", set_argument(SUM_NORM, 3, ten_times)),
     Mutation("residual_rms_norm", "the weight of another norm", take_from_next(SUM_NORM, 2)),
     Mutation("residual_rms_norm", "no residual in the sum", forget_residual),

@@ -177,7 +177,7 @@ def rms_norm_with(change: str, of_a_sum: bool = True) -> Callable[..., tuple[tor
         normed = scaled * torch.rsqrt(shifted)
         if change != "not rounded before the weight":
             normed = normed.to(total.dtype)
-        return (weight + 1 if change == "a weight that is computed" else weight) * normed, total
+        return (weight * weight if change == "a weight that is computed" else weight) * normed, total
 
     return function
 

@@ -270,7 +270,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"norm_k": unnormed}, "normed differently"),
         ({"norm_k": norm_with(1e-5)}, "normed differently"),
         ({"norm_q": narrow}, "fp32"),
-        ({"norm_q": weight_in_fp32}, "rounded before the weight"),
+        ({"norm_q": weight_in_fp32}, "normed differently"),
         ({"norm_k": norm_with(1e-6, dim=-2)}, "mean of its squares"),
         ({"norm_q": one_plus_weight}, "weight of its norm"),
         ({"k_weight": (1,)}, "weight of its norm"),

@@ -122,7 +122,7 @@ def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, nor
     tile_h, tile_p, num_warps = rope_kv_write_kernel.tiles(heads, d)
     constants: dict[str, Any] = {name: d for name in kernel.arg_names if name.endswith("_HEAD_STRIDE")}
     constants |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": d, "BLOCK_SIZE": 16, "STRIDE_MULTIPLE": 8}
-    constants |= {"TILE_H": tile_h, "TILE_P": tile_p, "DEPENDENT_LAUNCH": True}
+    constants |= {"TILE_H": tile_h, "TILE_P": tile_p, "DEPENDENT_LAUNCH": True, "OFFSET": 0.0, "WIDE": False}
     constants |= {} if normed else {"q_weight_ptr": None, "k_weight_ptr": None}
     types = {"slot_mapping_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature, attributes = {}, {}

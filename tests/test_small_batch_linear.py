@@ -115,7 +115,7 @@ def test_what_a_linear_takes_in(
     assert (result.matches, result.near_misses) == (len(taken_in), ())
     found = []
     for node in module.graph.find_nodes(op="call_function", target=LINEAR):
-        _, _, bias, norm_weight, eps, residual, silu_mul = node.args
+        _, _, bias, norm_weight, eps, residual, silu_mul, *_ = node.args
         present = {"bias": bias, "norm": norm_weight, "residual": residual, "silu": silu_mul or None}
         found.append({name for name, value in present.items() if value is not None})
         assert eps == (0.0 if norm_weight is None else 3e-4)

@@ -83,6 +83,8 @@ def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: b
         "NORM": norm and (tiles.norm_inside or tiles.tokens == 1),
         "RESIDUAL": not silu_mul,
         "SILU_MUL": silu_mul,
+        "ACTIVATION": "silu",
+        "OFFSET": 0.0,
         "ROWS": tiles.rows,
         "BLOCK_K": tiles.block_k,
         "DEPENDENT_LAUNCH": True,
@@ -92,6 +94,7 @@ def compiled_for_hopper(tiles: Tiles, rows: int, k: int, norm: bool, silu_mul: b
         kernel = few_tokens_kernel
         constants |= {"TOKENS": tiles.tokens, "GROUPS": tiles.groups, "SPLIT_K": tiles.split_k}
         constants |= {"NUM_STAGES": tiles.num_stages, "COLUMNS_AHEAD": columns_ahead(rows, k, 2, tiles)}
+    kernel = getattr(kernel, "jit_function", kernel)
     types = {"eps": "fp32", "partial_ptr": "*fp32", "counter_ptr": "*i32"}
     types |= dict.fromkeys(["num_outputs", "num_tokens", "x_stride"], "i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}

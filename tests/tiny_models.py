@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from compiled_engine.config import EngineConfig, RopeConfig
+from compiled_engine.config import EngineConfig, ExpertsConfig, RopeConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 
@@ -31,6 +31,7 @@ def tiny_config(
         "vocab_size": 101,
         "rope": RopeConfig(10000.0),
         "qkv_bias": architecture == "Qwen2ForCausalLM",
+        "experts": ExpertsConfig(4, 2, 32) if architecture == "Qwen3MoeForCausalLM" else ExpertsConfig(),
         "sliding_windows": (8 if architecture == "MistralForCausalLM" else None,) * num_layers,
     }
     return replace(

@@ -40,8 +40,8 @@ def resolve_backend(
     """Settle the backend and the block size for a model on a device.
 
     requested: "auto" or a name of BACKENDS. requested_block_size: tokens in a block, or "auto" for the backend's own.
-    cases: one for each shape of heads; their block_size is ignored. Returns the backend, the block size, and the reasons
-    for what was "auto".
+    cases: one for each shape of heads; their block_size is ignored. Returns the backend, the block size, and why
+    whatever was "auto" is so.
     Raises ValueError with the backend's reason when a requested one cannot run a case.
     """
     is_integer = isinstance(requested_block_size, int) and not isinstance(requested_block_size, bool)

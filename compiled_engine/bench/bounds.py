@@ -28,8 +28,9 @@ class Rates:
 class ModelSizes:
     """What a step costs at least.
 
-    weight_bytes: read in every step: all but the embedding, of which a step reads a few rows.
+    weight_bytes: read in every step: all but the embedding, of which a step reads a few rows, and experts.
     linear_params: multiplied with every token; head_params: with the tokens that sample.
+    expert_bytes: of one expert in all layers; num_experts, and experts_per_token, which a token goes to.
     kv_bytes_per_token: keys and values of a token, attention_flops: of one query with one key; both in one layer.
     windows: by layer, the keys that a query sees at most, None for all.
     """
@@ -40,6 +41,9 @@ class ModelSizes:
     kv_bytes_per_token: int
     attention_flops: int
     windows: tuple[int | None, ...]
+    expert_bytes: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
 
 
 class Chunk(NamedTuple):
@@ -60,21 +64,37 @@ class Job(NamedTuple):
 def model_sizes(config: ModelConfig) -> ModelSizes:
     """The sizes of a model as its config states it, without any memory for weights."""
     model = build_model(config)
-    body = {id(p): p for name, p in model.named_parameters() if "embed_tokens" not in name and "lm_head" not in name}
+    outside = ("embed_tokens", "lm_head", ".experts.")
+    body = {id(p): p for name, p in model.named_parameters() if not any(part in name for part in outside)}
+    experts, of_experts = config.experts, [p for name, p in model.named_parameters() if ".experts." in name]
+    chosen_params = sum(p.numel() // p.shape[0] for p in of_experts) * experts.per_token
     head = model.lm_head.weight  # type: ignore[union-attr]
     return ModelSizes(
         weight_bytes=sum(p.nbytes for p in body.values()) + head.nbytes,  # type: ignore[operator, misc]
-        linear_params=sum(p.numel() for p in body.values() if p.dim() == 2),
+        linear_params=sum(p.numel() for p in body.values() if p.dim() == 2) + chosen_params,
         head_params=head.numel(),  # type: ignore[operator]
         kv_bytes_per_token=2 * config.num_kv_heads * config.head_dim * config.dtype.itemsize,
         attention_flops=4 * config.num_heads * config.head_dim,
         windows=config.sliding_windows,
+        expert_bytes=sum(p.nbytes // p.shape[0] for p in of_experts),
+        num_experts=experts.count,
+        experts_per_token=experts.per_token,
     )
 
 
 def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
     """Bytes that a step reads: weights, and the context of each request once."""
-    return sizes.weight_bytes + sum(_context_bytes(sizes, chunk.context) for chunk in step)
+    chunks = list(step)
+    read = sizes.weight_bytes + _touched_bytes(sizes, sum(chunk.new for chunk in chunks))
+    return read + sum(_context_bytes(sizes, chunk.context) for chunk in chunks)
+
+
+def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
+    """Of the experts that so many tokens go to, if they choose evenly and independently: the mean."""
+    if not sizes.num_experts:
+        return 0.0
+    left = (1 - sizes.experts_per_token / sizes.num_experts) ** num_tokens
+    return sizes.expert_bytes * sizes.num_experts * (1 - left)
 
 
 def _context_bytes(sizes: ModelSizes, context: float) -> float:
@@ -134,7 +154,8 @@ def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_n
     """
     lengths = [length for job in jobs for length in job.outputs]
     steps = max(max(lengths) - 1, -(-sum(length - 1 for length in lengths) // max_num_seqs))
-    read = steps * (sizes.weight_bytes + _common_bytes(sizes, common))
+    together = min(max_num_seqs, len(lengths))
+    read = steps * (sizes.weight_bytes + _touched_bytes(sizes, together) + _common_bytes(sizes, common))
     flops = 0.0
     for job in jobs:
         alone = len(job.outputs) == 1

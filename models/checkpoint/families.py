@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from compiled_engine.config import ExpertsConfig
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 
 
@@ -22,12 +23,19 @@ class Biases:
 
 @dataclass(frozen=True)
 class Family:
-    """`num_kv_heads` and `head_dim` are defaults; None is one a query head, and hidden size / heads."""
+    """`num_kv_heads` and `head_dim` are defaults; None is one a query head, and hidden size / heads.
+
+    `tied`: the default of tie_word_embeddings. `activation`: the field that names it, and the one that the family has.
+    `experts`: None for families without.
+    """
 
     num_kv_heads: int | None
     head_dim: int | None
     biases: Callable[[JsonFields], Biases]
     sliding_windows: Callable[[JsonFields, int], tuple[int | None, ...]]
+    tied: bool = False
+    activation: tuple[str, str] = ("hidden_act", "silu")
+    experts: Callable[[JsonFields, int], ExpertsConfig] | None = None
 
 
 def _llama_biases(fields: JsonFields) -> Biases:
@@ -35,7 +43,7 @@ def _llama_biases(fields: JsonFields) -> Biases:
     return Biases(qkv=attention, attention_out=attention, mlp=fields.boolean("mlp_bias", False))
 
 
-def _qwen3_biases(fields: JsonFields) -> Biases:
+def _attention_biases(fields: JsonFields) -> Biases:
     attention = fields.boolean("attention_bias", False)
     return Biases(qkv=attention, attention_out=attention)
 
@@ -57,7 +65,12 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
         if type(first) is not int or first < 0:
             raise fields.error("max_window_layers", "a whole number of at least 0")
         return tuple(window if layer >= first else None for layer in range(num_layers))
-    kinds = fields.texts("layer_types")
+    return _windows_by_type(fields, fields.texts("layer_types"), num_layers, window)
+
+
+def _windows_by_type(
+    fields: JsonFields, kinds: list[str], num_layers: int, window: int | None
+) -> tuple[int | None, ...]:
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise fields.error("layer_types", f"{num_layers} entries, each full_attention or sliding_attention")
     if window is None and "sliding_attention" in kinds:
@@ -65,9 +78,54 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def _phi3_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    return (fields.nullable_integer("sliding_window", absent=None),) * num_layers
+
+
+def _gemma2_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    return _gemma_windows(fields, num_layers, period=2)
+
+
+def _gemma3_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    return _gemma_windows(fields, num_layers, period=fields.integer("sliding_window_pattern", 6))
+
+
+def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[int | None, ...]:
+    """Without `layer_types` every layer but the last of a period has the window."""
+    window = fields.nullable_integer("sliding_window", absent=4096)
+    types = fields.texts("layer_types") if "layer_types" in fields else None
+    if types is None:
+        return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
+    return _windows_by_type(fields, types, num_layers, window)
+
+
+def _qwen3_experts(fields: JsonFields, num_layers: int) -> ExpertsConfig:
+    """A layer is dense if `mlp_only_layers` names it, or if it is not one of every `decoder_sparse_step`."""
+    named = fields.values.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(layer) is int and 0 <= layer < num_layers for layer in named):
+        raise fields.error("mlp_only_layers", f"a list of layers, 0 to {num_layers - 1}")
+    step = fields.integer("decoder_sparse_step", 1)
+    dense = tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
+    count, per_token = _number_of_experts(fields), fields.integer("num_experts_per_tok", 8)
+    if per_token > count:
+        raise fields.error("num_experts_per_tok", f"at most num_experts = {count}")
+    size = fields.integer("moe_intermediate_size", 768)
+    return ExpertsConfig(count, per_token, size, fields.boolean("norm_topk_prob", False), dense)
+
+
+def _number_of_experts(fields: JsonFields) -> int:
+    """Transformers 4 calls them num_experts, 5 num_local_experts as well."""
+    return fields.integer("num_experts" if "num_experts" in fields else "num_local_experts", 128)
+
+
+_GELU = "hidden_activation", "gelu_pytorch_tanh"
 FAMILIES = {
+    "Gemma2ForCausalLM": Family(4, 256, _attention_biases, _gemma2_windows, True, _GELU),
+    "Gemma3ForCausalLM": Family(4, 256, _attention_biases, _gemma3_windows, True, _GELU),
     "LlamaForCausalLM": Family(None, None, _llama_biases, _no_windows),
     "MistralForCausalLM": Family(8, None, lambda fields: Biases(), _mistral_windows),
     "Qwen2ForCausalLM": Family(32, None, lambda fields: Biases(qkv=True), _qwen_windows),
-    "Qwen3ForCausalLM": Family(32, 128, _qwen3_biases, _qwen_windows),
+    "Phi3ForCausalLM": Family(None, None, lambda fields: Biases(), _phi3_windows),
+    "Qwen3ForCausalLM": Family(32, 128, _attention_biases, _qwen_windows),
+    "Qwen3MoeForCausalLM": Family(4, None, _attention_biases, _qwen_windows, experts=_qwen3_experts),
 }

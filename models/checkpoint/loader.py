@@ -12,6 +12,7 @@ from compiled_engine.models.checkpoint.foreign_tensors import match_foreign
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors, name_some
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
+from compiled_engine.models.textbook.experts import Experts
 from compiled_engine.process.progress import Progress
 
 RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
@@ -53,15 +54,27 @@ def load_weights(model: nn.Module, config: ModelConfig, progress: Progress, cach
             advance(1)
 
 
+def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What a checkpoint has of a model, by name: its parameters, or views of them where a module says that it holds
+    them in parts. A tied parameter is there under each of its names."""
+    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            for name, _ in module.named_parameters():
+                del tensors[f"{path}.{name}"]
+            tensors |= {f"{path}.{name}": view for name, view in module.checkpoint_tensors()}
+    return tensors
+
+
 def _match(
     tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Each parameter with the tensor that belongs in it, in file order."""
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters = checkpoint_tensors(model)
     known = {name: tensor for name, tensor in tensors.items() if name in parameters}
     found = {id(parameters[name]) for name in known}
     problems = {
-        "missing": [name for name, parameter in model.named_parameters() if id(parameter) not in found],
+        "missing": [name for name, target in parameters.items() if id(target) not in found],
         "unexpected": [name for name in tensors if name not in known and not name.endswith(RECOMPUTED)],
         "of another shape": [
             f"{name} ({list(tensor.shape)} instead of {list(parameters[name].shape)})"

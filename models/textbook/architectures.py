@@ -5,14 +5,22 @@ from __future__ import annotations
 import torch
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.textbook.gemma2 import Gemma2ForCausalLM
+from compiled_engine.models.textbook.gemma3 import Gemma3ForCausalLM
 from compiled_engine.models.textbook.llama import LlamaForCausalLM
+from compiled_engine.models.textbook.phi3 import Phi3ForCausalLM
 from compiled_engine.models.textbook.qwen3 import Qwen3ForCausalLM
+from compiled_engine.models.textbook.qwen3_moe import Qwen3MoeForCausalLM
 
 ARCHITECTURES: dict[str, type[LlamaForCausalLM]] = {
+    "Gemma2ForCausalLM": Gemma2ForCausalLM,
+    "Gemma3ForCausalLM": Gemma3ForCausalLM,
     "LlamaForCausalLM": LlamaForCausalLM,
     "MistralForCausalLM": LlamaForCausalLM,
+    "Phi3ForCausalLM": Phi3ForCausalLM,
     "Qwen2ForCausalLM": LlamaForCausalLM,
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -50,13 +52,21 @@ class Attention(nn.Module):
         return q_THd, k_TKd
 
 
+MakeMLP = Callable[[ModelConfig, int], nn.Module]
+
+
+def make_swiglu(config: ModelConfig, layer: int) -> nn.Module:
+    """The MLP of a layer of these families."""
+    return SwiGLU(config)
+
+
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, attention: type[Attention]) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attention: type[Attention], mlp: MakeMLP) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.self_attn = attention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
-        self.mlp = SwiGLU(config)
+        self.mlp = mlp(config, layer)
 
     def forward(
         self,
@@ -72,13 +82,15 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    def __init__(self, config: ModelConfig, attention: type[Attention] = Attention) -> None:
+    """attention: the class of the layers' attention; mlp: makes their MLPs."""
+
+    def __init__(self, config: ModelConfig, attention: type[Attention] = Attention, mlp: MakeMLP = make_swiglu) -> None:
         super().__init__()
         # Not initialised: nn.Embedding(V, D) would, which on the meta device imports the compiler (0.8 s).
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
         self.embed_tokens = nn.Embedding.from_pretrained(embedding_VD)
         self.rotary_emb = RotaryEmbedding(config.rope, config.head_dim, config.dtype)
-        self.layers = LayerStack(DecoderLayer(config, layer, attention) for layer in range(config.num_layers))
+        self.layers = LayerStack(DecoderLayer(config, layer, attention, mlp) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
 
     def forward(
@@ -97,12 +109,12 @@ class LlamaModel(nn.Module):
 class LlamaForCausalLM(nn.Module):
     """The model as the engine calls it; parameter names are those of the checkpoint.
 
-    attention: the class of the layers' attention, for families that differ in it alone.
+    model: all but the output projection, for families that differ in it; None is a LlamaModel.
     """
 
-    def __init__(self, config: ModelConfig, attention: type[Attention] = Attention) -> None:
+    def __init__(self, config: ModelConfig, model: nn.Module | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config, attention)
+        self.model = LlamaModel(config) if model is None else model
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

@@ -21,4 +21,4 @@ class Attention(llama.Attention):
 
 class Qwen3ForCausalLM(llama.LlamaForCausalLM):
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(config, Attention)
+        super().__init__(config, llama.LlamaModel(config, Attention))

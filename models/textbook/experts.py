@@ -1,0 +1,60 @@
+"""A mixture of experts (Shazeer et al., 2017): a router sends each token to a few gated MLPs out of many.
+
+X counts the experts of a token, E all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from compiled_engine.config import ExpertsConfig, ModelConfig
+
+
+class Experts(nn.Module):
+    """All experts of a layer, each tensor in one parameter."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        E, D, I = experts.count, config.hidden_size, experts.intermediate_size  # noqa: E741
+        self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, D, dtype=config.dtype))
+        self.down_proj = nn.Parameter(torch.empty(E, D, I, dtype=config.dtype))
+
+    def forward(self, x_TD: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
+        """The sum over the experts of what each makes of a token, times its weight.
+
+        Every expert computes every token, since nothing here may depend on the values of weights_TE; those that were
+        not chosen count with a weight of 0. The compiler leaves them out.
+        """
+        x_ETD = x_TD.expand(self.gate_up_proj.shape[0], -1, -1)
+        gate_ETI, up_ETI = torch.bmm(x_ETD, self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        y_ETD = torch.bmm(F.silu(gate_ETI) * up_ETI, self.down_proj.transpose(1, 2))
+        return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
+
+    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What a checkpoint holds one by one, as views of the parameters, under names relative to this module."""
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
+            gate, up = gate_up.chunk(2)
+            yield from ((f"{expert}.gate_proj.weight", gate), (f"{expert}.up_proj.weight", up))
+            yield f"{expert}.down_proj.weight", down
+
+
+class SparseMLP(nn.Module):
+    """Router and experts in the place of an MLP."""
+
+    def __init__(self, config: ModelConfig, experts: ExpertsConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, experts.count, bias=False, dtype=config.dtype)
+        self.experts = Experts(config, experts)
+        self.per_token, self.renormalise = experts.per_token, experts.renormalise
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        probabilities_TE = F.softmax(self.gate(x_TD).float(), dim=-1)
+        weights_TX, chosen_TX = probabilities_TE.topk(self.per_token, dim=-1)
+        if self.renormalise:
+            weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
+        weights_TE = torch.zeros_like(probabilities_TE).scatter(-1, chosen_TX, weights_TX)
+        return self.experts(x_TD, weights_TE.to(x_TD.dtype))

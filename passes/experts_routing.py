@@ -1,0 +1,121 @@
+"""Triton kernels: which experts a token goes to, and the tokens sorted by them.
+
+S counts pairs of a token and one of its experts.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launcher import quick_launches
+
+
+@triton.jit
+def chosen_experts(
+    logits_ptr: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The experts with the largest logits of a token, and their probabilities; the first of equal ones comes first."""
+    e_E = tl.arange(0, BLOCK_E)
+    x_X = tl.arange(0, BLOCK_X)
+    left_E = tl.load(logits_ptr + e_E, mask=e_E < NUM_EXPERTS, other=float("-inf")).to(tl.float32)
+    largest = tl.max(left_E, 0)
+    total = tl.sum(tl.exp(left_E - largest), 0)
+    expert_X = tl.zeros([BLOCK_X], tl.int32)
+    weight_X = tl.zeros([BLOCK_X], tl.float32)
+    for i in tl.static_range(TOP_K):
+        value = tl.max(left_E, 0)
+        best = tl.min(tl.where(left_E == value, e_E, BLOCK_E), 0)
+        expert_X = tl.where(x_X == i, best, expert_X)
+        weight_X = tl.where(x_X == i, tl.exp(value - largest), weight_X)
+        left_E = tl.where(e_E == best, float("-inf"), left_E)
+    if RENORMALISE:
+        total = tl.sum(weight_X, 0)
+    # A logit that is not a number leaves nothing to choose; what is read must exist all the same.
+    return tl.minimum(expert_X, NUM_EXPERTS - 1), weight_X / total
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["logits_stride"])
+def route_kernel(
+    logits_ptr: tl.tensor,
+    chosen_ptr: tl.tensor,
+    weights_ptr: tl.tensor,
+    rank_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    logits_stride: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token): its experts, their weights, and which of an expert's pairs each is, in any order."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0)
+    expert_X, weight_X = chosen_experts(
+        logits_ptr + token.to(tl.int64) * logits_stride, NUM_EXPERTS, BLOCK_E, TOP_K, BLOCK_X, RENORMALISE
+    )
+    x_X = tl.arange(0, BLOCK_X)
+    mask_X = x_X < TOP_K
+    rank_X = tl.atomic_add(counts_ptr + expert_X, 1, mask=mask_X, sem="relaxed")
+    pair_X = token * TOP_K + x_X
+    tl.store(chosen_ptr + pair_X, expert_X, mask=mask_X)
+    tl.store(weights_ptr + pair_X, weight_X, mask=mask_X)
+    tl.store(rank_ptr + pair_X, rank_X, mask=mask_X)
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_pairs", "num_blocks"])
+def place_kernel(
+    chosen_ptr: tl.tensor,
+    rank_ptr: tl.tensor,
+    counts_ptr: tl.tensor,
+    sorted_ptr: tl.tensor,
+    blocks_ptr: tl.tensor,
+    num_pairs: tl.tensor,
+    num_blocks: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PLACED: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program: PLACED pairs to their places in the order of experts, and PLACED blocks of up to TOKENS of them.
+
+    A block: int32 [4], its expert (-1: there is none), its first place, how many, and nothing.
+    """
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    e_E = tl.arange(0, BLOCK_E)
+    count_E = tl.load(counts_ptr + e_E, mask=e_E < NUM_EXPERTS, other=0)
+    start_E = tl.cumsum(count_E, 0) - count_E
+    pair_P = tl.program_id(0) * PLACED + tl.arange(0, PLACED)
+    expert_P = tl.load(chosen_ptr + pair_P, mask=pair_P < num_pairs, other=0)
+    start_P = tl.sum(tl.where(expert_P[:, None] == e_E[None, :], start_E[None, :], 0), 1)
+    rank_P = tl.load(rank_ptr + pair_P, mask=pair_P < num_pairs, other=0)
+    tl.store(sorted_ptr + start_P + rank_P, pair_P, mask=pair_P < num_pairs)
+
+    num_blocks_E = (count_E + TOKENS - 1) // TOKENS
+    end_block_E = tl.cumsum(num_blocks_E, 0)
+    block_P = pair_P
+    owner_P = tl.sum((end_block_E[None, :] <= block_P[:, None]).to(tl.int32), 1)
+    is_owner_PE = owner_P[:, None] == e_E[None, :]
+    first_block_P = tl.sum(tl.where(is_owner_PE, (end_block_E - num_blocks_E)[None, :], 0), 1)
+    before_P = (block_P - first_block_P) * TOKENS
+    first_P = tl.sum(tl.where(is_owner_PE, start_E[None, :], 0), 1) + before_P
+    count_P = tl.minimum(tl.sum(tl.where(is_owner_PE, count_E[None, :], 0), 1) - before_P, TOKENS)
+    mask_P = block_P < num_blocks
+    tl.store(blocks_ptr + 4 * block_P, tl.where(owner_P < NUM_EXPERTS, owner_P, -1), mask=mask_P)
+    tl.store(blocks_ptr + 4 * block_P + 1, first_P, mask=mask_P)
+    tl.store(blocks_ptr + 4 * block_P + 2, count_P, mask=mask_P)

@@ -1,0 +1,84 @@
+"""Random layers of experts, and what they must compute, for tests here, in the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layer of experts. gemma: the norm is Gemma's, and the gate a gelu."""
+
+    num_tokens: int
+    num_experts: int
+    top_k: int
+    hidden_size: int = 64
+    width: int = 48
+    renormalise: bool = True
+    norm: bool = False
+    residual: bool = False
+    gemma: bool = False
+
+
+CASES = (
+    Case(1, 8, 2, norm=True, residual=True),
+    Case(1, 5, 3, hidden_size=72, width=40, renormalise=False),
+    Case(1, 128, 8, norm=True, gemma=True),
+    Case(2, 8, 2, residual=True),
+    Case(5, 128, 8, norm=True),
+    Case(9, 1, 1),
+    Case(40, 6, 6, hidden_size=72, width=40, renormalise=False, norm=True, gemma=True, residual=True),
+    Case(64, 4, 2),
+    Case(65, 16, 2, residual=True),
+    Case(150, 3, 1),
+)
+
+
+def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
+    """What the op takes, in its order. Logits are far enough apart that no rounding changes their order."""
+    generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_experts)
+    T, E, D, I = case.num_tokens, case.num_experts, case.hidden_size, case.width  # noqa: E741
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    places_TE = torch.stack([torch.randperm(E, generator=generator) for _ in range(T)])
+    return (
+        normal(T, D),
+        (places_TE / 16).to(device, dtype),
+        normal(E, 2 * I, D) / D**0.5,
+        normal(E, D, I) / I**0.5,
+        case.top_k,
+        case.renormalise,
+        "gelu_tanh" if case.gemma else "silu",
+        normal(D) / 4 if case.norm else None,
+        1e-5,
+        1.0 if case.gemma else 0.0,
+        case.gemma,
+        normal(T, D) if case.residual else None,
+    )
+
+
+def expected(arguments: tuple[Any, ...]) -> torch.Tensor:
+    """In float64, every expert on every token, and weights of 0 for those that are not chosen."""
+    tensors = [a.double().cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
+    x, logits, gate_up, down, top_k, renormalise, activation, norm, eps, offset, _, residual = tensors
+    if norm is not None:
+        x = x * (x.pow(2).mean(-1, keepdim=True) + eps) ** -0.5 * (norm + offset)
+    powers = logits.exp()
+    least = logits.sort(-1, descending=True).values[:, top_k - 1 : top_k]
+    chosen = powers * (logits >= least)
+    weights = chosen / (chosen if renormalise else powers).sum(-1, keepdim=True)
+    gate, up = torch.einsum("td,end->ten", x, gate_up).chunk(2, -1)
+    gelu = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh")}
+    y = torch.einsum("tei,edi,te->td", gelu[activation](gate) * up, down, weights)
+    return y if residual is None else y + residual
+
+
+def error(got: torch.Tensor, arguments: tuple[Any, ...]) -> float:
+    """The largest difference, relative to the largest value; NaN if anything is."""
+    right = expected(arguments)
+    return float((got.double().cpu() - right).abs().max() / right.abs().max())
