@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.collectives.group import current_group
 from compiled_engine.collectives.push import PushBuffer
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -26,6 +25,7 @@ from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.tensor_parallel import all_reduce
 
 
@@ -152,16 +152,12 @@ all_reduce_residual_rms_norm = define_op(
 )
 
 
-NORMS_BEFORE_SUMS = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
-
-
 class AllReduceResidualRMSNorm(GraphPass):
     name = "all_reduce_residual_rms_norm"
     requires = ("tensor_parallel", "residual_rms_norm")
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        """None where a block's output has a norm of its own before it is added."""
-        return 0 if model.architecture in NORMS_BEFORE_SUMS else 2 * model.num_layers
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.sum_norms
 
     def run(self, graph: fx.Graph) -> PassResult:
         graph.eliminate_dead_code()
