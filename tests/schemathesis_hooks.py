@@ -3,11 +3,14 @@ honoured together. Each is a 400 that names a field. docs/serving.md has the com
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import schemathesis
 
 MOST_COMPLETIONS = 128
+FORBIDS = ("bad_words", "bad_words_token_ids", "min_tokens", "logit_bias")
+PATTERNS = {"regex": "[a-z0-9 ]+", "grammar": 'start: "[a-z]+"', "whitespace_pattern": "[ \\n]+"}
 
 
 @schemathesis.hook
@@ -16,17 +19,13 @@ def filter_case(context: Any, case: Any) -> bool:
     body = case.body
     if not isinstance(body, dict):
         return True
-    contradictions = (forbids_all, has_other_lengths, has_other_completions, stops_at_no_text)
+    contradictions = (forbids_all, has_other_lengths, has_other_completions, stops_at_no_text, may_not_compile)
     return not any(contradicts(body) for contradicts in contradictions)
 
 
 def forbids_all(body: dict[str, Any]) -> bool:
-    """No token may come: a 400 of the code no_token_allowed."""
-    allowed, words = body.get("allowed_token_ids"), body.get("bad_words_token_ids")
-    if not isinstance(allowed, list) or not isinstance(words, list):
-        return False
-    forbidden = [word[0] for word in words if isinstance(word, list) and len(word) == 1]
-    return all(token in forbidden for token in allowed)
+    """What is allowed may be forbidden again: all of it is a 400 of the code no_token_allowed."""
+    return bool(body.get("allowed_token_ids")) and any(body.get(name) for name in FORBIDS)
 
 
 def has_other_lengths(body: dict[str, Any]) -> bool:
@@ -51,6 +50,18 @@ def has_other_completions(body: dict[str, Any]) -> bool:
 def stops_at_no_text(body: dict[str, Any]) -> bool:
     """Stop strings are looked for in text, which an answer that is not detokenised has not."""
     return body.get("detokenize") is False and bool(body.get("stop"))
+
+
+def may_not_compile(body: dict[str, Any]) -> bool:
+    """A form that is none, or one whose tokens other fields forbid. Schemas and choices made at random are forms, as
+    unknown keywords have no effect; expressions and grammars hardly ever are."""
+    form, described = body.get("structured_outputs"), body.get("response_format")
+    if isinstance(form, dict):
+        texts = {name: form[name] for name in ("json", *PATTERNS) if isinstance(form.get(name), str)}
+        if not all(name in PATTERNS and re.fullmatch(PATTERNS[name], text) for name, text in texts.items()):
+            return True
+    has_form = isinstance(form, dict) or (isinstance(described, dict) and described.get("type") != "text")
+    return has_form and any(body.get(name) for name in ("allowed_token_ids", *FORBIDS, "ignore_eos"))
 
 
 def is_number(body: dict[str, Any], name: str) -> bool:

@@ -11,6 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
+from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
@@ -40,6 +41,13 @@ CPU = torch.device("cpu")
 def test_what_cannot_be_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(EngineOptions(device="cpu", **options))
+
+
+@pytest.mark.parametrize("shape", ["phi-4", "qwen3-30b-a3b", "gemma-3-4b"])
+def test_a_model_that_cannot_be_divided_is_refused_by_name(shape: str, tmp_path: Path) -> None:
+    folder = write_shape(tmp_path, shape)
+    with pytest.raises(ValueError, match=r"models of (Phi3|Qwen3Moe|Gemma3)ForCausalLM cannot be divided so far"):
+        resolve(EngineOptions(model=folder, device="cpu", load_format="dummy", tensor_parallel_size=2))
 
 
 @pytest.mark.parametrize(

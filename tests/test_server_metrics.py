@@ -95,6 +95,13 @@ def test_names_in_dashboard_and_documentation_exist(server: RunningServer, name:
     assert named <= there
 
 
+def test_the_dashboard_shows_what_the_compiler_did() -> None:
+    names = ("compile_cache_info", "pass_matches", "graph_replays_total", "graph_padded_tokens_total")
+    names += ("graph_fallbacks_total", "start_up_seconds", "num_compiles_total", "api_processes")
+    text = (DOCS / "grafana_dashboard.json").read_text()
+    assert [name for name in names if f"compiled_engine:{name}" not in text] == []
+
+
 def test_every_metric_is_documented(server: RunningServer) -> None:
     response = httpx.get(f"{server.url}/metrics", timeout=30).text
     there = set(re.findall(r"^# TYPE (compiled_engine:\w+)", response, re.MULTILINE))

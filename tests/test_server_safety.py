@@ -123,6 +123,7 @@ def test_what_a_body_may_be(client: httpx.Client) -> None:
             yield b" " * 1000
 
     assert post(b" " * 20_001).status_code == 413
+    assert post(b" " * 2_000_000).status_code == 413  # a client that writes all of it before it reads is told, too
     assert post(chunks()).status_code == 413
     assert post(b"{}", "text/plain").status_code == 415
     for body in (b"[" * 1000, b'{"a":' * 9 + b"1" + b"}" * 9, b"[]", b"", b"{", b'{"a": NaN}', b'"\xff"'):

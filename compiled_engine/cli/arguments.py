@@ -154,6 +154,8 @@ ENGINE_ARGUMENTS = (
     Argument("cache_dir", Path, "Where compiled artifacts are kept.", convert=str),
     Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
+    Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
+    Argument("distributed_executor", str, "auto, in_process or multiprocess: who runs the devices."),
     Argument(
         "logits_processors",
         list[str],
@@ -161,8 +163,6 @@ ENGINE_ARGUMENTS = (
         flag="--logits-processor",
         convert=tuple,
     ),
-    Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
-    Argument("distributed_executor", str, "auto, in_process or multiprocess: who runs the devices."),
     Argument("profile_dir", Path, "Where a profile is written to.", convert=str),
 )
 

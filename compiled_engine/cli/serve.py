@@ -130,7 +130,9 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
     leave_alone_what_is_there()
     names = ", ".join(options.served_model_name or (name,))
     typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
-    return await serve(engine, Server(app, options, others=others), bound)
+    return await serve(
+        engine, Server(app, options, others.place if options.api_server_count > 1 else None, others), bound
+    )
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:

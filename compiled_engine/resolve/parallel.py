@@ -7,8 +7,8 @@ import torch
 from compiled_engine.config import ModelConfig, ParallelConfig
 from compiled_engine.options import EngineOptions
 
-# Their q, k and v are one tensor of the checkpoint, which is not cut into equal rows.
-FUSED_TENSORS = ("Phi3ForCausalLM",)
+# Whose shares are known to add up to the whole.
+DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 
 def resolve_parallel(
@@ -35,9 +35,11 @@ def resolve_parallel(
 
 def _check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
-    if size > 1 and (model.experts.count or model.architecture in FUSED_TENSORS):
-        why = "experts" if model.experts.count else "tensors that hold several linears"
-        raise ValueError(f"tensor_parallel_size is {size}, but {model.architecture} has {why}; allowed: 1")
+    if size > 1 and model.architecture not in DIVISIBLE:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but models of {model.architecture} cannot be divided so far; "
+            f"allowed: 1, or one of {', '.join(DIVISIBLE)}"
+        )
     if model.intermediate_size % size:
         raise ValueError(
             f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP"

@@ -12,6 +12,7 @@ from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.process.garbage_collection import leave_alone_what_is_there
 from compiled_engine.server.api_servers import Order
 from compiled_engine.server.app import build_app
+from compiled_engine.server.place import Place
 from compiled_engine.server.run import Server, allow_many_connections, serve
 from compiled_engine.server.shared_figures import SharedFigures
 
@@ -31,13 +32,9 @@ def main() -> None:
 async def _serve(order: Order, listening: int, descriptor: int, number: int) -> str | None:
     options = order.options
     figures = SharedFigures(options.api_server_count, number, descriptor)
-    serving = figures.reserve(1)
+    place = Place(figures)
     engine = await AsyncLLM.join(order.address)
     app = build_app(engine, options, order.model_name, figures)
     allow_many_connections()
     leave_alone_what_is_there()
-
-    def started() -> None:
-        figures.own[serving] = 1
-
-    return await serve(engine, Server(app, options, started), socket.socket(fileno=listening))
+    return await serve(engine, Server(app, options, place), socket.socket(fileno=listening))

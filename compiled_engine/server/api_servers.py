@@ -1,6 +1,6 @@
 """Further processes that answer requests at the server's socket, each with its own connection to the engine core.
 
-The process that starts them serves as well, and is number 0. Whoever is free takes the next connection.
+The process that starts them serves as well, and is number 0. Whoever has the fewest connections takes the next.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 
 from compiled_engine.process.child import start_process
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.place import Place
 from compiled_engine.server.shared_figures import SharedFigures
 
 log = logging.getLogger("compiled_engine")
@@ -40,7 +41,7 @@ class Order:
 class ApiServers:
     """They begin to import what they need at once, wait for their order, and serve until SIGTERM or the core's end.
 
-    figures: with a row for each process; column `serving` of a row is 1 while its process serves.
+    figures: with a row for each process. place: that of this process, number 0.
 
     The death of one costs its own requests, which the core aborts; a new process takes its place. One that dies before
     it serves would do so again, so that ends the server.
@@ -48,7 +49,7 @@ class ApiServers:
 
     def __init__(self, options: ServerOptions, bound: socket.socket) -> None:
         self.figures = SharedFigures(options.api_server_count)
-        self.serving = self.figures.reserve(1)
+        self.place = Place(self.figures)
         self._bound = bound
         self._order = b""
         self._stopping = False
@@ -62,7 +63,7 @@ class ApiServers:
 
     async def wait_ready(self) -> None:
         """Until all serve. Raises RuntimeError if one has ended instead."""
-        while waiting := [number for number in self._processes if not self.figures.of(number, self.serving)]:
+        while waiting := [number for number in self._processes if not self.place.serves(number)]:
             for number in waiting:
                 if (status := self._processes[number].poll()) is not None:
                     raise RuntimeError(f"API process {number} ended with status {status} before it could serve")
@@ -75,10 +76,10 @@ class ApiServers:
             for number, process in self._processes.items():
                 if self._stopping or (status := process.poll()) is None:
                     continue
-                if not self.figures.of(number, self.serving):
+                if not self.place.serves(number):
                     return f"API process {number} ended with status {status} before it could serve"
                 log.error("API process %d has ended with status %d; another takes its place", number, status)
-                self.figures.forget(number, self.serving)
+                self.place.forget(number)
                 forget(number)
                 self._processes[number] = self._start(number)
                 _send(self._processes[number], self._order)

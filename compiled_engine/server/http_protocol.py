@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -17,8 +18,8 @@ LINGER_S = 2.0
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
-    """The class of a server's connections."""
+def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda change: None) -> type[HttpToolsProtocol]:
+    """The class of a server's connections. count: called with 1 for each that begins, and -1 for each that ends."""
 
     class BoundedProtocol(HttpToolsProtocol):
         """A request whose headers are too long, or that does not arrive in time, is refused; a connection whose client
@@ -35,11 +36,13 @@ def bounded_protocol(limits: Limits) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            count(1)
             probe_when_idle(transport.get_extra_info("socket"))
             self._expect_request()
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._cancel_timers()
+            count(-1)
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:

@@ -1,38 +1,33 @@
-"""Forms of answers in the OpenAPI document: such as any server takes, of which there are more."""
+"""Forms of answers in the OpenAPI document. Whether one can be compiled no schema can say."""
 
 from __future__ import annotations
 
 from typing import Any
 
 NULL: dict[str, Any] = {"type": "null"}
-SCHEMA = {
-    "type": "object",
-    "description": "A JSON schema. Keywords that are not supported are refused.",
-    "properties": {"type": {"enum": ["object", "array", "string", "integer", "number", "boolean", "null"]}},
-    "required": ["type"],
-    "additionalProperties": False,
-}
-FORMS = {
-    "json": SCHEMA,
-    "regex": {"type": "string", "description": "In the syntax of Rust.", "pattern": "^[a-z]{1,9}$"},
-    "choice": {
-        "type": "array",
-        "minItems": 1,
-        "maxItems": 64,
-        "items": {"type": "string", "pattern": "^[a-z ]{1,9}$"},
-    },
-    "grammar": {"type": "string", "description": "Lark or GBNF.", "pattern": '^start: "[a-z]{1,9}"$'},
+SCHEMA = {"type": "object", "description": "A JSON schema. Keywords that are not supported are refused."}
+TEXT_OF_FORM: dict[str, Any] = {"type": "string", "minLength": 1}
+FORMS: dict[str, dict[str, Any]] = {
+    "json": {"anyOf": [SCHEMA, {**TEXT_OF_FORM, "description": "The same as text."}]},
+    "regex": {**TEXT_OF_FORM, "description": "In the syntax of Rust."},
+    "choice": {"type": "array", "minItems": 1, "items": TEXT_OF_FORM},
+    "grammar": {**TEXT_OF_FORM, "description": "Lark or GBNF."},
     "json_object": {"const": True},
 }
-STRUCTURED = {
-    "anyOf": [
-        *(
-            {"type": "object", "required": [name], "properties": {name: form}, "additionalProperties": False}
-            for name, form in FORMS.items()
-        ),
-        NULL,
-    ]
+ABSENT = {name: NULL if name != "json_object" else {"enum": [False, None]} for name in FORMS}
+WHITESPACE = {
+    "disable_any_whitespace": {"type": ["boolean", "null"]},
+    "whitespace_pattern": {"anyOf": [TEXT_OF_FORM, NULL]},
 }
+
+
+def _form(name: str) -> dict[str, Any]:
+    """One form, and none of the others."""
+    fields = {**ABSENT, **WHITESPACE, name: FORMS[name]}
+    return {"type": "object", "required": [name], "properties": fields, "additionalProperties": False}
+
+
+STRUCTURED = {"anyOf": [*map(_form, FORMS), NULL]}
 
 
 def _format(kind: str, **further: Any) -> dict[str, Any]:
@@ -40,28 +35,19 @@ def _format(kind: str, **further: Any) -> dict[str, Any]:
 
 
 TEXT = {"anyOf": [_format("text"), NULL]}
-DESCRIBED = {
-    "type": "object",
-    "required": ["schema"],
-    "properties": {"name": {"type": "string"}, "schema": SCHEMA, "strict": {"type": ["boolean", "null"]}},
-}
+STRICT = {"type": ["boolean", "null"]}
+DESCRIBED = {"type": "object", "properties": {"schema": {"anyOf": [SCHEMA, NULL]}, "strict": STRICT}}
 FORMATS = {"anyOf": [*TEXT["anyOf"], _format("json_object"), _format("json_schema", json_schema=DESCRIBED)]}
-# Fields that may leave a form no token to go on with, or that go on where it ends.
-NOT_BESIDE_FORMS = ("allowed_token_ids", "min_tokens", "bad_words", "bad_words_token_ids", "ignore_eos")
 
 
 def bound_forms(request: dict[str, Any]) -> None:
     """Complete the schema of a request in place."""
     fields = request["properties"]
     fields["structured_outputs"] = STRUCTURED
-    no_form: dict[str, Any] = {"structured_outputs": NULL}
     if "response_format" in fields:
         fields["response_format"] = FORMATS
-        no_form["response_format"] = TEXT
-    nothing_more = {"properties": dict.fromkeys(NOT_BESIDE_FORMS, NULL)}
-    conditions = [{"anyOf": [{"properties": no_form}, nothing_more]}]
-    conditions += [{"anyOf": [{"properties": {name: value}} for name, value in no_form.items()]}]
-    request.setdefault("allOf", []).extend(conditions)
+        one = [{"properties": {"structured_outputs": NULL}}, {"properties": {"response_format": TEXT}}]
+        request.setdefault("allOf", []).append({"anyOf": one})
 
 
 def tool_choices(*, has_tools: bool) -> dict[str, Any]:

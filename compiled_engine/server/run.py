@@ -9,12 +9,13 @@ import logging
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
+from compiled_engine.server.fair_listener import FairListener
 from compiled_engine.server.http_protocol import bounded_protocol
 from compiled_engine.server.options import ServerOptions
 
@@ -22,14 +23,13 @@ if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
     from compiled_engine.server.api_servers import ApiServers
     from compiled_engine.server.middleware import RequestScope
+    from compiled_engine.server.place import Place
 
 log = logging.getLogger("compiled_engine")
 
 # So long the server stays after the engine's death, for its clients and its monitoring to be told.
 FAREWELL_S = 1.0
 BACKLOG = 2048
-# Of several processes each takes few connections at a time, so that those go to whoever is free.
-ACCEPTED_AT_ONCE = 2
 
 
 def bind(options: ServerOptions) -> socket.socket:
@@ -58,20 +58,20 @@ def is_loopback(host: str) -> bool:
 class Server(uvicorn.Server):
     """Ends at a first signal once its requests have ended or shutdown_timeout is over, and at a second one at once.
 
-    on_start: called once it takes connections. others: further processes, which signals are for as well.
+    place: its place among several processes. others: those that it has started, which signals are for as well.
     """
 
     def __init__(
         self,
         app: RequestScope,
         options: ServerOptions,
-        on_start: Callable[[], None] = lambda: None,
+        place: Place | None = None,
         others: ApiServers | None = None,
     ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=bounded_protocol(options.limits),
+                http=bounded_protocol(options.limits, place.count if place is not None else lambda change: None),
                 loop="none",
                 lifespan="off",
                 ws="none",
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 root_path=options.root_path,
-                backlog=BACKLOG if options.api_server_count == 1 else ACCEPTED_AT_ONCE,
+                backlog=BACKLOG,
                 timeout_keep_alive=options.limits.keep_alive_timeout,  # type: ignore[arg-type]
                 timeout_graceful_shutdown=options.shutdown_timeout,  # type: ignore[arg-type]
                 ssl_keyfile=options.ssl_keyfile,
@@ -88,14 +88,26 @@ class Server(uvicorn.Server):
             )
         )
         self._app = app
-        self._on_start = on_start
+        self._place = place
         self.others = others
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        place = self._place
+        if place is None:
+            await super().startup(sockets)
+            return
+        self.servers: list[Any] = []
         for bound in sockets or ():
-            bound.listen(BACKLOG)
-        self._on_start()
+            listener = FairListener(bound, self._make_protocol, self.config.ssl, place.has_most)
+            listener.start(BACKLOG)
+            self.servers.append(listener)
+        self.started = True
+        place.serve()
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        kind: Any = self.config.http_protocol_class
+        made: asyncio.Protocol = kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return made
 
     def forget(self, process: int) -> None:
         """Another process has ended."""

@@ -46,6 +46,10 @@ class SharedFigures:
         """The same for several columns."""
         return [self.total(column) for column in columns]
 
+    def of_others(self, column: int) -> list[float]:
+        """What the other processes have written."""
+        return [row[column] for row in self._rows if row is not self.own]
+
     def forget(self, number: int, column: int) -> None:
         """A process has ended, and what it had under way with it."""
         self._rows[number][column] = 0.0
