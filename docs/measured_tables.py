@@ -19,7 +19,8 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def conditions(result: Result, *, with_command: bool = True) -> str:
     """Where, with what and when a result was measured, how often, and how to measure it again."""
     machine, versions = result["machine"], result["versions"]
-    parts = [f"one {machine['gpu']}"] if "gpu" in machine else []
+    count = {1: "one", 2: "two"}[machine.get("gpus", 1)]
+    parts = [f"{count} {machine['gpu']}{'s' * (count != 'one')}"] if "gpu" in machine else []
     if "cores" in machine:
         parts.append(f"{machine['cores']} cores of {machine['processor'].replace('(R)', '')}")
     parts += [f"{shown} {versions[name]}" for name, shown in SHOWN_VERSIONS.items() if name in versions]
@@ -302,3 +303,13 @@ def executor_overhead(result: Result) -> str:
     return below(
         markdown(["decodes", *(f"{n}, microseconds" for n in names.values()), "bytes of the step"], rows), result
     )
+
+
+def tensor_parallel(result: Result) -> str:
+    """What two ranks reach, beside vLLM with as many and the bound."""
+    rows = []
+    for entry in result["rows"]:
+        shown = [entry[name] for name in ("median", "vllm", "bound")]
+        cells = ["" if value is None else f"{value:,.{entry['digits']}f}" for value in shown]
+        rows.append([f"{entry['what']}, {entry['unit']}", *cells])
+    return below(markdown(["two ranks", "this engine", "vLLM 0.25.1", "bound"], rows), result)
