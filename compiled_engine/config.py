@@ -62,6 +62,14 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True)
+class TransformersModel:
+    """A model whose code is that of transformers, of this version; `config` is the text of its config.json."""
+
+    version: str
+    config: str
+
+
+@dataclass(frozen=True)
 class HeadShape:
     """Query heads and K/V heads of a layer, and the elements of each."""
 
@@ -76,6 +84,8 @@ class ModelConfig:
 
     `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
+    `transformers`: set where transformers' code is run; None for a textbook model. `rope`, biases, `rms_norm_eps` and
+    `intermediate_size` say nothing then.
     `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
     and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
     attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
@@ -105,6 +115,7 @@ class ModelConfig:
     max_model_len: int
     load_format: str
     seed: int
+    transformers: TransformersModel | None = None
     layer_heads: tuple[HeadShape, ...] | None = None
     attention_scale: float | None = None
     attention_soft_cap: float = 0.0
@@ -112,11 +123,6 @@ class ModelConfig:
     logit_soft_cap: float = 0.0
     local_rope_theta: float | None = None
     experts: ExpertsConfig = ExpertsConfig()
-
-    @property
-    def num_mlps(self) -> int:
-        """Layers with an MLP of their own instead of experts."""
-        return len(self.experts.dense_layers) if self.experts.count else self.num_layers
 
     def heads_of(self, layer: int) -> HeadShape:
         """The heads of a layer."""
@@ -128,6 +134,11 @@ class ModelConfig:
         """The shape of each layer's KV cache."""
         heads = map(self.heads_of, range(self.num_layers))
         return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
+
+    @property
+    def implementation(self) -> str:
+        """Whose code the model is: textbook or transformers."""
+        return "textbook" if self.transformers is None else "transformers"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -27,14 +26,15 @@ from compiled_engine.passes.matching import (
     through_cast,
     user_through_cast,
 )
+from compiled_engine.passes.structure import Structure
 
 
 class Experts(GraphPass):
     name = "experts"
     kernel_token_counts = (1, 64, 1024)
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return model.num_layers - model.num_mlps
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.routings
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.topk.default, _rewrite)

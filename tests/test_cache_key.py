@@ -28,7 +28,7 @@ from compiled_engine.graphs.compiler.example_inputs import example_inputs, witho
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace
-from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.checkpoint.build_model import build_model
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},

@@ -28,6 +28,7 @@ FLOORS = (
     "models.bundled",
     "models.textbook",
     "passes",
+    "models.foreign",
     "models.checkpoint",
     "graphs.compiler",
     "graphs.cache",

@@ -14,10 +14,10 @@ from torch._dynamo.decorators import mark_unbacked
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.process.progress import SilentProgress
 
 BLOCK_SIZE = 4

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
+from compiled_engine.cli.bench_families import families
 from compiled_engine.cli.bench_plot import plot
 from compiled_engine.cli.bench_startup import startup
 from compiled_engine.cli.bench_step import step
@@ -25,7 +26,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (table, compare, ablation, plot, startup, step):
+for command in (table, compare, ablation, plot, startup, step, families):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]

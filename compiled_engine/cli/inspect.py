@@ -92,7 +92,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import make_report
-    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.models.checkpoint.build_model import build_model
     from compiled_engine.process.timeline import Timeline
 
     timeline = Timeline()
@@ -160,7 +160,7 @@ def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None
             raise ValueError("mode is 'eager': nothing is compiled that depyf could show; allowed: compiled, graphed")
         make_folder("depyf", folder)
     from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
-    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.models.checkpoint.build_model import build_model
 
     write_depyf_folder(config, lambda: build_model(config.model), folder, progress)
     typer.echo(f"wrote {folder}", err=True)

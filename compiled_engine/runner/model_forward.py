@@ -38,7 +38,6 @@ class ModelForward:
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None,
     ):
-        self.logits: Callable[[torch.Tensor], torch.Tensor] = model.logits  # type: ignore[assignment]
         if compiled:
             self._whole = self._parts = compiled.bind(parameters)
             if on_attention is not None:
@@ -47,6 +46,7 @@ class ModelForward:
             self._whole = self._parts = Forwards(model)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Whether the forward for so many tokens returns logits unless it is told otherwise."""

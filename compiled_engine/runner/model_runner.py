@@ -18,9 +18,9 @@ from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -88,9 +88,10 @@ class Runner:
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
         with timeline.span("load weights"):
-            model = build_model(config.model)
+            cache_dir = config.compile.cache_dir
+            model = build_tensors(config.model, cache_dir) if self._compiled else build_model(config.model)
             parameters = materialize(model, self._compiled.packed if self._compiled else {}, config.device)
-            load_weights(model, config.model, progress)
+            load_weights(model, config.model, progress, cache_dir)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         # One compile range may take a parameter alone that another takes packed: the model's own are views.
         named = dict(model.named_parameters(remove_duplicate=False)) | parameters
