@@ -54,10 +54,11 @@ def _rewrite(graph: fx.Graph, topk: fx.Node) -> list[Replacement] | str | None:
     if weights is None or not is_call(scatter, aten.scatter.src):
         return "what is chosen is not scattered into a matrix of weights"
     zeros, dim, index, source = scatter.args
+    source = through_cast(source)
     renormalise = source is not weights
     if renormalise and not _is_share(source, weights):
         return "the weights are neither the probabilities nor their shares of the sum"
-    if not is_call(zeros, aten.zeros_like.default) or dim not in (-1, 1) or index is not chosen:
+    if not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default) or dim not in (-1, 1) or index is not chosen:
         return "the weights are not scattered into zeros along the experts"
     found = _weighted_sum(scatter)
     if isinstance(found, str):
@@ -120,4 +121,7 @@ def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]
 
 
 def _is_transposed_parameter(node: Any) -> bool:
-    return is_call(node, aten.transpose.int) and node.args[1:] in ((1, 2), (2, 1)) and is_parameter(node.args[0])
+    """Of [E, N, K] parameters [E, K, N]."""
+    transposed = is_call(node, aten.transpose.int) and node.args[1:] in ((1, 2), (2, 1))
+    permuted = is_call(node, aten.permute.default) and list(node.args[1]) == [0, 2, 1]
+    return (transposed or permuted) and is_parameter(node.args[0])
