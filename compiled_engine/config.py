@@ -6,10 +6,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -48,6 +47,14 @@ class RopeConfig:
 
 
 @dataclass(frozen=True)
+class TransformersModel:
+    """A model whose code is that of transformers, of this version; `config` is the text of its config.json."""
+
+    version: str
+    config: str
+
+
+@dataclass(frozen=True)
 class ExpertsConfig:
     """Mixture of experts in the place of an MLP: each token goes to `per_token` of `count` experts, gated MLPs of
     `intermediate_size`. renormalise: the weights of the chosen ones add up to 1. `dense_layers` have an MLP instead.
@@ -76,6 +83,8 @@ class ModelConfig:
 
     `hub_name`: the repository of a checkpoint from the Hugging Face Hub, `revision` its commit; None for a folder.
     `sliding_windows` has one entry per layer: how many keys a query sees, itself included, or None for all.
+    `transformers`: set where transformers' code is run; None for a textbook model. `rope`, biases, `rms_norm_eps` and
+    `intermediate_size` say nothing then.
     `layer_heads`: the heads of each layer where layers differ in them; None where all are as num_heads, num_kv_heads
     and head_dim say. `attention_scale` None is head_dim ** -0.5. `attention_soft_cap`, `attention_sinks`: see
     attention.inputs.Scoring; 0 and False mean none. `logit_soft_cap` caps logits likewise.
@@ -105,6 +114,7 @@ class ModelConfig:
     max_model_len: int
     load_format: str
     seed: int
+    transformers: TransformersModel | None = None
     layer_heads: tuple[HeadShape, ...] | None = None
     attention_scale: float | None = None
     attention_soft_cap: float = 0.0
@@ -128,6 +138,11 @@ class ModelConfig:
         """The shape of each layer's KV cache."""
         heads = map(self.heads_of, range(self.num_layers))
         return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
+
+    @property
+    def implementation(self) -> str:
+        """Whose code the model is: textbook or transformers."""
+        return "textbook" if self.transformers is None else "transformers"
 
 
 @dataclass(frozen=True)
@@ -263,27 +278,3 @@ class EngineConfig:
     def local_model(self) -> ModelConfig:
         """The model as one rank computes it."""
         return local_share(self.model, self.parallel.tensor_parallel_size)
-
-
-def json_value(value: Any) -> Any:
-    """A configuration value as JSON has it: objects, lists, numbers, text."""
-    if is_dataclass(value):
-        return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: json_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_value(item) for item in value]
-    if isinstance(value, Enum):
-        return value.value
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")
-
-
-def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every field of nested dataclasses as JSON has it, under its dotted name."""
-    flat: dict[str, Any] = {}
-    for field in fields(value):
-        name, inner = prefix + field.name, getattr(value, field.name)
-        flat |= flat_fields(inner, f"{name}.") if is_dataclass(inner) else {name: json_value(inner)}
-    return flat

@@ -33,6 +33,7 @@ class EngineOptions:
     scheduling_policy: fcfs | priority.
     async_scheduling: launch a step before the results of the one before it are known; None: on CUDA.
     load_format: auto | safetensors | dummy (random weights).
+    model_impl: auto | textbook | transformers: whose code the model is; auto takes the textbook's where there is one.
     attention_backend: auto | torch | triton | flash_attn.
     passes: the FX passes to run, by name; None for all. disable_passes: those to leave out.
     strict_passes: an error if a pass matches less often than it must in a known model family.
@@ -75,6 +76,7 @@ class EngineOptions:
     async_scheduling: bool | None = None
     seed: int = 0
     load_format: str = "auto"
+    model_impl: str = "auto"
     attention_backend: str = "auto"
     passes: tuple[str, ...] | None = None
     disable_passes: tuple[str, ...] = ()

@@ -19,7 +19,8 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def conditions(result: Result, *, with_command: bool = True) -> str:
     """Where, with what and when a result was measured, how often, and how to measure it again."""
     machine, versions = result["machine"], result["versions"]
-    parts = [f"one {machine['gpu']}"] if "gpu" in machine else []
+    count = {1: "one", 2: "two"}[machine.get("gpus", 1)]
+    parts = [f"{count} {machine['gpu']}{'s' * (count != 'one')}"] if "gpu" in machine else []
     if "cores" in machine:
         parts.append(f"{machine['cores']} cores of {machine['processor'].replace('(R)', '')}")
     parts += [f"{shown} {versions[name]}" for name, shown in SHOWN_VERSIONS.items() if name in versions]
@@ -256,3 +257,59 @@ def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mappin
 
     table = [[f"{row['what']}, {row['unit']}", *(cell(row, name) for name in columns)] for row in rows]
     return below(markdown(["", *columns.values()], table), result)
+
+
+def _linear(result: Result, kind: str) -> tuple[list[Result], float, float]:
+    """A collective's measurements by size; seconds that any takes, and bytes a second beyond, from the two ends."""
+    found = sorted((e for e in result["collectives"] if e["kind"] == kind), key=lambda entry: entry["bytes"])
+    least, most = ((entry["bytes"], entry["microseconds"]["median"] * 1e-6) for entry in (found[0], found[-1]))
+    rate = (most[0] - least[0]) / (most[1] - least[1])
+    return found, least[1] - least[0] / rate, rate
+
+
+def collectives(result: Result) -> str:
+    """Each kind at each size, beside what the line through the ends of the kind says."""
+    rows = []
+    for kind in dict.fromkeys(entry["kind"] for entry in result["collectives"]):
+        found, latency_s, rate = _linear(result, kind)
+        for entry in found:
+            predicted = (latency_s + entry["bytes"] / rate) * 1e6
+            measured = f"{entry['microseconds']['median']:.1f}"
+            rows.append([f"`{kind}`", f"{entry['bytes'] / 1024:,.0f}", f"{predicted:.1f}", measured])
+    return below(markdown(["collective", "KiB a rank", "predicted, microseconds", "measured"], rows), result)
+
+
+def tensor_parallel_steps(result: Result) -> str:
+    """What the weights and the fused sums of a decode step take, in ms, by the number of ranks."""
+    _, latency_s, rate = _linear(result, "push with norm")
+    memory_rate, counts, rows = result["rates"]["memory_bytes_per_s"], (1, 2, 4, 8), []
+    for name, shape in result["shapes"].items():
+        for batch in (1, 64):
+            cells = []
+            for ranks in counts:
+                sent = (ranks - 1) * batch * shape["hidden_size"] * 2
+                sums = 2 * shape["layers"] * (latency_s + sent / rate) if ranks > 1 else 0.0
+                weights = shape["weight_bytes"] / ranks / memory_rate
+                cells.append(f"{(weights + sums) * 1e3:.2f}")
+            rows.append([name, str(batch), *cells])
+    return below(markdown(["model", "batch", *(f"{count} ranks" for count in counts)], rows), result)
+
+
+def executor_overhead(result: Result) -> str:
+    """What a step's way to a worker and back takes, by its decodes."""
+    names = {"round_trip_us": "round trip", "encode_step_us": "encode step", "decode_step_us": "decode step"}
+    names |= {"encode_result_us": "encode tokens", "decode_result_us": "decode tokens"}
+    rows = [[str(s["decodes"]), *(f"{s[name]:.1f}" for name in names), str(s["step_bytes"])] for s in result["steps"]]
+    return below(
+        markdown(["decodes", *(f"{n}, microseconds" for n in names.values()), "bytes of the step"], rows), result
+    )
+
+
+def tensor_parallel(result: Result) -> str:
+    """What two ranks reach, beside vLLM with as many and the bound."""
+    rows = []
+    for entry in result["rows"]:
+        shown = [entry[name] for name in ("median", "vllm", "bound")]
+        cells = ["" if value is None else f"{value:,.{entry['digits']}f}" for value in shown]
+        rows.append([f"{entry['what']}, {entry['unit']}", *cells])
+    return below(markdown(["two ranks", "this engine", "vLLM 0.25.1", "bound"], rows), result)

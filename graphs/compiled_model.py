@@ -16,6 +16,7 @@ from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
+from compiled_engine.graphs.compiler.logits_head import Logits, read_logits_head
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
@@ -39,11 +40,12 @@ class Forwards:
     """The compiled forward of each compile range.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token.
+    logits [T, V] of every token. `logits`: from hidden states [R, D] to logits [R, V]; None where the model has it.
     """
 
     hidden: Forward
     small: tuple[tuple[CompileRange, Forward], ...] = ()
+    logits: Logits | None = None
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for so many tokens, if there is one."""
@@ -56,6 +58,7 @@ class CompiledModel:
 
     ranges: tuple[CompiledRange, ...]
     pieces: dict[str, Piece]
+    logits_head: Callable[[Mapping[str, torch.Tensor]], Logits] | None
     lookup: Lookup
     counts: CompileCounts
 
@@ -68,7 +71,8 @@ class CompiledModel:
         """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`."""
         bound = [(r.compile_range, stitch(r.plan, self.pieces, parameters, on_attention)) for r in self.ranges]
         hidden = next(forward for compile_range, forward in bound if not compile_range.small)
-        return Forwards(hidden, tuple(item for item in bound if item[0].small))
+        logits = self.logits_head(parameters) if self.logits_head else None
+        return Forwards(hidden, tuple(item for item in bound if item[0].small), logits)
 
 
 def compile_model(
@@ -90,11 +94,11 @@ def compile_model(
         with timeline.span("build"):
             compiles.append(build_entry(config, make_model, folder, progress, timeline))
 
-    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece]]:
+    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], Any]:
         with timeline.span("load pieces"):
             ranges = read_compiled_ranges(folder)
             keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
-            return ranges, {key: load_piece(folder, key) for key in keys}
+            return ranges, {key: load_piece(folder, key) for key in keys}, read_logits_head(folder)
 
     with timeline.span("compile"):
         with timeline.span("cache key"):
@@ -104,11 +108,13 @@ def compile_model(
         lookup = find_or_build(root, factors, build, load)
     if lookup.status == "hit":
         timeline.rename("compile", "load")
-    ranges, pieces = lookup.loaded
+    ranges, pieces, logits_head = lookup.loaded
     if config.compile.strict:
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
-    return CompiledModel(ranges, pieces, lookup, CompileCounts(traces=len(compiles), compiles=sum(compiles)))
+    return CompiledModel(
+        ranges, pieces, logits_head, lookup, CompileCounts(traces=len(compiles), compiles=sum(compiles))
+    )
 
 
 def load_piece(entry: Path, key: str) -> Piece:

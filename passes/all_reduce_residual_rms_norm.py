@@ -1,9 +1,9 @@
 """The sum over ranks, the residual add and the RMSNorm that follow a divided linear become one kernel.
 
 Why: at decode sizes each of the three takes little but its launch, and the synchronisation is most of the sum. Each
-rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then. Large batches
-keep the two-step sum, which moves fewer bytes, and the fused norm. With few tokens small_batch_linear would take the
-norm in otherwise: this runs before it.
+rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then. With more than
+two ranks large batches keep the two-step sum, which moves fewer bytes, and the fused norm. With few tokens
+small_batch_linear would take the norm in otherwise: this runs before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.collectives.group import current_group
 from compiled_engine.collectives.push import PushBuffer
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -26,6 +25,7 @@ from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.tensor_parallel import all_reduce
 
 
@@ -62,7 +62,7 @@ def all_reduce_residual_rms_norm_kernel(
     for peer in range(num_ranks):
         rows_ptr = (tl.load(addresses_ptr + peer) + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty))
         row_ptr = tl.multiple_of(rows_ptr + (first_row + rank) * D, 16)
-        tl.store(row_ptr + column_D, x_D, inside_D)
+        tl.store(row_ptr + column_D, x_D, column_D < tl.where(peer == rank, 0, D))
     tl.debug_barrier()  # the rows of all threads are written before one raises the flags
     for peer in range(num_ranks):
         flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
@@ -78,8 +78,9 @@ def all_reduce_residual_rms_norm_kernel(
     for peer in range(num_ranks):
         # Not from the first cache, which does not see what others write.
         row_ptr = tl.multiple_of(rows_ptr + peer * D, 16)
-        row_D = tl.load(row_ptr + column_D, inside_D, other=0.0, cache_modifier=".cg")
-        reduced_D += row_D.to(tl.float32)
+        others_D = column_D < tl.where(peer == rank, 0, D)
+        row_D = tl.load(row_ptr + column_D, others_D, other=0.0, cache_modifier=".cg")
+        reduced_D += tl.where(peer == rank, x_D, row_D).to(tl.float32)  # in one order on all ranks
     reduced_D = reduced_D.to(x_ptr.dtype.element_ty).to(tl.float32)
     residual_D = tl.load(residual_ptr + start + column_D, inside_D, other=0.0).to(tl.float32)
     total_D = (reduced_D + residual_D).to(sum_ptr.dtype.element_ty)
@@ -156,8 +157,8 @@ class AllReduceResidualRMSNorm(GraphPass):
     name = "all_reduce_residual_rms_norm"
     requires = ("tensor_parallel", "residual_rms_norm")
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return 2 * model.num_layers
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.sum_norms
 
     def run(self, graph: fx.Graph) -> PassResult:
         graph.eliminate_dead_code()

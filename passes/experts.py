@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -27,14 +26,15 @@ from compiled_engine.passes.matching import (
     through_cast,
     user_through_cast,
 )
+from compiled_engine.passes.structure import Structure
 
 
 class Experts(GraphPass):
     name = "experts"
     kernel_token_counts = (1, 64, 1024)
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return model.num_layers - model.num_mlps
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.routers
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.topk.default, _rewrite)
@@ -54,10 +54,11 @@ def _rewrite(graph: fx.Graph, topk: fx.Node) -> list[Replacement] | str | None:
     if weights is None or not is_call(scatter, aten.scatter.src):
         return "what is chosen is not scattered into a matrix of weights"
     zeros, dim, index, source = scatter.args
+    source = through_cast(source)
     renormalise = source is not weights
     if renormalise and not _is_share(source, weights):
         return "the weights are neither the probabilities nor their shares of the sum"
-    if not is_call(zeros, aten.zeros_like.default) or dim not in (-1, 1) or index is not chosen:
+    if not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default) or dim not in (-1, 1) or index is not chosen:
         return "the weights are not scattered into zeros along the experts"
     found = _weighted_sum(scatter)
     if isinstance(found, str):
@@ -120,4 +121,7 @@ def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]
 
 
 def _is_transposed_parameter(node: Any) -> bool:
-    return is_call(node, aten.transpose.int) and node.args[1:] in ((1, 2), (2, 1)) and is_parameter(node.args[0])
+    """Of [E, N, K] parameters [E, K, N]."""
+    transposed = is_call(node, aten.transpose.int) and node.args[1:] in ((1, 2), (2, 1))
+    permuted = is_call(node, aten.permute.default) and list(node.args[1]) == [0, 2, 1]
+    return (transposed or permuted) and is_parameter(node.args[0])

@@ -5,9 +5,14 @@ Each placeholder's `meta["source"]` is a `Source`; each node's `meta["val"]` is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+
+# What is computed of a parameter, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
+Derivation = tuple[tuple[str, float | str], ...]
 
 
 @dataclass(frozen=True)
@@ -15,6 +20,7 @@ class Source:
     """Where a graph input comes from at run time.
 
     kind "parameter": the parameter or buffer `name`, which is a packed tensor if it has `members`;
+    or what `derivation` makes of it;
     "argument": the forward argument `name` (attention_inputs.seq_lens_R, kv_caches.3, ...);
     "size": the length of dimension `dim` of that argument.
     """
@@ -23,10 +29,21 @@ class Source:
     name: str
     dim: int = 0
     members: tuple[str, ...] = ()
+    derivation: Derivation = ()
 
 
 def source_of(placeholder: fx.Node) -> Source:
     return placeholder.meta["source"]
+
+
+def derived(tensor: torch.Tensor, derivation: Sequence[Sequence[float | str]]) -> torch.Tensor:
+    """What a derivation makes of a parameter's value."""
+    for step, operand in derivation:
+        if step == "to":
+            tensor = tensor.to(getattr(torch, str(operand)))
+        else:
+            tensor = tensor + operand if step == "add" else tensor * operand
+    return tensor
 
 
 def is_parameter(node: object) -> bool:

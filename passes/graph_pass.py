@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import fx
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.passes.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class GraphPass(Protocol):
         """None where the pass applies, otherwise why it does not; here it applies everywhere."""
         return None
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        """How often the pass must match in this model, of one of the known families."""
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        """How often the pass must match in a graph that had this structure before any pass ran."""
         ...
 
     def run(self, graph: fx.Graph) -> PassResult: ...

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_diff, graph_text
 from compiled_engine.passes.profile import DeviceProfile
+from compiled_engine.passes.structure import Structure
+from compiled_engine.passes.structure_counts import structure_of
 from compiled_engine.passes.verifier import copy_of, verify_rewrites
 
 
@@ -54,7 +55,6 @@ def run_passes(
     graph: fx.Graph,
     passes: Sequence[GraphPass],
     enabled: Collection[str],
-    model: ModelConfig,
     compile_range: CompileRange,
     device: torch.device,
     *,
@@ -70,12 +70,13 @@ def run_passes(
     """
     reports = []
     text = graph_text(graph)
+    structure = structure_of(graph)
     for graph_pass in passes:
         reason = _why_not(graph_pass, enabled, compile_range, device, profile)
         if reason is not None:
             reports.append(PassReport(graph_pass.name, graph_pass.name in enabled, False, reason))
             continue
-        report, text = _run(graph_pass, graph, text, model, compile_range, device, verify)
+        report, text = _run(graph_pass, graph, text, structure, compile_range, device, verify)
         reports.append(report)
         if strict:
             require_contracts(compile_range, (report,))
@@ -112,7 +113,7 @@ def _run(
     graph_pass: GraphPass,
     graph: fx.Graph,
     text: list[str],
-    model: ModelConfig,
+    structure: Structure,
     compile_range: CompileRange,
     device: torch.device,
     verify: bool,
@@ -135,7 +136,7 @@ def _run(
         enabled=True,
         applied=True,
         matches=result.matches,
-        contract=graph_pass.contract(model, compile_range),
+        contract=graph_pass.contract(structure, compile_range),
         near_misses=result.near_misses,
         seconds=seconds,
         nodes_before=len(text),

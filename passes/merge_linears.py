@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, fake_mode_of, is_call
+from compiled_engine.passes.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,8 @@ class _Linear:
 class MergeLinears(GraphPass):
     name = "merge_linears"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        # A checkpoint of Phi-3 holds them merged.
-        return 0 if model.architecture == "Phi3ForCausalLM" else model.num_layers + model.num_mlps
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.linear_groups
 
     def run(self, graph: fx.Graph) -> PassResult:
         by_input: dict[fx.Node, list[_Linear]] = defaultdict(list)
@@ -69,6 +68,8 @@ def _obstacle(group: list[_Linear]) -> str | None:
     parameters = [p for linear in group for p in (linear.weight, linear.bias) if p is not None]
     if any(len(parameter.users) > 1 for parameter in parameters):
         return "a parameter is used elsewhere too"
+    if any(source_of(parameter).derivation for parameter in parameters):
+        return "a parameter is derived from another"
     if len({linear.bias is None for linear in group}) > 1:
         return "only some have a bias"
     if any(len(arg(linear.node, -1).users) > 1 for linear in group):

@@ -10,20 +10,19 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import always_equal, aten, is_call
+from compiled_engine.passes.matching import always_equal, arg, aten, is_call
+from compiled_engine.passes.structure import Structure
 
-_RESHAPES = (aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
+_RESHAPES = (aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 
 class NoOpElimination(GraphPass):
     name = "no_op_elimination"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        """The models multiply cos and sin by a factor that is 1 but for most of yarn."""
-        return 2 * (model.rope.angle_scale == 1.0) + 2 * (model.local_rope_theta is not None)
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.scalings_by_one
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements = []
@@ -38,6 +37,9 @@ class NoOpElimination(GraphPass):
 
 def _input_that_it_equals(node: fx.Node) -> fx.Node | None:
     """The input whose value, shape, strides and dtype the node has, if it is a no-op."""
+    if is_call(node, aten.cat.default):
+        full = [part for part in arg(node, 0) if 0 not in part.meta["val"].shape]
+        return full[0] if len(full) == 1 and _alike(full[0].meta["val"], node.meta["val"]) else None
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return None
     source = node.args[0]

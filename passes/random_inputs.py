@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import Source, source_of
+from compiled_engine.passes.graph_inputs import Source, derived, source_of
 
 MOST_CONTEXT = 24
 
@@ -40,7 +40,7 @@ class RandomInputs:
             return self._arguments[source.name]
         if source.kind == "size":
             return self._arguments[source.name].shape[source.dim]
-        return self._parameter(source, placeholder.meta["val"])
+        return derived(self._parameter(source, placeholder.meta["val"]), source.derivation)
 
     def parameter(self, name: str) -> torch.Tensor:
         """A parameter that `of` has given a value."""

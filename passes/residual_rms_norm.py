@@ -16,7 +16,6 @@ import triton.language as tl
 from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -35,6 +34,7 @@ from compiled_engine.passes.matching import (
 )
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.rms_norm import match_rms_norm
+from compiled_engine.passes.structure import Structure
 
 
 @quick_launches
@@ -139,8 +139,8 @@ residual_rms_norm = define_op(
 class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return 2 * model.num_layers
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.sum_norms
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.rsqrt.default, _rewrite)

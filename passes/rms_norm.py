@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -22,6 +21,7 @@ from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, factors, is_call, only_user, rewrite_calls, through_cast
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
 
 
 @triton.jit
@@ -127,8 +127,8 @@ rms_norm = define_op(
 class RMSNorm(GraphPass):
     name = "rms_norm"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return 1
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.norms
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.mul.Tensor, _rewrite)

@@ -14,7 +14,6 @@ import triton.language as tl
 from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -22,6 +21,7 @@ from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
 
 
 @quick_launches
@@ -101,8 +101,8 @@ rope_angles = define_op(
 class RopeAngles(GraphPass):
     name = "rope_angles"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return 1 if model.local_rope_theta is None else 2
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.angles
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.cos.default, _rewrite)
@@ -113,27 +113,47 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     sines = [user for user in angles.users if is_call(user, aten.sin.default)]
     if len(sines) != 1 or len(angles.users) != 2:
         return "no sin of the same angles beside it"
-    doubled: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
+    with_heads = is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1
+    doubled: Any = angles.args[0] if with_heads else angles
     if not is_call(doubled, aten.cat.default) or doubled.args[1:] not in ((-1,), (1,)) or len(doubled.args[0]) != 2:
-        return "the angles are not two equal halves with a dimension for the heads"
+        return "the angles are not two equal halves"
     first, second = doubled.args[0]
     if first is not second or not is_call(first, aten.mul.Tensor):
         return "the two halves of the angles differ"
     column, inv_freq = first.args
-    rows: Any = column.args[0] if is_call(column, aten._to_copy.default) else None
-    if not is_call(rows, aten.unsqueeze.default) or rows.args[1] != 1 or rows.args[0].meta["val"].dim() != 1:
+    positions = _column_of(column)
+    if positions is None:
         return "the angles are not positions times frequencies"
     if not is_parameter(inv_freq) or inv_freq.meta["val"].dtype != torch.float32 or inv_freq.meta["val"].dim() != 1:
         return "the frequencies are not a vector of fp32"
     (cos_value, cos_scale), (sin_value, sin_scale) = _scaled(cos), _scaled(sines[0])
     if cos_scale != sin_scale or cos_value.meta["val"].dtype != sin_value.meta["val"].dtype:
         return "cos and sin are scaled or rounded differently"
+    if not with_heads:
+        heads = [only_user(cos_value), only_user(sin_value)]
+        if not all(is_call(user, aten.unsqueeze.default) and user.args[1] == 1 for user in heads if user is not None):
+            return "cos and sin get no dimension for the heads"
+        if None in heads:
+            return "cos and sin are used otherwise too"
+        cos_value, sin_value = (user for user in heads if user is not None)
     with graph.inserting_before(cos):
-        both = emit(graph, rope_angles, rows.args[0], inv_freq, cos_scale, cos_value.meta["val"].dtype)
+        both = emit(graph, rope_angles, positions, inv_freq, cos_scale, cos_value.meta["val"].dtype)
         new_cos, new_sin = (emit_item(graph, both, index) for index in range(2))
     cos_value.replace_all_uses_with(new_cos)
     sin_value.replace_all_uses_with(new_sin)
     return [Replacement(cos_value.name, new_cos), Replacement(sin_value.name, new_sin)]
+
+
+def _column_of(column: Any) -> fx.Node | None:
+    """The positions of which the value is a column of fp32: a cast and a dimension behind, in either order."""
+    steps = []
+    while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
+        steps.append(column.target)
+        if is_call(column, aten.unsqueeze.default) and column.args[1] not in (1, -1):
+            return None
+        column = column.args[0]
+    both = {aten._to_copy.default, aten.unsqueeze.default} == set(steps)
+    return column if both and column.meta["val"].dim() == 1 else None
 
 
 def _scaled(value: fx.Node) -> tuple[fx.Node, float]:

@@ -16,11 +16,11 @@ from torch import fx
 
 from compiled_engine.attention.inputs import inputs_of
 from compiled_engine.attention.op import write_kv
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rms_norm, rope_kv_write_kernel
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import always_equal, arg, aten, emit, factors, is_call, rewrite_calls
 from compiled_engine.passes.rms_norm import match_rms_norm
+from compiled_engine.passes.structure import Structure
 
 
 def reference(
@@ -101,8 +101,8 @@ class _Rotated:
 class RopeKVWrite(GraphPass):
     name = "rope_kv_write"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return model.num_layers
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.turned_attentions
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, ATTENTION, _rewrite)

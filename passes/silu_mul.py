@@ -14,13 +14,13 @@ import triton.language as tl
 from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.kernels.block_sizes import cdiv
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor, rewrite_calls
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
 
 # Up to so many tokens, smaller programs reach every multiprocessor.
 FEW_TOKENS = 128
@@ -105,8 +105,8 @@ class SiluMul(GraphPass):
     requires = ("merge_linears",)
     kernel_token_counts = (FEW_TOKENS,)
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return model.num_mlps
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.gated_products
 
     def run(self, graph: fx.Graph) -> PassResult:
         silu, gelu = (rewrite_calls(graph, target, _rewrite) for target in (aten.silu.default, aten.gelu.default))

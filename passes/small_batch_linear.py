@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
+from compiled_engine.passes.structure import Structure
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,8 @@ class SmallBatchLinear(GraphPass):
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        # Where there are experts, their router is one.
-        return 2 * model.num_layers + 2 * model.num_mlps + (model.num_layers - model.num_mlps) + 1
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.linear_inputs
 
     def run(self, graph: fx.Graph) -> PassResult:
         linears: dict[fx.Node, _Linear] = {}

@@ -19,12 +19,12 @@ from torch import fx
 
 from compiled_engine.collectives.group import current_group
 from compiled_engine.collectives.vocabulary import embedding_part
-from compiled_engine.config import ModelConfig
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, is_call
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
 
 
 def _all_reduce(x_TD: torch.Tensor) -> torch.Tensor:
@@ -60,9 +60,10 @@ class TensorParallel(GraphPass):
     def __init__(self, shards: Mapping[str, Shard], num_ranks: int, whole: fx.Graph | None = None):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        """Two sums a layer; one more for the embedding if its vocabulary is divided."""
-        return 2 * model.num_layers + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        """A sum for each linear whose input is divided, two a layer; one for the embedding if its vocabulary is."""
+        divided_inputs = sum(shard.dim == 1 for shard in self._shards.values())
+        return divided_inputs + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements = []

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.graph_inputs import derived, source_of
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
 from compiled_engine.passes.matching import aten, is_call
 from compiled_engine.passes.random_inputs import RandomInputs
@@ -113,7 +113,7 @@ def _check_inputs_and_writes(
 ) -> None:
     """What no comparison of values sees: inputs that stand for something else, writes that went or came."""
     for new, old in same.items():
-        if new.op == "placeholder" and source_of(new) != source_of(old):
+        if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
             raise VerificationError(f"pass {name}: input {new.name} stands for something else than before")
     stayed = set(same.values()) | set(replaced.values())
     compared = set(same).union(*(_region(new, set(same) - {new})[1] for new in replaced))
@@ -143,13 +143,19 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
     def value(leaf: fx.Node | None, packed: fx.Node) -> Any:
         if leaf is None:
-            return torch.cat([run.inputs.parameter(member) for member in source_of(packed).members])
+            source = source_of(packed)
+            parts = [run.inputs.parameter(member) for member in source.members or (source.name,)]
+            return derived(torch.cat(parts), source.derivation)
         recorded = run.snapshots.get((leaf, old), run.values[leaf])
         return recorded.clone() if isinstance(recorded, torch.Tensor) else recorded
 
     expected = _execute(old_inner, {leaf: value(leaf, leaf) for leaf in old_leaves})
     oracle = _execute(old_inner, {leaf: _widened(value(leaf, leaf)) for leaf in old_leaves}, wide=True)
-    found = _execute(new_inner, {leaf: value(same.get(leaf), leaf) for leaf in new_leaves})
+    # A parameter that the pass has derived from another is computed, not taken from what it replaced.
+    derivation = new.op == "placeholder" and same[new].op != "placeholder"
+    found = _execute(
+        new_inner, {leaf: value(None if derivation and leaf is new else same.get(leaf), leaf) for leaf in new_leaves}
+    )
     for what, old_node, new_node in _results(old, old_inner, new, new_inner):
         problem = difference(expected[old_node], oracle[old_node], found[new_node])
         if problem is not None:

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
-from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.manager import PassReport, run_passes
@@ -92,11 +92,11 @@ def run_all(
     verify: bool = True,
 ) -> tuple[PassReport, ...]:
     """Run every registered pass, or these, strictly over a model's graph."""
-    model, graphs = traced(family, dtype, num_layers)
+    _, graphs = traced(family, dtype, num_layers)
     passes = registered_passes() if passes is None else passes
     names = [graph_pass.name for graph_pass in passes]
     graph = graphs.for_range(compile_range).graph
-    return run_passes(graph, passes, names, model, compile_range, CPU, strict=True, verify=verify)
+    return run_passes(graph, passes, names, compile_range, CPU, strict=True, verify=verify)
 
 
 def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Tensors) -> fx.GraphModule:

@@ -17,10 +17,10 @@ from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.split import SplitError, make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline

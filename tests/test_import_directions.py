@@ -21,6 +21,7 @@ LARGEST_ROOM = 0.13
 FLOORS = (
     "process",
     "config",
+    "config_as_json",
     "near_names",
     "plain_data",
     "failure",
@@ -32,6 +33,7 @@ FLOORS = (
     "collectives",
     "parallel",
     "passes",
+    "models.foreign",
     "models.checkpoint",
     "graphs.compiler",
     "graphs.cache",

@@ -120,4 +120,6 @@ def test_a_client_at_its_limits_says_so(cpu_s: float, lag_s: float, suspect: boo
     record = Record(0, 0.0, 0.0, 1.0, [0.5], 1, 1, "chunks")
     found = figures_of([report(record), report(record, cpu_s=cpu_s, lag_s=lag_s)], {}, ())
     assert found["client"]["is_suspect"] == suspect
-    assert any("the client may be the limit" in note for note in notes([found | {"name": "run"}])) == suspect
+    said = notes([found | {"name": "run"}])
+    assert any("the client may be the limit" in note for note in said) == suspect
+    assert any("--client-processes" in note for note in said) == (cpu_s == 0.95)

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError, materialize
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.process.progress import SilentProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

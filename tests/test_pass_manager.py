@@ -30,12 +30,12 @@ from pass_cases import (
 )
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
 from compiled_engine.passes.graph_text import graph_diff, graph_text
 from compiled_engine.passes.manager import ContractError, PassReport, pass_uuid, run_passes
 from compiled_engine.passes.profile import DeviceProfile
 from compiled_engine.passes.registry import DEFAULT_PASSES, register_pass, registered_passes, unregister_pass
+from compiled_engine.passes.structure import Structure
 
 NAMES = tuple(graph_pass.name for graph_pass in DEFAULT_PASSES)
 
@@ -43,9 +43,9 @@ NAMES = tuple(graph_pass.name for graph_pass in DEFAULT_PASSES)
 def reports_of(
     enabled: tuple[str, ...] = NAMES, compile_range: CompileRange = SMALL, profile: DeviceProfile | None = None
 ) -> dict[str, PassReport]:
-    model, graphs = traced(QWEN3, torch.float32)
+    _, graphs = traced(QWEN3, torch.float32)
     graph = graphs.for_range(compile_range).graph
-    reports = run_passes(graph, DEFAULT_PASSES, enabled, model, compile_range, CPU, profile=profile)
+    reports = run_passes(graph, DEFAULT_PASSES, enabled, compile_range, CPU, profile=profile)
     return {report.name: report for report in reports}
 
 
@@ -119,7 +119,7 @@ class Never:
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return None
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
         return 1
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -132,9 +132,9 @@ def test_strict_mode_names_the_pass_below_its_contract() -> None:
 
 
 def test_otherwise_a_pass_below_its_contract_is_reported() -> None:
-    model, graphs = traced(QWEN3, torch.float32)
+    _, graphs = traced(QWEN3, torch.float32)
     graph = graphs.for_range(SMALL).graph
-    (report,) = run_passes(graph, (Never(),), ("never",), model, SMALL, CPU)
+    (report,) = run_passes(graph, (Never(),), ("never",), SMALL, CPU)
     assert (report.matches, report.contract, report.near_misses) == (0, 1, ("exp: there is none",))
     assert report.diff == ""
 

@@ -24,16 +24,15 @@ from pass_cases import (
     Family,
     graph_of,
     run_all,
-    traced,
 )
 from torch import fx
 
-from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.matching import emit
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.verifier import VerificationError
 
 aten = torch.ops.aten
@@ -274,8 +273,8 @@ class Broken:
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return self.right.applicable(compile_range, device_type)
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
-        return self.right.contract(model, compile_range)
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return self.right.contract(structure, compile_range)
 
     def run(self, graph: fx.Graph) -> PassResult:
         result = self.right.run(graph)
@@ -317,7 +316,7 @@ class ReplaceFlip:
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return None
 
-    def contract(self, model: ModelConfig, compile_range: CompileRange) -> int:
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -331,14 +330,13 @@ class ReplaceFlip:
 
 @pytest.mark.parametrize("of_an_input", [True, False])
 def test_both_ends_of_a_range_are_run(of_an_input: bool) -> None:
-    model, _ = traced(QWEN3, torch.float32)
 
     def run(compile_range: CompileRange) -> PassReport:
         def function(positions_T: torch.Tensor) -> torch.Tensor:
             return (positions_T if of_an_input else positions_T + 1).flip(0) * 2
 
         graph = graph_of(function, {"positions_T": torch.arange(4)}, {}).graph
-        (report,) = run_passes(graph, (ReplaceFlip(),), ("flip",), model, compile_range, CPU, verify=True)
+        (report,) = run_passes(graph, (ReplaceFlip(),), ("flip",), compile_range, CPU, verify=True)
         return report
 
     assert run(CompileRange(1, 1)).verified == 1
@@ -355,11 +353,10 @@ def test_both_ends_of_a_range_are_run(of_an_input: bool) -> None:
     ],
 )
 def test_another_kind_of_value_is_caught(target: Any, arguments: tuple[Any, ...], problem: str) -> None:
-    model, _ = traced(QWEN3, torch.float32)
     graph = graph_of(lambda positions_T: positions_T.float().flip(0), {"positions_T": torch.arange(4)}, {}).graph
     broken = ReplaceFlip(lambda graph, before: emit(graph, target, before, *arguments))
     with pytest.raises(VerificationError, match=problem):
-        run_passes(graph, (broken,), ("flip",), model, CompileRange(8, 8), CPU, verify=True)
+        run_passes(graph, (broken,), ("flip",), CompileRange(8, 8), CPU, verify=True)
 
 
 def test_every_pass_is_broken() -> None:

@@ -18,8 +18,8 @@ from compiled_engine.graphs.compiler.example_inputs import example_inputs, witho
 from compiled_engine.graphs.compiler.repeated_layers import traced_layers
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.models.textbook.layer_stack import LayerStack
 from compiled_engine.models.textbook.llama import LlamaModel
 from compiled_engine.passes.graph_inputs import source_of

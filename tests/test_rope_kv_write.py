@@ -21,8 +21,8 @@ from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.models.textbook.layers import rotate
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_inputs import Source, source_of

@@ -22,7 +22,7 @@ from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace
-from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.kv_cache import block_bytes

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.checkpoint.build_model import build_model
 
 
 @dataclass(frozen=True)

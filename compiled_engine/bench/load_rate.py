@@ -14,10 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from compiled_engine.bench.shapes import write_shape
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.process.progress import Progress
 
 READ_BYTES = 16 << 20

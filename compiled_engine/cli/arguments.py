@@ -107,6 +107,11 @@ ENGINE_ARGUMENTS = (
     ),
     Argument("seed", int, "Seed of all that is random."),
     Argument("load_format", str, "auto, safetensors, or dummy: random weights."),
+    Argument(
+        "model_impl",
+        str,
+        "Whose code the model is: textbook, transformers, or auto: the textbook's where there is one.",
+    ),
     Argument("attention_backend", str, "auto, torch, triton or flash_attn."),
     Argument("passes", list[str], "FX pass to run, instead of all; may be repeated.", flag="--pass", convert=tuple),
     Argument(

@@ -14,6 +14,7 @@ from rich.table import Table
 from compiled_engine.bench.shapes import SHAPES
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
+from compiled_engine.cli.bench_families import families
 from compiled_engine.cli.bench_http import http
 from compiled_engine.cli.bench_plot import plot
 from compiled_engine.cli.bench_serve import serve
@@ -28,7 +29,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (table, compare, ablation, plot, startup, step, serve, http):
+for command in (table, compare, ablation, plot, startup, step, serve, http, families):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]

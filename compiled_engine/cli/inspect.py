@@ -89,10 +89,10 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     """From the entry in the cache, which is built if it is not there."""
-    from compiled_engine.config import json_value
+    from compiled_engine.config_as_json import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
-    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.models.checkpoint.build_model import build_model
     from compiled_engine.process.timeline import Timeline
 
     timeline = Timeline()
@@ -106,7 +106,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     """From an engine that was started for it and has generated a token."""
-    from compiled_engine.config import json_value
+    from compiled_engine.config_as_json import json_value
     from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
     from compiled_engine.llm import LLM
@@ -153,7 +153,7 @@ def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None
             raise ValueError("mode is 'eager': nothing is compiled that depyf could show; allowed: compiled, graphed")
         make_folder("depyf", folder)
     from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
-    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.models.checkpoint.build_model import build_model
 
     write_depyf_folder(config, lambda: build_model(config.model), folder, progress)
     typer.echo(f"wrote {folder}", err=True)

@@ -37,7 +37,9 @@ def connect(config: EngineConfig, rank: int, folder: Path) -> Group:
         if config.model.dtype not in SUMMED_DTYPES:
             raise RuntimeError(f"its sums are of {' and '.join(map(str, SUMMED_DTYPES))} alone")
         row_bytes = config.model.hidden_size * config.model.dtype.itemsize
-        symmetric = SymmetricMemoryGroup(nccl, _largest_bytes(config), row_bytes)
+        symmetric = SymmetricMemoryGroup(
+            nccl, _largest_bytes(config), row_bytes, config.scheduler.max_num_batched_tokens
+        )
     except RuntimeError as error:
         log.warning("rank %d does without symmetric memory, its collectives are NCCL's: %s", rank, error)
     if nccl.least(symmetric is not None) and symmetric is not None:

@@ -16,8 +16,9 @@ FLAG_BYTES = 4
 # The data begin at a multiple of so many bytes.
 _ALIGNMENT = 1024
 ROW_ALIGNMENT = 16
-# Rows that all ranks together write for a batch: more are summed faster in two steps.
+# Rows of a batch that all ranks together write: more are summed faster in two steps. Two ranks send as much either way.
 ROWS_OF_ALL_RANKS = 512
+MOST_BYTES = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class PushBuffer:
         return replace(self, own=own, addresses=addresses, epochs=torch.zeros_like(self.epochs), rank=0, num_ranks=1)
 
 
-def num_slots_for(num_ranks: int) -> int:
-    return max(1, ROWS_OF_ALL_RANKS // num_ranks)
+def num_slots_for(num_ranks: int, row_bytes: int, most_rows: int) -> int:
+    """Rows of a batch that are worth having slots; most_rows: of any batch."""
+    worth = most_rows if num_ranks == 2 else ROWS_OF_ALL_RANKS // num_ranks
+    return max(1, min(worth, most_rows, MOST_BYTES // (2 * num_ranks * row_bytes)))
 
 
 def data_offset(num_slots: int, num_ranks: int) -> int:

@@ -25,11 +25,11 @@ _BARRIERS = 0, 1  # channels: before the others' memory is read, and after
 class SymmetricMemoryGroup:
     """See Group. over: connects the ranks, and has the numbers of the host.
 
-    workspace_bytes: of the largest tensor that a collective will be given, within MOST_WORKSPACE_BYTES. row_bytes: of
-    the rows that fused kernels add up.
+    workspace_bytes: of the largest tensor that a collective will be given, within MOST_WORKSPACE_BYTES. row_bytes,
+    most_rows: of the batches that fused kernels add up.
     """
 
-    def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int):
+    def __init__(self, over: NcclGroup, workspace_bytes: int, row_bytes: int, most_rows: int):
         """Waits for the other ranks. Raises RuntimeError where GPUs cannot reach each other's memory."""
         self.kind, self.rank, self.size, self._over = "symmetric memory", over.rank, over.size, over
         device = over.device
@@ -40,7 +40,7 @@ class SymmetricMemoryGroup:
         self._handle = symm_mem.rendezvous(self._workspace, self._name)
         if self._handle.buffer_ptrs[self.rank] != self._workspace.data_ptr():
             raise RuntimeError("symmetric memory does not begin where its tensor does")
-        num_slots = num_slots_for(self.size)
+        num_slots = num_slots_for(self.size, row_bytes, most_rows)
         self._pushed_memory = symm_mem.empty(
             buffer_bytes(num_slots, self.size, row_bytes), dtype=torch.uint8, device=device
         ).zero_()

@@ -11,6 +11,9 @@ from typing import TypeVar
 # each rule of which is only in the one before, needs less than a third. Beyond its stack a process is killed.
 STACK_BYTES = 512 * 2**20
 
+# The size is one setting of the whole process.
+_STACK_SIZE = threading.Lock()
+
 Result = TypeVar("Result")
 
 
@@ -24,10 +27,10 @@ def on_large_stack(work: Callable[[], Result]) -> Result:
         except BaseException as error:
             done.set_exception(error)
 
-    before = threading.stack_size(STACK_BYTES)
-    try:
-        thread = threading.Thread(target=run, name="large stack", daemon=True)
-        thread.start()
-    finally:
-        threading.stack_size(before)
+    with _STACK_SIZE:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="large stack", daemon=True).start()
+        finally:
+            threading.stack_size(before)
     return done.result()

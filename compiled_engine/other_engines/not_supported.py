@@ -79,9 +79,7 @@ NOT_SUPPORTED: dict[str, Row] = {
     ),
     **only("another end-of-sequence token", "give SamplingParams(stop_token_ids=...)", eos=-1),
     **only("weights in another folder than the configuration", "put them into one", model_weights=""),
-    **only(
-        "another implementation of a model", "leave it out", model_impl=("auto", "vllm"), model_class_overrides=({},)
-    ),
+    **only("another implementation of a model", "leave it out", model_class_overrides=({},)),
     **only(
         "a scheduler or worker class of yours",
         "leave it out",

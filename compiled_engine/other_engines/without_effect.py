@@ -66,7 +66,7 @@ WITHOUT_EFFECT: dict[str, Row] = without_effect(
             max_num_queued_tokens prefix_cache_retention_interval prefix_match_unit swa_bounded_replay
         """,
         "a CUDA graph serves any sequence length": "max_seq_len_to_capture",
-        "structured output is SamplingParams(token_mask=...)": """
+        "structured output is SamplingParams(structured_outputs=...)": """
             structured_outputs_config reasoning_parser reasoning_parser_plugin reasoning_config guided_decoding_backend
             enable_reasoning
         """,

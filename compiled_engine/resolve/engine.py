@@ -25,6 +25,7 @@ from compiled_engine.resolve.checks import check_types
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import resolve_graphs
 from compiled_engine.resolve.folders import (
+    resolve_cache_dir,
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
@@ -52,6 +53,8 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         load_format=options.load_format,
         seed=options.seed,
         device_type=device.type,
+        model_impl=options.model_impl,
+        cache_dir=resolve_cache_dir(options),
     )
     reasons |= model_reasons
     parallel = resolve_parallel(options, model, device, reasons)

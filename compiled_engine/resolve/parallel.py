@@ -35,6 +35,11 @@ def resolve_parallel(
 
 def _check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
+    if size > 1 and model.transformers is not None:
+        raise ValueError(
+            f"tensor_parallel_size is {size}, but models through transformers' code cannot be divided so far; "
+            "allowed: 1, or model_impl textbook"
+        )
     if size > 1 and model.architecture not in DIVISIBLE:
         raise ValueError(
             f"tensor_parallel_size is {size}, but models of {model.architecture} cannot be divided so far; "

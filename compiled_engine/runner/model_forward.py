@@ -41,8 +41,6 @@ class ModelForward:
         gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
         self._gather = gather
-        logits: Callable[[torch.Tensor], torch.Tensor] = model.logits  # type: ignore[assignment]
-        self.logits = logits if gather is None else lambda hidden_RD: gather(logits(hidden_RD))
         if compiled:
             self._whole = self._parts = compiled.bind(parameters)
             if on_attention is not None:
@@ -51,6 +49,8 @@ class ModelForward:
             self._whole = self._parts = Forwards(model)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
+        logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
+        self.logits = logits if gather is None else lambda hidden_RD: gather(logits(hidden_RD))
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Whether the forward for so many tokens returns logits unless it is told otherwise."""

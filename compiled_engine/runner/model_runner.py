@@ -18,7 +18,7 @@ from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
-from compiled_engine.models.textbook.architectures import build_model
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline

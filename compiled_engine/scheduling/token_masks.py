@@ -36,7 +36,7 @@ class MaskMaker:
         if failures:
             words_MW = words_MW[[index for index in range(len(asked)) if index not in failures]]
         request_ids = [request.request_id for request in asked if request.failure is None]
-        return TokenMasks(request_ids, memoryview(words_MW.reshape(-1).view(np.uint8)))
+        return TokenMasks(request_ids, words_MW.reshape(-1).view(np.uint8).data)
 
 
 def _with_new_tokens(request: Request) -> tuple[Constraint, list[int]]:

@@ -26,9 +26,9 @@ from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.config import EngineConfig, flat_fields
-from compiled_engine.graphs.cache.environment import Environment, this_environment
+from compiled_engine.config import EngineConfig
+from compiled_engine.config_as_json import flat_fields
+from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.tensor_parallel import TensorParallel
@@ -44,6 +45,8 @@ GRAPH_FIELDS = (
     "parallel.tensor_parallel_size",
     "attention_backend",
 )
+# Of a model whose code is transformers'.
+FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # These count by what they make of model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
@@ -72,6 +75,7 @@ OTHER_FIELDS = (
     "model.max_model_len",
     "model.load_format",
     "model.seed",
+    "model.transformers",  # None, for the textbook's models
     "tokenizer",
     "cache.block_size",
     "cache.num_blocks",
@@ -103,7 +107,10 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     passes = {p.name: pass_uuid(p) for p in registered_passes() if p.name in config.compile.passes}
     if config.parallel.tensor_parallel_size > 1:
         passes = {TensorParallel.name: pass_uuid(TensorParallel({}, 1))} | passes
-    return {"config": graph_config(config), "passes": passes} | environment.as_factors()
+    factors = {"config": graph_config(config), "passes": passes} | environment.as_factors()
+    if config.model.transformers is not None:
+        factors["source"] |= digests_of(("models.foreign",))
+    return factors
 
 
 def graph_config(config: EngineConfig) -> dict[str, Any]:
@@ -112,7 +119,8 @@ def graph_config(config: EngineConfig) -> dict[str, Any]:
     Raises RuntimeError for a field that is declared neither as one that does nor as one that does not.
     """
     flat = flat_fields(config)
-    undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})
+    undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *FOREIGN_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})
     if undeclared:
         raise RuntimeError(f"config fields not declared as graph-affecting or not: {', '.join(undeclared)}")
-    return {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
+    factors = {name: flat[name] for name in GRAPH_FIELDS} | {"model.rope.angle_scale": config.model.rope.angle_scale}
+    return factors | {name: flat[name] for name in FOREIGN_FIELDS if name in flat}

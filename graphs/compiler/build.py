@@ -14,6 +14,7 @@ from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.logits_head import write_logits_head
 from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_tree, phases_since, write_trace
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source
@@ -50,7 +51,8 @@ def build_entry(
     with collection_paused():
         with progress.stage("trace"), timeline.span("trace"):
             model = without_storage(make_model(), config.device)
-            traced = trace(model, example_inputs(config))
+            inputs = example_inputs(config)
+            traced = trace(model, inputs, strict=config.compile.strict, verify=config.compile.verify)
             whole = trace_whole(config)
         for compile_range in compile_ranges(config):
             with timeline.span(f"passes {compile_range.name}"):
@@ -63,6 +65,8 @@ def build_entry(
     with timeline.span("compile pieces"):
         records = compile_pieces(folder, pieces, config.compile.workers, progress, timeline)
     with timeline.span("record"):
+        if config.model.transformers is not None:
+            write_logits_head(folder, traced.module.graph)
         write_trace(folder, traced.bytecode, traced.dynamo_graph, graph_text(traced.module.graph))
         phases = phases_since(timeline.spans, start_s)
         Record(phases, module_tree(model), traced.symbols, traced.guards, records).write(folder)
@@ -118,13 +122,13 @@ def apply_passes(
             module.graph,
             (*structure, *registered_passes()),
             (*(graph_pass.name for graph_pass in structure), *config.compile.passes),
-            config.local_model,
             compile_range,
             config.device,
             profile=profile_of(config.device),
             strict=config.compile.strict,
             verify=config.compile.verify,
         )
+    reports = (*traced.lowering, *reports)
     return (module if config.device.type == "cuda" else expand_references(module)), reports
 
 

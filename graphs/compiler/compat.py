@@ -15,6 +15,7 @@ from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.decorators import mark_unbacked
 from torch._inductor import cpu_vec_isa, standalone_compile
 from torch._inductor.utils import clear_caches
+from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
@@ -50,6 +51,11 @@ def compile_piece(piece: fx.GraphModule, fake_inputs: Sequence[Any], options: di
     return standalone_compile(
         piece, list(fake_inputs), dynamic_shapes="from_graph", options={"config_patches": options}
     )
+
+
+def functional(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function without ops that write to their arguments, for a tracer."""
+    return dispatch_functionalize(function)
 
 
 @contextmanager

@@ -50,8 +50,14 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
-        inputs = tuple(Source(**item | {"members": tuple(item["members"])}) for item in data["inputs"])
+        inputs = tuple(read_source(item) for item in data["inputs"])
         steps = tuple(
             PlannedStep(s["piece"], s["op"], tuple(s["arguments"]), tuple(s["results"])) for s in data["steps"]
         )
         return Plan(inputs, steps, tuple(data["outputs"]))
+
+
+def read_source(item: dict[str, Any]) -> Source:
+    """From its fields as JSON has them."""
+    derivation = tuple((step, operand) for step, operand in item["derivation"])
+    return Source(**item | {"members": tuple(item["members"]), "derivation": derivation})

@@ -10,7 +10,7 @@ have to be traced.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,20 +29,35 @@ Segments = dict[int, list[fx.Node]]
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """`stack`, which lies at `path`, and the numbers of those of its layers that are traced."""
+    """`stack`, which lies at `path`, and the numbers of those of its layers that are traced.
 
-    stack: LayerStack
+    A stack of foreign code has no say in which layers are applied: those that are not hand on what they are given, `in
+    a tuple` where its layers do so.
+    """
+
+    stack: nn.ModuleList
     path: str
     numbers: tuple[int, ...]
+    in_tuple: bool = False
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within this context the stack applies no other layers."""
-        self.stack.only = self.numbers
+        if isinstance(self.stack, LayerStack):
+            self.stack.only = self.numbers
+            try:
+                yield
+            finally:
+                self.stack.only = None
+            return
+        every = list(self.stack)
+        for number in set(range(len(every))) - set(self.numbers):
+            self.stack[number] = _HandsOn(self.in_tuple)
         try:
             yield
         finally:
-            self.stack.only = None
+            for number, layer in enumerate(every):
+                self.stack[number] = layer
 
     def gaps(self) -> list[tuple[int, int, int]]:
         """Where layers are missing: the two that were traced before them, and the one behind."""
@@ -70,22 +85,44 @@ class TracedLayers:
         return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", source.name)
 
 
+class _HandsOn(nn.Module):
+    """Stands for a layer of foreign code that is not traced."""
+
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.in_tuple = in_tuple
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        return (hidden_states, None, None) if self.in_tuple else hidden_states
+
+
 def traced_layers(model: nn.Module) -> TracedLayers | None:
-    """Which layers to trace; None for a model whose layers all have to be."""
-    stacks = [(path, module) for path, module in model.named_modules() if type(module) is LayerStack]
+    """Which layers to trace; None for a model whose layers all have to be.
+
+    Foreign layers know their number. Whether they act on it shows in `layer_signatures`, which say what each has done
+    when the model was observed (models/foreign/observation.py).
+    """
+    stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
+    foreign = str(getattr(model, "layers_path", ""))
+    if foreign:
+        stacks.append((foreign, model.get_submodule(foreign)))
     if len(stacks) != 1:
         return None
     path, stack = stacks[0]
     if _shares(stack):
         return None
+    signatures: Any = model.layer_signatures if foreign else [0] * len(stack)
+    beside = ("layer_idx",) if foreign else ()
     stretches: list[list[int]] = []
     for number, layer in enumerate(stack):
-        if stretches and _alike(stack[stretches[-1][0]], layer):
+        first = stretches[-1][0] if stretches else number
+        if first < number and signatures[first] == signatures[number] and _alike(stack[first], layer, beside):
             stretches[-1].append(number)
         else:
             stretches.append([number])
     numbers = [number for stretch in stretches for number in dict.fromkeys((*stretch[:2], stretch[-1]))]
-    return TracedLayers(stack, path, tuple(numbers)) if len(numbers) < len(stack) else None
+    in_tuple = bool(foreign and model.layers_in_tuple)
+    return TracedLayers(stack, path, tuple(numbers), in_tuple) if len(numbers) < len(stack) else None
 
 
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
@@ -99,15 +136,16 @@ def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
     return True
 
 
-def _shares(stack: LayerStack) -> bool:
+def _shares(stack: nn.ModuleList) -> bool:
     """Whether a module or a parameter is there twice, so that layers are more than their own."""
     modules, parameters = stack.named_modules, stack.named_parameters
     return any(len([*all_of(remove_duplicate=False)]) > len([*all_of()]) for all_of in (modules, parameters))
 
 
-def _alike(first: nn.Module, second: nn.Module) -> bool:
-    """Whether two modules are of the same class, with equal settings, equally shaped parameters, and alike children."""
-    held = ("_parameters", "_buffers", "_modules")
+def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
+    """Whether two modules are of the same class, with equal settings beside those, equally shaped parameters, and alike
+    children."""
+    held = ("_parameters", "_buffers", "_modules", *beside)
     settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
     children, other_children = (list(module.named_children()) for module in (first, second))
     return (
@@ -116,11 +154,13 @@ def _alike(first: nn.Module, second: nn.Module) -> bool:
         and all(_equal(value, other_settings[name]) for name, value in settings.items())
         and _tensors(first) == _tensors(second)
         and [name for name, _ in children] == [name for name, _ in other_children]
-        and all(_alike(one, other) for (_, one), (_, other) in zip(children, other_children, strict=True))
+        and all(_alike(one, other, beside) for (_, one), (_, other) in zip(children, other_children, strict=True))
     )
 
 
 def _equal(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
     try:
         return type(first) is type(second) and bool(first == second)
     except Exception:  # tensors, for example, have no one answer

@@ -13,7 +13,7 @@ import torch
 
 from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
 from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
-from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.graph_inputs import Source, derived
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
 
@@ -35,7 +35,7 @@ def stitch(
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
     for index, source in enumerate(plan.inputs):
         if source.kind == "parameter":
-            namespace[f"parameter_{index}"] = parameters[source.name]
+            namespace[f"parameter_{index}"] = derived(parameters[source.name], source.derivation)
     exec(compile(forward_source(plan), "<stitched forward>", "exec"), namespace)
     # Without its own name in its globals the function is not a cycle: dropping it frees the parameters at once.
     return namespace.pop("forward")

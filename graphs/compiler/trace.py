@@ -15,16 +15,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import CompileContext, CompileId, Guard
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.compiler import compat
+from compiled_engine.graphs.compiler.functional import to_aten
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers, traced_layers
 from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.lowering import is_foreign, lower
+from compiled_engine.passes.manager import PassReport
 from compiled_engine.passes.matching import arg, fake_mode_of
 
 MAX_BLOCKS = 1 << 31
@@ -60,8 +62,8 @@ class TracedGraph:
     """The ATen graph of a forward; each placeholder's meta holds its `source`, each node's its fake `val`.
 
     Its outputs are (hidden_TD, logits_TV) of every token; `for_range` keeps one of them. The rest is what the
-    inspector shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, and the guards with
-    what discharges each.
+    inspector shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, the guards with what
+    discharges each, and what the passes did that lower foreign code.
     """
 
     module: fx.GraphModule
@@ -71,6 +73,7 @@ class TracedGraph:
     symbols: tuple[SymbolRecord, ...]
     guards: tuple[GuardRecord, ...]
     compile_id: CompileId | None
+    lowering: tuple[PassReport, ...] = ()
 
     def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
         """A copy of the graph with the output that a range needs, and only the parameters that this takes."""
@@ -90,23 +93,24 @@ class GuardError(RuntimeError):
     """The trace holds only for some sizes of the declared range."""
 
 
-def trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
+def trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool = False, verify: bool = False) -> TracedGraph:
     """Trace `model` (whose parameters may be without storage: nothing is executed) on example inputs.
 
+    strict, verify: of the passes that lower foreign code, see `run_passes`.
     Raises GuardError when the graph would not be valid for every size in the declared range.
     """
     layers = traced_layers(model)
     if layers is not None:
         with layers.alone():
-            traced = _trace(model, inputs)
+            traced = _trace(model, inputs, strict=strict, verify=verify)
         if repeat_layers(traced.module.graph, layers):
             traced.module.recompile()
             note = f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
             return replace(traced, dynamo_graph=note + traced.dynamo_graph)
-    return _trace(model, inputs)
+    return _trace(model, inputs, strict=strict, verify=verify)
 
 
-def _trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
+def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: bool) -> TracedGraph:
     declared = _declared_sizes(inputs)
     tensors = inputs.by_name()
     for (name, dim), size in declared.items():
@@ -122,12 +126,16 @@ def _trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
             _, low, high = declared[source.name, source.dim]
             compat.declare_range(shape_env, fake.node.expr, low, high)
     with fake_mode:
-        module = make_fx(graph)(*fakes)
+        module = to_aten(graph, fakes)
     for node, source in zip(module.graph.find_nodes(op="placeholder"), sources, strict=True):
         node.meta["source"] = source
     proved = _discharge_asserts(module)
     require_no_guards(shape_env)
     module.graph.eliminate_dead_code()
+    lowering: tuple[PassReport, ...] = ()
+    if is_foreign(module.graph):
+        device = inputs.input_ids_T.device
+        lowering = lower(module.graph, CompileRange(1, inputs.max_tokens), device, strict=strict, verify=verify)
     module.recompile()
     return TracedGraph(
         module=module,
@@ -137,6 +145,7 @@ def _trace(model: nn.Module, inputs: ForwardInputs) -> TracedGraph:
         symbols=symbols(module.graph, declared),
         guards=(*describe_guards(dynamo.guards), *proved_asserts(proved)),
         compile_id=dynamo.compile_id,
+        lowering=lowering,
     )
 
 

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.foreign_tensors import match_foreign
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
-from compiled_engine.models.checkpoint.safetensors_files import map_tensors, name_some
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors, name_some
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
 from compiled_engine.models.textbook.experts import Experts
 from compiled_engine.parallel.shards import WHOLE, RankShare
 from compiled_engine.process.progress import Progress
 
-STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
 
 
-def load_weights(model: nn.Module, config: ModelConfig, progress: Progress, share: RankShare = WHOLE) -> None:
+def load_weights(
+    model: nn.Module,
+    config: ModelConfig,
+    progress: Progress,
+    share: RankShare = WHOLE,
+    cache_dir: Path | None = None,
+) -> None:
     """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
 
     share: the slices of the tensors that the model's parameters are; nothing else of the files is read. config: of the
     undivided model. What is missing of a checkpoint from the hub is downloaded first. The model has been through
-    `parameters.materialize`. config.load_format dummy: random weights instead.
+    `parameters.materialize`. config.load_format dummy: random weights instead. cache_dir: where is kept what was found
+    out about checkpoints of transformers' models.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
     unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
     if a download fails.
@@ -37,12 +46,17 @@ def load_weights(model: nn.Module, config: ModelConfig, progress: Progress, shar
         )
 
         download_weights(config.hub_name, config.path, progress)
-    pairs = _match(map_tensors(config.path), model, config, share)
+    tensors = map_tensors(config.path)
+    if config.transformers is None:
+        pairs = _match(tensors, model, config, share)
+    else:
+        pairs = match_foreign(tensors, model, config, cache_dir)
     device = next(model.parameters()).device
     with progress.stage("load weights", len(pairs)) as advance:
         if device.type == "cuda":
-            copy_to_device(pairs, device, advance)
-            return
+            plain = [pair for pair in pairs if all(tensor.is_contiguous() for tensor in pair)]
+            copy_to_device(plain, device, advance)
+            pairs = [pair for pair in pairs if not all(tensor.is_contiguous() for tensor in pair)]
         for source, target in pairs:
             target.copy_(source)
             advance(1)

@@ -12,6 +12,7 @@ from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, 
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+STORED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth")
 
 

@@ -1,0 +1,143 @@
+"""Families of transformers' models as tiny random checkpoints, and what of each is worth trying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Of every family, under the names that most have for it. Windows are shorter than prompts.
+TINY: dict[str, Any] = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WINDOW = 6
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_WINDOWS = {"sliding_window": WINDOW, "layer_types": _ALTERNATING}
+# Names of GPT-2's time.
+_OLD_NAMES = {
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model type of transformers with what differs from TINY; `without`: names that it does not take."""
+
+    name: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
+    renamed: bool = False
+
+    def config(self) -> dict[str, Any]:
+        values = {name: value for name, value in TINY.items() if name not in self.without}
+        if self.renamed:
+            values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
+        return values | dict(self.changes)
+
+
+_NO_HEADS = ("head_dim", "num_key_value_heads")
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+FAMILIES: tuple[Family, ...] = (
+    Family("llama", {"attention_bias": True, "mlp_bias": True}),
+    Family("qwen3"),
+    Family("qwen2", {"tie_word_embeddings": True}),
+    Family("mistral", {"sliding_window": WINDOW}),
+    Family("gemma3_text", _WINDOWS | {"query_pre_attn_scalar": 24, "final_logit_softcapping": 20.0}),
+    Family("gemma2", _WINDOWS | {"query_pre_attn_scalar": 24}),
+    Family("gemma"),
+    Family("phi3", {"sliding_window": WINDOW, "tie_word_embeddings": True}, ("head_dim",)),
+    Family("phi", {}, _NO_HEADS),
+    Family("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    Family("olmo2"),
+    Family("olmo3", _WINDOWS),
+    Family("olmo"),
+    Family(
+        "granite",
+        {"residual_multiplier": 0.3, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.2},
+    ),
+    Family("glm4", {"partial_rotary_factor": 0.5}),
+    Family("glm", {"partial_rotary_factor": 0.5}),
+    Family("cohere", {"logit_scale": 0.25}),
+    Family("cohere2", _WINDOWS),
+    Family("starcoder2", {"sliding_window": WINDOW}),
+    Family("exaone4", _WINDOWS),
+    Family("ernie4_5"),
+    Family("seed_oss"),
+    Family("ministral", _WINDOWS),
+    Family("ministral3"),
+    Family("stablelm", {"use_qkv_bias": True}, ("head_dim",)),
+    Family("nemotron"),
+    Family("hunyuan_v1_dense"),
+    Family("helium", {"num_key_value_heads": 4, "head_dim": 16}),
+    Family("arcee"),
+    Family("apertus"),
+    Family("gpt_neox", {}, _NO_HEADS),
+    Family("gpt2", {}, _NO_HEADS, renamed=True),
+    Family("gpt_bigcode", {}, _NO_HEADS, renamed=True),
+    Family("biogpt", {}, _NO_HEADS),
+    Family("vaultgemma", _WINDOWS | {"query_pre_attn_scalar": 24}),
+    Family("persimmon", {}, _NO_HEADS),
+    Family("jais2"),
+    Family("cwm", _WINDOWS, _TOKENS),
+    Family("qwen3_moe", _EXPERTS | {"norm_topk_prob": True, "moe_intermediate_size": 48}),
+    Family("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    Family("olmoe", _EXPERTS, ("head_dim",)),
+)
+# Of what the ops of all the others are variants: textbook; offset norms, soft caps, windows of some layers; packed
+# weights; norms behind blocks; partial interleaved rope; layer norms and no gate.
+IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2")
+
+
+def family(name: str) -> Family:
+    """Raises ValueError for an unknown name."""
+    found = next((one for one in FAMILIES if one.name == name), None)
+    if found is None:
+        raise ValueError(f"family is {name!r}; allowed: {', '.join(one.name for one in FAMILIES)}")
+    return found
+
+
+def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.float32) -> Any:
+    """Write a random checkpoint of that dtype, and return the model as transformers loads it, in fp32.
+
+    Nothing is left at zero or one, and matrices are large enough for peaked distributions.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(case.name, **case.config())
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(0, 3 / math.sqrt(parameter.shape[-1]), generator=generator)
+    model.to(dtype).save_pretrained(folder)
+    return load_oracle(folder, torch.float32)
+
+
+def load_oracle(folder: Path, dtype: torch.dtype) -> Any:
+    """The checkpoint's model with transformers' own attention, which materialises every mask."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    return model.eval().requires_grad_(False)

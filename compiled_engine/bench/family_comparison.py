@@ -1,0 +1,148 @@
+"""The engine's log-probabilities beside those of transformers, family by family, through transformers' own code.
+
+Each comparison has prompts longer than a step and than any window, so they are computed in chunks; decodes; and the
+same prompts once more, which begin in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
+from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
+from compiled_engine.bench.machine import provenance
+from compiled_engine.llm import LLM, make_options
+from compiled_engine.passes.manager import PassReport
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
+
+# Largest difference of a log-probability in fp32.
+TOLERANCE = 3e-4
+# In bf16: how many times as far from the fp32 oracle as transformers in bf16 the engine may be, on average.
+BF16_FACTOR = 1.3
+PROMPT_LENS = (1, 5, 33, 70)
+OUTPUT_LEN = 10
+OPTIONS: dict[str, Any] = {
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 3,
+    "max_model_len": 128,
+    "model_impl": "transformers",
+    "progress": False,
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of transformers
+    in the engine's own dtype beside it."""
+
+    largest: float
+    mean: float
+    mean_of_transformers: float
+
+    def is_right(self, dtype: torch.dtype) -> bool:
+        if dtype == torch.float32:
+            return self.largest <= TOLERANCE
+        return self.mean <= BF16_FACTOR * self.mean_of_transformers
+
+
+def compare_families(
+    cases: Sequence[Family], modes: Sequence[str], options: dict[str, Any], done: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """Each family in each mode, as JSON; `done` is told of each.
+
+    modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU. options: further ones
+    of `LLM`.
+    """
+    results = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            results.append(_compare(case, Path(folder), modes, options))
+        done(results[-1])
+    config = resolve(make_options(options))
+    return {"benchmark": "families", "results": results, **provenance(config.device)}
+
+
+def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
+    dtype = getattr(torch, str(options.get("dtype", "float32")))
+    oracle = write_checkpoint(folder, case, dtype)
+    found: dict[str, Any] = {"family": case.name, "architecture": type(oracle).__name__, "dtype": options.get("dtype")}
+    try:
+        for mode in modes:
+            if mode == "fused":
+                model = fused_model(folder, options)
+                difference = difference_after_passes(model, oracle)
+                found["passes"] = [_summary(report) for report in model.reports]
+            else:
+                difference = difference_of(folder, oracle, options | {"mode": mode})
+            found[mode] = vars(difference) | {"right": difference.is_right(dtype)}
+    except Exception as error:
+        found["refused"] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Difference:
+    """Of the checkpoint in the folder, run by an engine with these options."""
+    vocab_size = oracle.config.get_text_config().vocab_size
+    generator = random.Random(0)
+    prompts = [[generator.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENS]
+    params = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, prompt_logprobs=3, detokenize=False)
+    with LLM(folder, **OPTIONS | {"dtype": "float32"} | options) as llm:
+        dtype, device = llm.config.model.dtype, llm.config.device
+        # Without log-probabilities of the prompt its beginning comes from the prefix cache.
+        cached = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, detokenize=False)
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = [*llm.generate(given, params), *llm.generate(given, cached)]
+    narrow = load_oracle(folder, dtype).to(device) if dtype != torch.float32 else None
+    oracle = oracle.to(device)
+    differences: list[float] = []
+    of_transformers: list[float] = []
+    for prompt, output in zip([*prompts, *prompts], outputs, strict=True):
+        completion = output.outputs[0]
+        ids = torch.tensor([prompt + list(completion.token_ids)], device=device)
+        exact_TV = oracle(ids).logits[0].float().log_softmax(-1)
+        narrow_TV = exact_TV if narrow is None else narrow(ids).logits[0].float().log_softmax(-1)
+        before = list(output.prompt_logprobs[1:]) if output.prompt_logprobs else []
+        entries = [*before, *(completion.logprobs or [])]
+        first = ids.shape[1] - len(entries)
+        for position, entry in enumerate(entries, start=first):
+            for token_id, logprob in (entry or {}).items():
+                exact = exact_TV[position - 1, token_id].item()
+                differences.append(abs(logprob.logprob - exact))
+                of_transformers.append(abs(narrow_TV[position - 1, token_id].item() - exact))
+    count = len(differences)
+    return Difference(max(differences), sum(differences) / count, sum(of_transformers) / count)
+
+
+def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) -> FusedModel:
+    """The checkpoint in the folder after the passes for up to 8 tokens, and for more. options: of `LLM`."""
+    given = {"dtype": "float32"} | OPTIONS | {"compile_ranges": (8,), "block_size": BLOCK_SIZE} | options
+    del given["progress"]
+    config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
+    return fuse(config, verify=verify)
+
+
+def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:
+    """In steps of prompts in chunks beside decodes, with windows shorter than the prompts."""
+    vocab_size = oracle.config.get_text_config().vocab_size
+    generator = random.Random(0)
+    sequences = [[generator.randrange(vocab_size) for _ in range(length)] for length in (31, 18)]
+    steps = [[9, 1], [1, 6], [0, 1], [14, 1], [1, 1], [6, 8]]
+    differences = []
+    for ids, found_TV in zip(sequences, model.logprobs(sequences, steps), strict=True):
+        exact_TV = oracle(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        differences.append((found_TV - exact_TV).abs())
+    every = torch.cat(differences)
+    return Difference(every.max().item(), every.mean().item(), 0.0)
+
+
+def _summary(report: PassReport) -> dict[str, Any]:
+    names = ("name", "applied", "matches", "contract")
+    return {name: getattr(report, name) for name in names} | {"near_misses": list(report.near_misses)}

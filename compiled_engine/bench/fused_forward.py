@@ -1,0 +1,128 @@
+"""A model's graphs after their passes, executed op by op: what the passes have made, without Inductor or an engine.
+
+It takes seconds where compiling takes minutes, and is what a compiled model computes but for Inductor's fusions.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.config import EngineConfig
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.logits_head import read_logits_head, write_logits_head
+from compiled_engine.graphs.compiler.piece import piece_from_json
+from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.stitch import Forward, stitch
+from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.manager import PassReport
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.runner.kv_cache import allocate
+
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class FusedModel:
+    """`forwards`: of each compile range, the ones for small batches return logits. `reports`: of the first range."""
+
+    config: EngineConfig
+    forwards: tuple[tuple[CompileRange, Forward], ...]
+    logits: Callable[[torch.Tensor], torch.Tensor]
+    reports: tuple[PassReport, ...]
+
+    def logprobs(self, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Of each sequence, log-probabilities [length, V]; a step says how many tokens of each it computes."""
+        device = self.config.device
+        per_sequence = -(-max(map(len, sequences)) // BLOCK_SIZE)
+        kv_caches = allocate(self.config, per_sequence * len(sequences))
+        for cache in kv_caches:
+            cache.normal_()  # as recycled blocks are
+        computed = [0] * len(sequences)
+        found: list[list[torch.Tensor]] = [[] for _ in sequences]
+        for step in steps:
+            rows = sorted((row for row, count in enumerate(step) if count), key=lambda row: step[row] > 1)
+            spans = [range(computed[row], computed[row] + step[row]) for row in rows]
+            ids = [sequences[row][position] for row, span in zip(rows, spans, strict=True) for position in span]
+            positions = [position for span in spans for position in span]
+            blocks = [range(row * per_sequence, (row + 1) * per_sequence) for row in rows]
+            arguments = (
+                torch.tensor(ids, device=device),
+                torch.tensor(positions, device=device),
+                _inputs(spans, blocks, self.config),
+                kv_caches,
+            )
+            logprobs_TV = self._logits(len(ids), arguments).float().log_softmax(-1)
+            for row, part in zip(rows, logprobs_TV.split([len(span) for span in spans]), strict=True):
+                found[row].append(part)
+                computed[row] += len(part)
+        return [torch.cat(parts) for parts in found]
+
+    def _logits(self, num_tokens: int, arguments: tuple[Any, ...]) -> torch.Tensor:
+        for compile_range, forward in self.forwards:
+            if compile_range.small and num_tokens <= compile_range.high:
+                return forward(*arguments)
+        return self.logits(self.forwards[-1][1](*arguments))
+
+
+@torch.no_grad()
+def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
+    """Trace the model, run the passes for each compile range, and bind the graphs to the checkpoint's weights.
+
+    config: with blocks of BLOCK_SIZE. verify: execute each rewrite and compare.
+    """
+    inputs = example_inputs(config)
+    traced = trace(without_storage(build_model(config.model), config.device), inputs, verify=verify)
+    plans: list[tuple[CompileRange, Plan, dict[str, str]]] = []
+    reports: list[tuple[PassReport, ...]] = []
+    for compile_range in compile_ranges(config):
+        module, found = apply_passes(config, traced, compile_range)
+        plans.append((compile_range, *make_plan(module.graph, split(module.graph))))
+        reports.append(found)
+    model = build_tensors(config.model, None)
+    packed = {name: members for _, plan, _ in plans for name, members in plan.packed().items()}
+    tensors = materialize(model, packed, config.device)
+    load_weights(model, config.model, SilentProgress())
+    named = dict(model.named_parameters(remove_duplicate=False)) | tensors
+    forwards = []
+    for compile_range, plan, unique in plans:
+        pieces = {key: piece_from_json(text)[0] for key, text in unique.items()}
+        forwards.append((compile_range, stitch(plan, pieces, named)))
+    with tempfile.TemporaryDirectory() as folder:
+        write_logits_head(Path(folder), traced.module.graph)
+        head = read_logits_head(Path(folder))
+    assert head is not None
+    return FusedModel(config, tuple(forwards), head(named), reports[0])
+
+
+def _inputs(spans: list[range], blocks: list[range], config: EngineConfig) -> AttentionInputs:
+    device = config.device
+    slots = [
+        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+        for span, table in zip(spans, blocks, strict=True)
+        for position in span
+    ]
+    counts = torch.tensor([0, *map(len, spans)], dtype=torch.int32)
+    seq_lens = [span.stop for span in spans]
+    decodes = sum(len(span) == 1 for span in spans)
+    host = [decodes, max(map(len, spans)), max(seq_lens)]
+    return AttentionInputs(
+        query_start_loc_R1=counts.cumsum(0).int().to(device),
+        seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_table_RB=torch.tensor([list(table) for table in blocks], dtype=torch.int32, device=device),
+        slot_mapping_T=torch.tensor(slots, dtype=torch.int64, device=device),
+        host_3=torch.tensor(host, dtype=torch.int32),
+        backend=config.attention_backend,
+    )

@@ -1,0 +1,64 @@
+"""config.json to the ModelConfig of a model whose code is that of transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import HeadShape, ModelConfig, RopeConfig, TransformersModel
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.foreign.description import UnknownArchitectureError, transformers_version
+from compiled_engine.models.foreign.find_description import find_description
+
+
+def foreign_model(
+    fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None
+) -> tuple[ModelConfig, str]:
+    """The model, and where its max_model_len, the longest supported, comes from.
+
+    Raises ValueError, with the name, for one that transformers does not have or that the engine cannot run.
+    """
+    config_json = json.dumps(fields.values, sort_keys=True)
+    try:
+        description = find_description(config_json, dtype, cache_dir)
+    except UnknownArchitectureError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{fields.source}: {error}") from error
+    layers = description.layers
+    heads = tuple(HeadShape(layer.num_heads, layer.num_kv_heads, layer.head_dim) for layer in layers)
+    for name in ("soft_cap", "sinks"):
+        if len({getattr(layer, name) for layer in layers}) > 1:
+            raise ValueError(f"{fields.source}: the layers of {description.architecture} differ in their {name}")
+    length = description.max_position_embeddings
+    model = ModelConfig(
+        path=path,
+        hub_name=None,
+        revision=None,
+        architecture=description.architecture,
+        vocab_size=description.vocab_size,
+        hidden_size=description.hidden_size,
+        intermediate_size=description.intermediate_size,
+        num_layers=len(layers),
+        **asdict(heads[0]),
+        max_position_embeddings=length,
+        rms_norm_eps=0.0,
+        rope=RopeConfig(0.0),
+        tie_word_embeddings=any(parameter.tied for parameter in description.parameters),
+        qkv_bias=False,
+        attention_out_bias=False,
+        mlp_bias=False,
+        sliding_windows=tuple(layer.sliding_window for layer in layers),
+        dtype=dtype,
+        max_model_len=length,
+        load_format="safetensors",
+        seed=0,
+        transformers=TransformersModel(transformers_version(), config_json),
+        layer_heads=heads if len(set(heads)) > 1 else None,
+        attention_soft_cap=layers[0].soft_cap,
+        attention_sinks=layers[0].sinks,
+    )
+    return model, "the model's max_position_embeddings"

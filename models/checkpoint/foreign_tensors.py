@@ -1,0 +1,73 @@
+"""The tensors of a checkpoint beside the parts of parameters that they belong in, for models of transformers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
+from compiled_engine.models.foreign.placement import Placement
+from compiled_engine.models.foreign.weights import find_weight_plan
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+RECOMPUTED = "inv_freq"  # the last part of names of buffers that old checkpoints hold; the model computes its own
+
+
+def match_foreign(
+    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
+) -> list[Pair]:
+    """Each part of a parameter with the tensor, or part of one, that belongs in it, in file order.
+
+    Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
+    """
+    assert config.transformers is not None
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    try:
+        plan = find_weight_plan(config.transformers, config.dtype, shapes, cache_dir)
+    except ValueError as error:
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
+    parameters: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= {name: buffer for name, buffer in model.named_buffers() if name in model.state_dict()}
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(id(tensor), name) for name, tensor in parameters.items()}
+    # Of tied parameters that a checkpoint holds several times one is read.
+    chosen: dict[str, str] = {}
+    for placement in plan.placements:
+        chosen.setdefault(owners[placement.target], placement.target)
+    placements = [p for p in plan.placements if chosen[owners[p.target]] == p.target]
+    covered = Counter(dict.fromkeys(first.values(), 0))
+    for placement in placements:
+        covered[owners[placement.target]] += _elements(placement.placed)
+    misfits = [p for p in placements if not _fits(p, parameters)]
+    problems = {
+        "missing": [name for name, count in covered.items() if count < parameters[name].numel()],
+        "unexpected": [name for name in plan.unexpected if name.rpartition(".")[2] != RECOMPUTED],
+        "of another shape": [
+            f"{p.source} ({list(shapes[p.source])} instead of {list(parameters[p.target].shape)})" for p in misfits
+        ],
+        "of a dtype that is not supported": [
+            f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES
+        ],
+    }
+    lines = [f"{len(names)} {kind}: {name_some(names)}" for kind, names in problems.items() if names]
+    if lines:
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
+    order = {name: place for place, name in enumerate(tensors)}
+    return [p.pair(tensors, parameters) for p in sorted(placements, key=lambda p: order[p.source])]
+
+
+def _fits(placement: Placement, parameters: dict[str, torch.Tensor]) -> bool:
+    shape = parameters[placement.target].shape
+    inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
+    return len(shape) == len(placement.placed) and inside
+
+
+def _elements(spans: tuple[tuple[int, int], ...]) -> int:
+    count = 1
+    for start, end in spans:
+        count *= end - start
+    return count

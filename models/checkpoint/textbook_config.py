@@ -1,0 +1,154 @@
+"""config.json to the ModelConfig of a textbook model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from compiled_engine.config import ExpertsConfig, ModelConfig, RopeConfig
+from compiled_engine.models.checkpoint.families import FAMILIES, Family
+from compiled_engine.models.checkpoint.json_fields import JsonFields
+from compiled_engine.models.textbook.rope import ROPE_KINDS
+
+
+def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[ModelConfig, str]:
+    """The model of a family that the textbook has, and where its max_model_len, the longest supported, comes from.
+
+    Raises ValueError for a field that is wrong, missing or not supported.
+    """
+    architecture = fields.texts("architectures")[0]
+    family = FAMILIES[architecture]
+    _refuse_unsupported(fields, family)
+    num_layers = fields.integer("num_hidden_layers")
+    hidden_size = fields.integer("hidden_size")
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.nullable_integer("num_key_value_heads", absent=family.num_kv_heads) or num_heads
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+    max_position_embeddings = fields.integer("max_position_embeddings")
+    rope, local_theta = _ropes(fields, max_position_embeddings)
+    biases = family.biases(fields)
+    supported_length, origin = _supported_length(rope, local_theta, max_position_embeddings)
+    model = ModelConfig(
+        path=path,
+        hub_name=None,
+        revision=None,
+        architecture=architecture,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=_head_dim(fields, family.head_dim, hidden_size, num_heads),
+        max_position_embeddings=max_position_embeddings,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope=rope,
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", family.tied),
+        qkv_bias=biases.qkv,
+        attention_out_bias=biases.attention_out,
+        mlp_bias=biases.mlp,
+        sliding_windows=family.sliding_windows(fields, num_layers),
+        dtype=dtype,
+        max_model_len=supported_length,
+        load_format="safetensors",
+        seed=0,
+        attention_scale=_attention_scale(fields),
+        attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping"),
+        logit_soft_cap=_soft_cap(fields, "final_logit_softcapping"),
+        local_rope_theta=local_theta,
+        experts=family.experts(fields, num_layers) if family.experts else ExpertsConfig(),
+    )
+    return model, origin
+
+
+def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
+    name, activation = family.activation
+    if fields.text(name, activation) != activation:
+        raise fields.error(name, activation)
+    if fields.values.get("use_bidirectional_attention"):
+        raise fields.error("use_bidirectional_attention", "false or null")
+    if fields.number("partial_rotary_factor", 1.0) != 1.0:
+        raise fields.error("partial_rotary_factor", "1.0")
+
+
+def _attention_scale(fields: JsonFields) -> float | None:
+    """Of query_pre_attn_scalar, which Gemma has in the head size's place."""
+    return fields.number("query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in fields else None
+
+
+def _soft_cap(fields: JsonFields, name: str) -> float:
+    return fields.number(name) if name in fields else 0.0
+
+
+def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_heads: int) -> int:
+    head_dim = fields.nullable_integer("head_dim", absent=default)
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise fields.error("hidden_size", f"a multiple of num_attention_heads = {num_heads} without head_dim")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        raise ValueError(f"{fields.source}: head_dim must be even for rotary embeddings, got {head_dim}")
+    return head_dim
+
+
+def _ropes(fields: JsonFields, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
+    """The model's, and theta of layers with a window where it is another: by kind of layer in rope_parameters
+    (transformers 5), or in rope_local_base_freq (4)."""
+    by_kind = fields.section("rope_parameters")
+    if "full_attention" in by_kind and "sliding_attention" in by_kind:
+        full, sliding = by_kind.section("full_attention"), by_kind.section("sliding_attention")
+        if sliding.text("rope_type", "default") != "default":
+            raise sliding.error("rope_type", "default")
+        rope = _rope(JsonFields(full.source, {"rope_parameters": full.values}), max_position_embeddings)
+        return rope, sliding.number("rope_theta", 10000.0)
+    rope = _rope(fields, max_position_embeddings)
+    if "rope_local_base_freq" in fields:
+        return rope, fields.number("rope_local_base_freq")
+    return rope, None
+
+
+def _rope(fields: JsonFields, max_position_embeddings: int) -> RopeConfig:
+    """From rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
+    theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", 10000.0)
+    kind_field = "rope_type" if "rope_type" in scaling else "type"
+    kind = scaling.text(kind_field, "default")
+    if kind not in ROPE_KINDS:
+        raise scaling.error(kind_field, f"one of {', '.join(ROPE_KINDS)}")
+    if scaling.number("partial_rotary_factor", 1.0) != 1.0:
+        raise scaling.error("partial_rotary_factor", "1.0")
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, factor=scaling.number("factor"))
+    lengths = fields if "original_max_position_embeddings" in fields else scaling
+    original = lengths.integer("original_max_position_embeddings", max_position_embeddings)
+    if kind == "llama3":
+        low, high = scaling.number("low_freq_factor"), scaling.number("high_freq_factor")
+        if low >= high:
+            raise scaling.error("high_freq_factor", f"above low_freq_factor = {low}")
+        return RopeConfig(theta, kind, scaling.number("factor"), original, low, high)
+    return RopeConfig(
+        theta,
+        kind,
+        factor=scaling.number("factor", max_position_embeddings / original),
+        original_max_position_embeddings=original,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        attention_factor=scaling.number("attention_factor") if "attention_factor" in scaling else None,
+        mscale=scaling.number("mscale") if "mscale" in scaling else None,
+        mscale_all_dim=scaling.number("mscale_all_dim") if "mscale_all_dim" in scaling else None,
+        truncate=scaling.boolean("truncate", True),
+    )
+
+
+def _supported_length(rope: RopeConfig, local_theta: float | None, max_position_embeddings: int) -> tuple[int, str]:
+    """Tokens, and where the number comes from. Gemma 3, which has a local rope, counts the scaling in."""
+    if rope.kind == "linear" and local_theta is None:
+        return int(max_position_embeddings * rope.factor), "max_position_embeddings x the linear rope factor"
+    if rope.kind == "yarn" and rope.original_max_position_embeddings is not None:
+        length = int(rope.original_max_position_embeddings * rope.factor)
+        return length, "original_max_position_embeddings x the yarn rope factor"
+    return max_position_embeddings, "the model's max_position_embeddings"

@@ -1,0 +1,87 @@
+"""What is used of transformers beyond its public interface, and which versions have it, in one place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+# Of transformers; those before lack parts of what is used here, of those after nobody knows yet.
+OLDEST, NEWEST = (5, 17), (5, 24)
+
+
+def supported_version() -> str:
+    """The version of transformers that is there. Raises ImportError for one outside the supported range."""
+    found = version("transformers")
+    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if not OLDEST <= numbers < NEWEST:
+        span = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, NEWEST))}"
+        raise ImportError(f"model_impl 'transformers' needs transformers {span}, found {found}")
+    return found
+
+
+def causal_lm_name(config: PreTrainedConfig) -> str | None:
+    """The class that transformers has for a configuration as a causal language model; None if it has none."""
+    mapping = AutoModelForCausalLM._model_mapping
+    return mapping[type(config)].__name__ if type(config) in mapping else None
+
+
+def fill_buffers(model: PreTrainedModel) -> None:
+    """Give buffers that were made on the meta device their values, on the CPU.
+
+    transformers does this after each construction on the meta device: `_init_weights` computes rotary frequencies anew.
+    """
+    for module in model.modules():
+        if not module._buffers:
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+        with torch.no_grad():
+            model._init_weights(module)
+
+
+class Conversions:
+    """How the names and tensors of a checkpoint become those of a model, as transformers declares it."""
+
+    def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
+        transforms = get_model_conversion_mapping(model)
+        self._model = model
+        self._renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        self._converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        self._by_pattern = {pattern: c for c in self._converters for pattern in c.source_patterns}
+        self._known = dict.fromkeys(names, True)
+
+    def target(self, name: str) -> tuple[str, WeightConverter | None, str]:
+        """For a tensor of the checkpoint: its name in the model, and what converts it if it is not as it has to be.
+
+        Tensors with the same name and converter are converted together; the last of the three says, within the
+        converter, which of its sources the tensor is.
+        """
+        prefix = self._model.base_model_prefix
+        renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
+        return (renamed, None, "") if pattern is None else (renamed, self._by_pattern[pattern], pattern)
+
+
+def in_natural_order(names: Iterable[str]) -> list[str]:
+    """Names with numbers in the order of the numbers: experts in their order."""
+    return sorted(names, key=dot_natural_key)
+
+
+def registered_layers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Module lists whose members say which layer they are: candidates for the stack of decoder layers."""
+    for path, module in model.named_modules():
+        if type(module) is nn.ModuleList and len(module):
+            yield path, module
+
+
+def operations_of(converter: Any) -> list[Any]:
+    """The operations of a converter, in order."""
+    return list(converter.operations)

@@ -1,0 +1,185 @@
+"""transformers' conversions of checkpoints (renamed, stacked, joined and split tensors) as placements.
+
+Each operation of a converter is followed on shapes alone: what becomes of a tensor is a list of pieces, each a part of
+a tensor of the checkpoint with its place in what the operations have made so far.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from compiled_engine.models.foreign.compat import Conversions, in_natural_order, operations_of
+from compiled_engine.models.foreign.placement import Placement, Span, WeightPlan, whole
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Part `taken` of a source lies at `placed`; the last dimensions of both are the same but for `transposed`."""
+
+    source: str
+    taken: tuple[Span, ...]
+    placed: tuple[Span, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A tensor in the course of a conversion."""
+
+    shape: Shape
+    pieces: tuple[_Piece, ...]
+
+    def moved(self, dim: int, by: int, size: int) -> _Value:
+        """The same as part of a larger one, which has `size` in that dimension."""
+        shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
+        return _Value(shape, tuple(replace(p, placed=_shifted(p.placed, dim, by)) for p in self.pieces))
+
+
+class UnsupportedConversionError(ValueError):
+    """A conversion that cannot be done by copying parts."""
+
+
+def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
+    """Where the checkpoint's tensors (name -> shape) go in a model of transformers.
+
+    Raises UnsupportedConversionError naming the operation.
+    """
+    parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    stored = model.state_dict().keys()
+    parameters |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored}
+    conversions = Conversions(model, parameters)
+    placements: list[Placement] = []
+    unexpected: list[str] = []
+    groups: dict[tuple[str, int], tuple[Any, dict[str, list[str]]]] = {}
+    for name in in_natural_order(shapes):
+        target, converter, pattern = conversions.target(name)
+        if converter is not None:
+            _, sources = groups.setdefault((target, id(converter)), (converter, defaultdict(list)))
+            sources[pattern].append(name)
+        elif target in parameters:
+            placements.append(whole(name, target, shapes[name]))
+        else:
+            unexpected.append(name)
+    for (target, _), (converter, sources) in groups.items():
+        made = _converted(converter, sources, shapes, target, parameters)
+        for name, value in made.items():
+            if name not in parameters:
+                unexpected += [source for names in sources.values() for source in names]
+                continue
+            if value.shape != parameters[name]:
+                raise ValueError(f"{name} would be of shape {list(value.shape)} instead of {list(parameters[name])}")
+            placements += [Placement(p.source, p.taken, name, p.placed, p.transposed) for p in value.pieces]
+    return WeightPlan(tuple(placements), tuple(unexpected))
+
+
+def _converted(
+    converter: Any,
+    sources: Mapping[str, list[str]],
+    shapes: Mapping[str, Shape],
+    target: str,
+    parameters: Mapping[str, Shape],
+) -> dict[str, _Value]:
+    """What a converter makes of its sources, by full name of the target."""
+    values: dict[str, list[_Value]] = {
+        pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
+    }
+    targets: list[str] = list(converter.target_patterns)
+    for operation in operations_of(converter):
+        kind = type(operation).__name__
+        if kind == "MergeModulelist":
+            values = {pattern: [_stacked(items, operation.dim)] for pattern, items in values.items()}
+        elif kind == "Concatenate":
+            order = [item for pattern in converter.source_patterns for item in values.get(pattern, [])]
+            values = {targets[0]: [_joined(order, operation.dim)]}
+        elif kind in ("Chunk", "Split") and not getattr(operation, "num_shards_attribute", None):
+            value = _only(values)
+            wanted = [parameters.get(_full(target, targets, name), (0,) * 9)[operation.dim] for name in targets]
+            sizes = wanted if kind == "Split" else [value.shape[operation.dim] // len(targets)] * len(targets)
+            values = {name: [part] for name, part in zip(targets, _parts(value, operation.dim, sizes), strict=True)}
+        elif kind == "Transpose":
+            value, name = _only(values), targets[0] if len(targets) == 1 else next(iter(values))
+            same = operation.check_dims and value.shape == parameters.get(target)
+            values = {name: [value if same else _transposed(value, operation.dim0, operation.dim1)]}
+        else:
+            raise UnsupportedConversionError(
+                f"{target} would need the conversion {operation!r}, which is not supported"
+            )
+    if len(values) == 1 and len(targets) == 1:
+        return {_full(target, targets, targets[0]): _only(values)}
+    return {_full(target, targets, name): items[0] for name, items in values.items()}
+
+
+def _full(target: str, targets: list[str], name: str) -> str:
+    """The full name of a converter's target; `target` is that of its first."""
+    concrete = target.replace("*.", "0.")
+    return concrete.replace(targets[0], name, 1) if targets[0] in concrete else concrete
+
+
+def _whole(name: str, shape: Shape) -> _Value:
+    spans = tuple((0, size) for size in shape)
+    return _Value(tuple(shape), (_Piece(name, spans, spans),))
+
+
+def _only(values: Mapping[str, list[_Value]]) -> _Value:
+    items = [item for several in values.values() for item in several]
+    if len(items) != 1:
+        raise UnsupportedConversionError(f"an operation on {len(items)} tensors at once is not supported")
+    return items[0]
+
+
+def _stacked(items: list[_Value], dim: int) -> _Value:
+    pieces = []
+    for number, item in enumerate(items):
+        for piece in item.pieces:
+            placed = (*piece.placed[:dim], (number, number + 1), *piece.placed[dim:])
+            pieces.append(replace(piece, placed=placed))
+    shape = items[0].shape
+    if any(item.shape != shape for item in items):
+        raise UnsupportedConversionError("tensors of different shapes cannot be stacked")
+    return _Value((*shape[:dim], len(items), *shape[dim:]), tuple(pieces))
+
+
+def _joined(items: list[_Value], dim: int) -> _Value:
+    size = sum(item.shape[dim] for item in items)
+    pieces: list[_Piece] = []
+    start = 0
+    for item in items:
+        pieces += item.moved(dim, start, size).pieces
+        start += item.shape[dim]
+    shape = items[0].shape
+    return _Value((*shape[:dim], size, *shape[dim + 1 :]), tuple(pieces))
+
+
+def _parts(value: _Value, dim: int, sizes: list[int]) -> list[_Value]:
+    if len(value.pieces) != 1 or value.pieces[0].transposed or value.pieces[0].placed != value.pieces[0].taken:
+        raise UnsupportedConversionError("only a tensor that is as the checkpoint has it can be split")
+    (piece,) = value.pieces
+    parts, start = [], 0
+    for size in sizes:
+        shape = (*value.shape[:dim], size, *value.shape[dim + 1 :])
+        taken = (*piece.taken[:dim], (start, start + size), *piece.taken[dim + 1 :])
+        parts.append(_Value(shape, (_Piece(piece.source, taken, tuple((0, s) for s in shape)),)))
+        start += size
+    return parts
+
+
+def _transposed(value: _Value, first: int, second: int) -> _Value:
+    rank = len(value.shape)
+    if {first % rank, second % rank} != {rank - 1, rank - 2}:
+        raise UnsupportedConversionError("only the last two dimensions can be exchanged")
+
+    def exchanged(items: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (*items[:-2], items[-1], items[-2])
+
+    pieces = tuple(replace(p, placed=exchanged(p.placed), transposed=not p.transposed) for p in value.pieces)
+    return _Value(exchanged(value.shape), pieces)
+
+
+def _shifted(spans: tuple[Span, ...], dim: int, by: int) -> tuple[Span, ...]:
+    start, end = spans[dim]
+    return (*spans[:dim], (start + by, end + by), *spans[dim + 1 :])

@@ -1,0 +1,32 @@
+"""The description of a foreign model: from its file, or from the model's code, which is imported for that."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from compiled_engine.models.foreign.description import Description, description_file, write_file
+
+log = logging.getLogger("compiled_engine")
+
+
+def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
+    """Of the model that config.json's text states: from the file if there is one, else from transformers.
+
+    Raises ValueError for a model that cannot be run, ImportError without a supported version of transformers.
+    """
+    path = description_file(config_json, dtype, cache_dir)
+    if path is not None and path.is_file():
+        try:
+            return Description.from_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            log.warning("%s is damaged and made anew: %s", path, error)
+    from compiled_engine.models.foreign.transformers_model import describe_model  # imports transformers
+
+    description = describe_model(config_json, dtype)
+    write_file(path, json.dumps(asdict(description)))
+    return description

@@ -1,0 +1,212 @@
+"""What a foreign model does, seen in one forward on the meta device: how each layer attends, and which are alike.
+
+Everything that the engine does not know is found here, and refused, before a weight is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+_NAME = "compiled_engine_observing"
+_TOKENS = 3
+# Arguments of attention that say nothing about its result.
+_WITHOUT_EFFECT = (
+    *("dropout", "position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache"),
+    *("layer_idx", "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values"),
+)
+_POSITIONS = 1 << 20  # at which masks are looked at
+
+
+class UnsupportedModelError(ValueError):
+    """A model that would not, or not surely, be computed as transformers computes it."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """One call of attention. Window: how many keys a query sees, itself included; None for all. soft_cap 0: none."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    sliding_window: int | None
+    soft_cap: float
+    sinks: bool
+
+
+@dataclass(frozen=True)
+class Observation:
+    """`layers_path`: the module list of decoder layers, empty if it was not found; `signatures`: for each of them what
+    it does, equal for layers that do the same; `in_tuple`: whether a layer returns its hidden states in a tuple."""
+
+    attention: tuple[LayerAttention, ...]
+    layers_path: str
+    signatures: tuple[int, ...]
+    in_tuple: bool
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """A mask that transformers would have made, and the window that it leaves; None for all keys."""
+
+    tensor: torch.Tensor
+    window: int | None
+
+
+class _Observer(TorchDispatchMode):
+    """Records calls of attention, masks, and the ops of each layer with what they read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[int, LayerAttention] = {}
+        self.masks: list[_Mask] = []
+        self.layer: int | None = None
+        self.ops: dict[int, list[Any]] = {}
+        self.in_tuple = False
+        self._kept: list[torch.Tensor] = []
+        self._origin: dict[int, tuple[int | None, Any]] = {}
+
+    def parameters_of(self, layers: nn.ModuleList) -> None:
+        for number, layer in enumerate(layers):
+            for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+                self._origin[id(tensor)] = (number, name)
+
+    def enter(self, layer: int, hidden_states: torch.Tensor | None) -> None:
+        self.layer = layer
+        if hidden_states is not None:  # what the layer before left, whichever that was
+            self._kept.append(hidden_states)
+            self._origin[id(hidden_states)] = (layer, "hidden_states")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        ops = self.ops.setdefault(-1 if self.layer is None else self.layer, [])
+        ops.append((str(func), tree_map(self._described, args), tree_map(self._described, kwargs or {})))
+        for place, leaf in enumerate(result if isinstance(result, tuple | list) else [result]):
+            if isinstance(leaf, torch.Tensor):
+                self._kept.append(leaf)  # or its id would be given again
+                self._origin[id(leaf)] = (self.layer, (len(ops), place))
+        return result
+
+    def _described(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return repr(value)
+        layer, name = self._origin.get(id(value), (None, None))
+        if layer is None or self.layer is None or layer == self.layer:
+            return name, tuple(value.shape), str(value.dtype)
+        return ("of layer", layer - self.layer, name), tuple(value.shape), str(value.dtype)
+
+    def mask(self, *, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor:
+        tensor = torch.empty(1, 1, _TOKENS, _TOKENS, device="meta")
+        self.masks.append(_Mask(tensor, _window_of(mask_function)))
+        return tensor
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        is_causal: bool | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, None]:
+        layer = getattr(module, "layer_idx", None)
+        strange = [name for name, given in others.items() if given is not None and name not in _WITHOUT_EFFECT]
+        found = [mask for mask in self.masks if mask.tensor is attention_mask]
+        if not isinstance(layer, int) or layer in self.calls:
+            raise UnsupportedModelError(f"its attention is not one for each layer: layer_idx is {layer!r}")
+        if strange:
+            raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
+        if is_causal is False or not found:
+            raise UnsupportedModelError("its attention is not causal, or its mask is made in a way of its own")
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
+        window = found[0].window
+        if sliding_window is not None and sliding_window != window:
+            raise UnsupportedModelError(f"its sliding window is {sliding_window} beside a mask with {window}")
+        self.calls[layer] = LayerAttention(
+            query.shape[1], key.shape[1], query.shape[-1], window, softcap or 0.0, s_aux is not None
+        )
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3]), None
+
+
+def observe(model: PreTrainedModel, num_layers: int) -> Observation:
+    """Run the model, which is on the meta device, and say what it did.
+
+    Raises UnsupportedModelError for what the engine cannot do.
+    """
+    observer = _Observer()
+    AttentionInterface.register(_NAME, observer.attend)
+    AttentionMaskInterface.register(_NAME, observer.mask)
+    config: Any = model.config
+    before = config._attn_implementation
+    config._attn_implementation = _NAME
+    path, layers = _layers(model, num_layers)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad(), _watched(observer, layers), observer:
+            model(input_ids=ids, position_ids=ids.clone(), attention_mask=torch.ones_like(ids), use_cache=False)
+    finally:
+        config._attn_implementation = before
+    if sorted(observer.calls) != list(range(num_layers)):
+        missing = [layer for layer in range(num_layers) if layer not in observer.calls]
+        raise UnsupportedModelError(f"its layers {missing} do not attend through transformers' AttentionInterface")
+    signatures = tuple(hash(repr(observer.ops.get(number))) for number in range(num_layers))
+    return Observation(tuple(observer.calls[layer] for layer in range(num_layers)), path, signatures, observer.in_tuple)
+
+
+def _layers(model: nn.Module, num_layers: int) -> tuple[str, nn.ModuleList]:
+    found = [
+        (path, module)
+        for path, module in model.named_modules()
+        if type(module) is nn.ModuleList and len(module) == num_layers and path.count(".") <= 2
+    ]
+    return found[0] if len(found) == 1 else ("", nn.ModuleList())
+
+
+@contextmanager
+def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
+    observer.parameters_of(layers)
+
+    def entered(number: int) -> Callable[..., None]:
+        def hook(module: nn.Module, arguments: Any, keywords: Any) -> None:
+            observer.enter(number, arguments[0] if arguments else keywords.get("hidden_states"))
+
+        return hook
+
+    def left(module: nn.Module, arguments: Any, result: Any) -> None:
+        observer.layer, observer.in_tuple = None, isinstance(result, tuple)
+
+    with ExitStack() as hooks:
+        for number, layer in enumerate(layers):
+            hooks.callback(layer.register_forward_pre_hook(entered(number), with_kwargs=True).remove)
+            hooks.callback(layer.register_forward_hook(left).remove)
+        yield
+
+
+def _window_of(mask_function: Callable[..., Any]) -> int | None:
+    """Of a causal mask None, of one with a sliding window that. Raises UnsupportedModelError for another."""
+    keys = torch.arange(_POSITIONS + 2)
+
+    def seen_by(query: int) -> torch.Tensor:
+        return mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), keys).expand(keys.shape)
+
+    hidden = int((~seen_by(_POSITIONS)[:_POSITIONS]).sum())
+    window = None if not hidden else _POSITIONS + 1 - hidden
+    for query in (_POSITIONS, _POSITIONS - 1, _POSITIONS * 2 // 3, (window or 0) // 2, 0):
+        expected = (keys <= query) & (keys > query - (window or _POSITIONS + 2))
+        if not torch.equal(seen_by(query), expected):
+            raise UnsupportedModelError("its mask is neither causal nor causal with a sliding window")
+    return window

@@ -1,0 +1,68 @@
+"""Where each tensor of a checkpoint goes in a model: plain data, so that a later start need not ask transformers.
+
+A checkpoint may store what the model has as one tensor in several (an expert each), or the other way round. Either way
+a part of one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Part `taken` of tensor `source` is part `placed` of parameter `target`; a part is a (start, end) a dimension.
+
+    transposed: the last two dimensions of the source are exchanged. Parts have as many elements, in the same order.
+    """
+
+    source: str
+    taken: tuple[Span, ...]
+    target: str
+    placed: tuple[Span, ...]
+    transposed: bool = False
+
+    def pair(
+        self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the two parts, of one shape."""
+        source, target = _part(tensors[self.source], self.taken), _part(parameters[self.target], self.placed)
+        return (source.mT if self.transposed else source).reshape(target.shape), target
+
+
+def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
+    """The whole of a tensor is the whole of a parameter."""
+    spans = tuple((0, size) for size in shape)
+    return Placement(source, spans, target, spans)
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Where the tensors of a checkpoint go; `unexpected` names those that go nowhere."""
+
+    placements: tuple[Placement, ...]
+    unexpected: tuple[str, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> WeightPlan:
+        data = json.loads(text)
+        placements = tuple(
+            Placement(**item | {key: tuple(tuple(span) for span in item[key]) for key in ("taken", "placed")})
+            for item in data["placements"]
+        )
+        return WeightPlan(placements, tuple(data["unexpected"]))
+
+
+def _part(tensor: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
+    for dim, (start, end) in enumerate(spans):
+        tensor = tensor.narrow(dim, start, end - start)
+    return tensor

@@ -1,0 +1,22 @@
+"""The arguments of a step on their way to attention, past code that does not know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from compiled_engine.attention.inputs import AttentionInputs
+
+
+class Step:
+    """Each attention module of a model has this one object; the model's forward fills it in but for the windows, which
+    layers have forever.
+
+    Keyword arguments would be the way, but not all families hand theirs on to their attention.
+    """
+
+    def __init__(self, sliding_windows: Sequence[int | None]) -> None:
+        self.sliding_windows = tuple(sliding_windows)
+        self.inputs: AttentionInputs | None = None
+        self.kv_caches: list[torch.Tensor] = []

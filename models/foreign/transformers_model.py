@@ -1,0 +1,188 @@
+"""A causal language model of transformers with the engine's calling convention: its own code, our attention.
+
+Nothing of transformers is left in a step but the modules' arithmetic: positions, KV caches and attention inputs are
+arguments, there is no mask, no cache object, and a batch of one, which the passes take out of the graph.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.models.foreign.attention_interface import NAME
+from compiled_engine.models.foreign.compat import causal_lm_name, fill_buffers, supported_version
+from compiled_engine.models.foreign.description import (
+    Description,
+    LayerShape,
+    TensorDescription,
+    UnknownArchitectureError,
+)
+from compiled_engine.models.foreign.experts_interface import NAME as EXPERTS_NAME
+from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
+from compiled_engine.models.foreign.step import Step
+
+
+class CausalLM:
+    """Mixed into the family's class, in front of it: the engine's forward and logits.
+
+    `step`: what attention reads. `layers_path`, `layer_signatures`, `layers_in_tuple`: see `Observation`.
+    """
+
+    step: Step
+    base_model: nn.Module
+    layers_path: str
+    layer_signatures: Sequence[int]
+    layers_in_tuple: bool
+
+    def forward(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Hidden states [T, D] after the final norm; writes this step's keys and values into kv_caches."""
+        self.step.inputs, self.step.kv_caches = attention_inputs, kv_caches
+        output = self.base_model(
+            input_ids=input_ids_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False
+        )
+        return output[0].squeeze(0)
+
+    def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V]: whatever the family does between hidden states and logits, such as a scale or a cap."""
+        output = super().forward(inputs_embeds=hidden_RD.unsqueeze(0), use_cache=False, hand_on=True)  # type: ignore[misc]
+        return output.logits.squeeze(0)
+
+
+class Decoder:
+    """Mixed into the class of the family's decoder: asked to, it hands its input on as its output."""
+
+    def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
+        if hand_on:
+            return HandedOn(keywords["inputs_embeds"])
+        return super().forward(*arguments, **keywords)  # type: ignore[misc]
+
+
+class HandedOn:
+    """What the family's code takes for the output of its decoder."""
+
+    past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
+
+    def __init__(self, last_hidden_state: torch.Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+    def __getitem__(self, index: Any) -> Any:
+        return (self.last_hidden_state,)[index]
+
+
+def read_hf_config(config_json: str) -> PreTrainedConfig:
+    """The configuration that the text of a config.json states.
+
+    Raises UnknownArchitectureError for one that transformers does not have as a causal LM in its own code.
+    """
+    supported_version()
+    values = json.loads(config_json)
+    name = (values.get("architectures") or ["?"])[0]
+    kind = values.pop("model_type", None)
+    remote = (
+        "; it needs code of the checkpoint's own (auto_map), which is never executed" if "auto_map" in values else ""
+    )
+    try:
+        config = AutoConfig.for_model(kind, **values)
+    except ValueError as error:
+        raise UnknownArchitectureError(
+            f"transformers has no model type {kind!r} (architecture {name!r}){remote}"
+        ) from error
+    if causal_lm_name(config) != name:
+        raise UnknownArchitectureError(f"transformers has no causal language model {name!r} of type {kind!r}{remote}")
+    return config
+
+
+def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Observation]:
+    """The model on the meta device, its buffers on the CPU, and what was observed of it.
+
+    Raises UnsupportedModelError, with the name, for a model that the engine cannot run.
+    """
+    config = read_hf_config(config_json)
+    name = causal_lm_name(config)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(
+            config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            experts_implementation=EXPERTS_NAME,
+            trust_remote_code=False,
+        )
+    model.eval().requires_grad_(False)
+    try:
+        observation = observe(model, config.num_hidden_layers)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {error}") from error
+    except Exception as error:
+        logging.getLogger(__name__).debug("%s", name, exc_info=True)
+        raise UnsupportedModelError(
+            f"{name} cannot be run through transformers' code: {type(error).__name__}: {error}"
+        ) from error
+    fill_buffers(model)
+    _adapt(model, observation)
+    return model, observation
+
+
+def describe_model(config_json: str, dtype: torch.dtype) -> Description:
+    """Build the model and say what the engine has to know of it. Raises what build_foreign_model raises."""
+    model, observation = build_foreign_model(config_json, dtype)
+    config = model.config.get_text_config(decoder=True)
+    first: dict[int, str] = {}
+    parameters = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(parameter), name)
+        parameters.append(_described(name, parameter, tied="" if known == name else known))
+    stored = model.state_dict().keys()
+    buffers = [
+        _described(name, buffer, persistent=name in stored, values=buffer.flatten().tolist())
+        for name, buffer in model.named_buffers()
+    ]
+    return Description(
+        architecture=type(model).__name__,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=_one_integer(getattr(config, "intermediate_size", None)),
+        max_position_embeddings=_one_integer(getattr(config, "max_position_embeddings", None)),
+        layers=tuple(LayerShape(**asdict(layer)) for layer in observation.attention),
+        parameters=tuple(parameters),
+        buffers=tuple(buffers),
+    )
+
+
+def _described(name: str, tensor: torch.Tensor, **others: Any) -> TensorDescription:
+    return TensorDescription(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), **others)
+
+
+def _one_integer(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _adapt(model: Any, observation: Observation) -> None:
+    base = model.base_model
+    # Classes of objects that are there, instead of objects around them: every parameter keeps its name.
+    base.__class__ = _mixed(Decoder, type(base))
+    model.__class__ = _mixed(CausalLM, type(model))
+    step = Step([layer.sliding_window for layer in observation.attention])
+    for module in model.modules():
+        if module is model or hasattr(module, "layer_idx"):
+            module.step = step
+    model.layers_path = observation.layers_path
+    model.layer_signatures, model.layers_in_tuple = observation.signatures, observation.in_tuple
+
+
+def _mixed(ours: type, theirs: type) -> type:
+    # transformers takes classes of modules that are not its own for custom code, which has no weight conversions.
+    return type(theirs.__name__, (ours, theirs), {"__module__": theirs.__module__})

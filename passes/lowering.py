@@ -1,0 +1,33 @@
+"""The passes that make a graph of foreign code one like the textbook's, before any other; none can be switched off."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.value_op import ATTENTION_VALUE
+from compiled_engine.passes.fold_parameters import FoldParameters
+from compiled_engine.passes.foreign_attention import ForeignAttention
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass
+from compiled_engine.passes.manager import PassReport, run_passes
+from compiled_engine.passes.normalise_layout import NormaliseLayout
+
+# What attention in a trace stands for cannot be executed, so nobody can compare it.
+_FIRST: tuple[GraphPass, ...] = (ForeignAttention(),)
+_THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
+
+
+def is_foreign(graph: fx.Graph) -> bool:
+    """Whether it is a trace of code that is not the textbook's."""
+    return bool(graph.find_nodes(op="call_function", target=ATTENTION_VALUE))
+
+
+def lower(
+    graph: fx.Graph, compile_range: CompileRange, device: torch.device, *, strict: bool = False, verify: bool = False
+) -> tuple[PassReport, ...]:
+    """Rewrite a graph of foreign code in place. Raises what `run_passes` raises."""
+    reports: tuple[PassReport, ...] = ()
+    for passes, verified in ((_FIRST, False), (_THEN, verify)):
+        names = [graph_pass.name for graph_pass in passes]
+        reports += run_passes(graph, passes, names, compile_range, device, strict=strict, verify=verified)
+    return reports

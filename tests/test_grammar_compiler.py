@@ -1,0 +1,151 @@
+"""The compiler of grammars in the core, and the requests that wait for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from token_masks import ByLastToken
+
+from compiled_engine.core import grammar_queue
+from compiled_engine.core.grammar_queue import GrammarQueue
+from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.grammars.compiler import GrammarCompiler
+from compiled_engine.grammars.fill import fill_masks
+from compiled_engine.grammars.large_stack import on_large_stack
+from compiled_engine.grammars.text import grammar_text
+from compiled_engine.messages import EngineRequest, GrammarVocabulary
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
+from compiled_engine.sampling.token_mask import MaskConstraint, num_words
+
+VOCAB_SIZE = 4096
+
+
+@pytest.fixture(scope="module")
+def vocabulary(bundled_tokenizer: Tokenizer) -> GrammarVocabulary:
+    assert bundled_tokenizer.eos_token_id is not None
+    return GrammarVocabulary(bundled_tokenizer.to_json(), VOCAB_SIZE, frozenset({bundled_tokenizer.eos_token_id}))
+
+
+@pytest.fixture
+def compiler(vocabulary: GrammarVocabulary) -> Iterator[GrammarCompiler]:
+    compiler = GrammarCompiler(vocabulary, kept=3)
+    yield compiler
+    compiler.close()
+
+
+def choice(*texts: str) -> str:
+    return grammar_text(StructuredOutputs(choice=texts))
+
+
+def test_the_last_used_are_kept(compiler: GrammarCompiler) -> None:
+    first = compiler.compile(choice("a"))
+    for text in "bcad":
+        compiler.compile(choice(text)).result()
+    assert compiler.compile(choice("a")) is first
+    assert compiler.metrics()["grammar_compiles"] == 4
+    compiler.compile(choice("b")).result()  # it was the first to go
+    metrics = compiler.metrics()
+    assert (metrics["grammar_compiles"], metrics["grammar_cache_hits"], metrics["grammar_failures"]) == (5, 2, 0)
+    assert metrics["grammar_compile_s"] > 0
+
+
+def test_copies_do_not_know_of_each_other(compiler: GrammarCompiler, bundled_tokenizer: Tokenizer) -> None:
+    compiled = compiler.compile(choice("ab", "cd"))
+    one, other = compiler.constraint(compiled), compiler.constraint(compiled)
+    words_MW = np.zeros((2, num_words(VOCAB_SIZE)), np.int32)
+    (token_id,) = bundled_tokenizer.encode("c", add_special_tokens=False)
+    assert fill_masks([(one, []), (other, [token_id])], words_MW) == {}
+    texts = [
+        {
+            bundled_tokenizer.decode([int(i)])
+            for i in np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+        }
+        for row in words_MW
+    ]
+    assert {"a", "c"} <= texts[0] <= {"a", "c", "ab", "cd"}
+    assert texts[1] == {"d"}
+
+
+def test_failures_are_by_row_and_disturb_nobody(compiler: GrammarCompiler) -> None:
+    good = compiler.constraint(compiler.compile(choice("ab")))
+    bad = compiler.constraint(compiler.compile(choice("ab")))
+    mask = MaskConstraint(ByLastToken(VOCAB_SIZE, 1), VOCAB_SIZE)
+    words_MW = np.zeros((3, num_words(VOCAB_SIZE)), np.int32)
+    failures = fill_masks([(bad, [7, 7, 7]), (mask, [5]), (good, [])], words_MW)
+    assert failures.keys() == {0, 1}
+    assert failures[0].startswith("structured_outputs: ")
+    assert failures[1].startswith("token_mask: ")
+    assert words_MW[2].any()
+
+
+def test_what_cannot_be_compiled(compiler: GrammarCompiler) -> None:
+    with pytest.raises(ValueError, match=r"structured_outputs: .*unknown special token"):
+        compiler.compile(grammar_text(StructuredOutputs(grammar="start: <|nobody|>"))).result()
+    assert compiler.metrics()["grammar_failures"] == 1
+
+
+def test_a_tokenizer_that_cannot_be_read_is_an_error_of_the_requests() -> None:
+    compiler = GrammarCompiler(GrammarVocabulary("{}", 9, frozenset({0})))
+    with pytest.raises(ValueError, match="structured_outputs: the tokenizer cannot be read"):
+        compiler.compile(choice("a")).result()
+    compiler.close()
+
+
+def test_a_large_stack_gives_what_the_work_gives() -> None:
+    before = threading.stack_size()
+    assert on_large_stack(lambda: threading.current_thread().name) == "large stack"
+    with pytest.raises(KeyError):
+        on_large_stack(lambda: {}["nothing"])
+    assert threading.stack_size() == before
+
+
+def request(request_id: str, grammar: str | None) -> EngineRequest:
+    return EngineRequest(request_id, (1, 2), SamplingParams(), grammar=grammar)
+
+
+class TestQueue:
+    def test_a_vocabulary_has_to_come_first(self) -> None:
+        with pytest.raises(ValueError, match="the grammar of request 'a' needs a vocabulary"):
+            GrammarQueue().add(request("a", choice("a")))
+
+    def test_requests_leave_when_their_grammar_is_ready(self, vocabulary: GrammarVocabulary) -> None:
+        queue = GrammarQueue()
+        queue.set_vocabulary(vocabulary)
+        queue.add(request("a", choice("a")))
+        queue.add(request("gone", choice("a")))
+        queue.add(request("bad", "start: <|nobody|>"))
+        assert len(queue) == 3
+        assert queue.remove("gone")
+        assert not queue.remove("gone")
+        ready, failed = [], []
+        while queue:
+            more, ends = queue.take(patience_s=1.0)
+            ready += more
+            failed += ends
+        assert [given.request_id for given, _ in ready] == ["a"]
+        assert [(output.request_id, output.finish_reason) for output in failed] == [("bad", "error")]
+        assert str(failed[0].stop_reason).startswith("structured_outputs: ")
+        queue.close()
+
+    def test_who_waits_too_long_is_told(self, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(grammar_queue, "LONGEST_COMPILE_S", 0.05)
+        queue = GrammarQueue()
+        queue.set_vocabulary(vocabulary)
+        assert queue._compiler is not None
+        threads = queue._compiler._threads
+        for _ in range(threads._max_workers + 1):
+            threads.submit(time.sleep, 0.5)
+        queue.add(request("a", choice("a")))
+        time.sleep(0.06)
+        ready, (failed,) = queue.take()
+        assert (ready, failed.stop_reason) == (
+            [],
+            "structured_outputs: the grammar takes more than 0.05 s to compile",
+        )
+        assert not queue
+        queue.close()

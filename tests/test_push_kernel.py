@@ -1,0 +1,126 @@
+"""The kernel that sums over ranks, adds the residual and normalises, in Triton's interpreter and compiled for Hopper.
+
+One rank runs; what the others' kernels would write into its memory is put there before.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from compiled_engine.collectives import vocabulary
+from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
+from compiled_engine.passes import all_reduce_residual_rms_norm as fused
+from compiled_engine.passes import residual_rms_norm
+
+D, NUM_SLOTS, EPS = 104, 4, 1e-5
+
+
+class Ranks:
+    """The memory of all ranks, one of which is `own`."""
+
+    def __init__(self, num_ranks: int, rank: int, dtype: torch.dtype):
+        self.num_ranks, self.rank, self.dtype = num_ranks, rank, dtype
+        row_bytes = D * dtype.itemsize
+        size = buffer_bytes(NUM_SLOTS, num_ranks, row_bytes)
+        self.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(num_ranks)]
+        addresses = torch.tensor([memory.data_ptr() for memory in self.memories])
+        epochs = torch.zeros(NUM_SLOTS, dtype=torch.int32)
+        self.own = PushBuffer(self.memories[rank], addresses, epochs, rank, num_ranks, row_bytes)
+
+    def flags(self, rank: int) -> torch.Tensor:
+        return self.memories[rank][: NUM_SLOTS * self.num_ranks * 4].view(torch.int32).view(NUM_SLOTS, -1)
+
+    def rows(self, rank: int) -> torch.Tensor:
+        rows = self.memories[rank][self.own.data_offset :].view(self.dtype)
+        return rows.view(2, NUM_SLOTS, self.num_ranks, D)
+
+    def others_write(self, parts: list[torch.Tensor]) -> None:
+        for slot in range(len(parts[0])):
+            epoch = int(self.own.epochs[slot]) + 1
+            for peer in set(range(self.num_ranks)) - {self.rank}:
+                self.rows(self.rank)[epoch & 1, slot, peer] = parts[peer][slot]
+                self.flags(self.rank)[slot, peer] = epoch
+
+    def others_find(self, part: torch.Tensor) -> None:
+        for slot, row in enumerate(part):
+            epoch = int(self.own.epochs[slot])
+            for peer in set(range(self.num_ranks)) - {self.rank}:
+                assert int(self.flags(peer)[slot, self.rank]) == epoch
+                assert torch.equal(self.rows(peer)[epoch & 1, slot, self.rank], row)
+
+
+def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
+    """Batches of several sizes, one after the other: each slot counts its own epochs."""
+    generator = torch.Generator().manual_seed(rank)
+    ranks, weight = Ranks(num_ranks, rank, dtype), torch.randn(D, generator=generator).to(dtype)
+    for num_tokens in (3, 1, 4, 2, 2):
+        *parts, residual = (torch.randn(num_tokens, D, generator=generator).to(dtype) for _ in range(num_ranks + 1))
+        ranks.others_write(parts)
+        found = fused.push(ranks.own, parts[rank], residual, weight, EPS)
+        total = torch.stack(parts).float().sum(0).to(dtype)
+        expected = residual_rms_norm.reference(total, residual, weight, EPS)
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        ranks.others_find(parts[rank])
+
+
+INTERPRETED = """
+import torch
+from tests import test_push_kernel
+from compiled_engine.collectives.vocabulary import reference
+for dtype in (torch.float32, torch.float16):
+    for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
+        test_push_kernel.check(num_ranks, rank, dtype)
+print("right")
+"""
+
+
+def test_in_the_interpreter() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    run = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == "right", run.stderr[-2000:]
+
+
+TYPES = {"eps": "fp32", "addresses_ptr": "*i64", "ids_ptr": "*i64", "epochs_ptr": "*i32"}
+NUMBERS = ("rank", "num_ranks", "num_slots", "data_offset", "first_row", "num_rows")
+
+
+@pytest.mark.parametrize("kernel", [fused.all_reduce_residual_rms_norm_kernel, vocabulary.embedding_part_kernel])
+def test_compiled_for_hopper(kernel: object) -> None:
+    """Needs no GPU. What goes to other GPUs is released, and acquired from them, for the whole system."""
+    names = kernel.arg_names  # type: ignore[attr-defined]
+    constants = {"D": 4096, "BLOCK_D": 4096, "DEPENDENT_LAUNCH": 1}
+    types = TYPES | dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        getattr(kernel, "jit_function", kernel),
+        {name: types.get(name, "*bf16") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    assert "griddepcontrol.wait" in ptx
+    if "epochs_ptr" in names:
+        assert "sys.release" in ptx or "release.sys" in ptx
+        assert "sys.acquire" in ptx or "acquire.sys" in ptx
+        assert "st.global.v4" in ptx  # rows of other ranks, sixteen bytes at a time
+
+
+def test_two_ranks_have_slots_for_any_batch_and_more_ranks_for_small_ones() -> None:
+    assert num_slots_for(2, 8192, 8192) == 8192
+    assert num_slots_for(8, 8192, 8192) == 64
+    assert num_slots_for(2, 16384, 1 << 20) == 8192  # as many as the memory for them holds
+    assert num_slots_for(4, 8192, 3) == 3
+
+
+def test_a_part_of_the_vocabulary() -> None:
+    weight, ids = torch.arange(24.0).view(12, 2), torch.tensor([0, 5, 6, 11])
+    parts = [vocabulary.embedding_part(weight[start : start + 4], ids, rank) for rank, start in enumerate((0, 4, 8))]
+    assert torch.equal(torch.stack(parts).sum(0), weight[ids])
