@@ -46,7 +46,7 @@ class _Normalisation:
 
     def run(self) -> PassResult:
         nodes = [node for node in self.graph.nodes if node.op in ("call_function", "output")]
-        self.first = nodes[0]
+        self.last_input = self.graph.find_nodes(op="placeholder")[-1]
         unknown: Counter[str] = Counter()
         replacements = []
         for node in nodes:
@@ -80,8 +80,7 @@ class _Normalisation:
         """A view of a core, made once, right behind it."""
         key = (target, core, str(arguments))
         if key not in self.views:
-            behind = self.graph.inserting_after(core)
-            with self.graph.inserting_before(self.first) if core.op == "placeholder" else behind:
+            with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
                 self.views[key] = emit(self.graph, target, core, *arguments)
         return self.views[key]
 
