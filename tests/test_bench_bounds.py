@@ -84,6 +84,28 @@ def test_what_requests_have_in_common_is_computed_once_and_read_once_a_step() ->
     assert found == pytest.approx((1000 + 2 * (1000 + 4 * 5) + 2 * 2 * 4 * (0 + 1)) / 1e3)
 
 
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    sizes = ModelSizes(1000, 100, 10, 4, 8, (None,), expert_bytes=100, num_experts=8, experts_per_token=2)
+    assert step_bytes(sizes, [Chunk(0, 1)]) == 1000 + 2 * 100
+    # Of a second token's two experts a quarter has been chosen before, if all are equally likely.
+    assert step_bytes(sizes, [Chunk(0, 1), Chunk(0, 1)]) == pytest.approx(1000 + (2 + 2 * 6 / 8) * 100)
+    assert step_bytes(sizes, [Chunk(0, 1000)]) == pytest.approx(1000 + 8 * 100)
+
+
+def test_the_bounds_of_a_shape_with_experts(tmp_path: Path) -> None:
+    config, _ = read_model_config(
+        write_shape(tmp_path, "qwen3-30b-a3b"),
+        dtype="bfloat16",
+        max_model_len=4096,
+        load_format="dummy",
+        seed=0,
+        device_type="cuda",
+    )
+    sizes = model_sizes(config)
+    assert sizes.expert_bytes * sizes.num_experts == 48 * 128 * 3 * 768 * 2048 * 2
+    assert sizes.linear_params == 48 * 2048 * (4096 + 2 * 512 + 4096 + 128 + 8 * 3 * 768)
+
+
 def test_a_mixed_step_has_its_decodes_and_one_prompt() -> None:
     chunks = mixed_chunks(num_decodes=3, decode_context=20, prompt_len=50, num_steps=8)
     assert [chunk.new for chunk in chunks] == [1, 1, 1, 50]

@@ -181,7 +181,7 @@ def test_logprobs_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 def test_bfloat16_rounds_where_transformers_rounds(family: str, tmp_path: Path) -> None:
     """A lone token attends to itself only, so all but attention shows, bit for bit."""
     make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
@@ -199,13 +199,13 @@ def test_bfloat16_rounds_where_transformers_rounds(family: str, tmp_path: Path) 
     assert torch.equal(ours_sin, theirs_sin.transpose(0, 1))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "phi3", "qwen3_moe"])
 def test_bfloat16_is_as_exact_as_transformers(family: str, tmp_path: Path) -> None:
     check_bfloat16(tmp_path, family, "cpu")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "qwen3_moe"])
 def test_bfloat16_on_a_gpu_is_as_exact_as_transformers(family: str, tmp_path: Path) -> None:
     check_bfloat16(tmp_path, family, "cuda", hidden_size=448, head_dim=64)
 

@@ -135,6 +135,21 @@ def test_a_piece_with_nothing_to_fuse_runs_as_python() -> None:
     assert buffer.shape == (3, 6)
 
 
+@pytest.mark.parametrize("factor", [2.0, None])
+def test_an_embedding_times_a_constant_needs_no_compiler(factor: float | None) -> None:
+    graph = fx.Graph()
+    ids, w = graph.placeholder("ids"), graph.placeholder("w")
+    ids.meta["val"], w.meta["val"] = torch.zeros(3, dtype=torch.int64), torch.empty(8, 4)
+    rows = graph.call_function(aten.embedding.default, (w, ids))
+    graph.output((graph.call_function(aten.mul.Tensor, (rows, rows if factor is None else factor)),))
+    text = piece_to_json(fx.GraphModule({}, graph))
+    assert is_direct(text) == (factor is not None)
+    if factor is not None:
+        weights, tokens = torch.randn(8, 4), torch.tensor([5, 0, 5])
+        (result,) = load_direct(direct_source(text))(tokens, weights)
+        torch.testing.assert_close(result, weights[tokens] * factor)
+
+
 def test_a_piece_with_pointwise_ops_is_compiled() -> None:
     text = piece_to_json(pointwise_piece())
     assert not is_direct(text)

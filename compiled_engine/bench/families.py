@@ -54,6 +54,7 @@ class Family:
 
 
 _NO_HEADS = ("head_dim", "num_key_value_heads")
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FAMILIES: tuple[Family, ...] = (
     Family("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -97,6 +98,9 @@ FAMILIES: tuple[Family, ...] = (
     Family("persimmon", {}, _NO_HEADS),
     Family("jais2"),
     Family("cwm", _WINDOWS, _TOKENS),
+    Family("qwen3_moe", _EXPERTS | {"norm_topk_prob": True, "moe_intermediate_size": 48}),
+    Family("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
+    Family("olmoe", _EXPERTS, ("head_dim",)),
 )
 # Of what the ops of all the others are variants: textbook; offset norms, soft caps, windows of some layers; packed
 # weights; norms behind blocks; partial interleaved rope; layer norms and no gate.

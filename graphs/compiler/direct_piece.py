@@ -1,4 +1,5 @@
-"""Pieces in which nothing is left to fuse: each call is a kernel of ours, a library's matrix product, or a view.
+"""Pieces in which nothing is left to fuse: each call is a kernel of ours, a library's matrix product, or a view; a
+constant may scale an embedding.
 
 Inductor could only call them one by one; so does the Python that is generated here, and neither a compiler nor its
 import is needed. Pieces with anything else are compiled.
@@ -19,11 +20,20 @@ _GETITEM = "operator.getitem"
 
 def is_direct(text: str) -> bool:
     """Whether a piece (its JSON) can run as it stands."""
-    calls = [node[0] for node in json.loads(text)["nodes"] if node[0] not in ("input", "output")]
-    return all(_needs_no_compiler(call) for call in calls)
+    nodes = json.loads(text)["nodes"]
+    return all(_is_scaled_embedding(node, nodes) or _needs_no_compiler(node[0]) for node in nodes)
+
+
+def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
+    """Whether it is an embedding times a constant, which Gemma begins with."""
+    if node[0] != "aten::mul.Tensor" or not isinstance(node[1][1], int | float):
+        return False
+    return nodes[node[1][0]["node"]][0] == "aten::embedding.default"
 
 
 def _needs_no_compiler(call: str) -> bool:
+    if call in ("input", "output"):
+        return True
     namespace, _, name = call.partition("::")
     if namespace == "aten":
         return name in _LIBRARY_CALLS or name.partition(".")[0] in VIEWS

@@ -25,6 +25,7 @@ from compiled_engine.models.foreign.description import (
     TensorDescription,
     UnknownArchitectureError,
 )
+from compiled_engine.models.foreign.experts_interface import NAME as EXPERTS_NAME
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 from compiled_engine.models.foreign.step import Step
 
@@ -114,7 +115,11 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     name = causal_lm_name(config)
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=NAME, trust_remote_code=False
+            config,
+            dtype=dtype,
+            attn_implementation=NAME,
+            experts_implementation=EXPERTS_NAME,
+            trust_remote_code=False,
         )
     model.eval().requires_grad_(False)
     try:
