@@ -19,7 +19,7 @@ from torch import fx
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.layout_form import Form, Size, permuted, reshaped, squeezed, unsqueezed
 from compiled_engine.passes.layout_ops import LayoutOps
-from compiled_engine.passes.matching import always_equal, aten, emit, emit_item, fake_mode_of, is_call
+from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_item, fake_mode_of, is_call
 from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.structure_counts import has_batch
 
@@ -111,11 +111,11 @@ class _Normalisation:
             return squeezed(first, args[1]) or self.ops.follow(node)  # type: ignore[arg-type]
         if is_call(node, aten.transpose.int):
             order = list(range(first.rank))
-            a, b = args[1] % first.rank, args[2] % first.rank  # type: ignore[operator]
+            a, b = arg(node, 1) % first.rank, arg(node, 2) % first.rank
             order[a], order[b] = b, a
             return permuted(first, order)
         if is_call(node, aten.permute.default):
-            return permuted(first, [dim % first.rank for dim in args[1]])  # type: ignore[union-attr, operator]
+            return permuted(first, [dim % first.rank for dim in arg(node, 1)])
         if is_call(node, *_COPIES):
             return first
         if is_call(node, aten.expand.default):

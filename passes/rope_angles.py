@@ -146,7 +146,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
 
 def _column_of(column: Any) -> fx.Node | None:
     """The positions of which the value is a column of fp32: a cast and a dimension behind, in either order."""
-    steps = []
+    steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
         steps.append(column.target)
         if is_call(column, aten.unsqueeze.default) and column.args[1] not in (1, -1):
