@@ -313,3 +313,30 @@ def tensor_parallel(result: Result) -> str:
         cells = ["" if value is None else f"{value:,.{entry['digits']}f}" for value in shown]
         rows.append([f"{entry['what']}, {entry['unit']}", *cells])
     return below(markdown(["two ranks", "this engine", "vLLM 0.25.1", "bound"], rows), result)
+
+
+# Passes whose matches the table of families shows, by what they fuse.
+SHOWN_PASSES = {
+    "merge_linears": "merged linears",
+    "residual_rms_norm": "sums + norms",
+    "rms_norm": "norms",
+    "rope_angles": "angles",
+    "rope_kv_write": "rope + KV",
+    "silu_mul": "gates",
+    "small_batch_linear": "linears",
+}
+
+
+def families(result: Result) -> str:
+    """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts."""
+    headings = ["model type", "eager", "after passes", *SHOWN_PASSES.values()]
+    rows = []
+    for record in result["results"]:
+        if "refused" in record:
+            rows.append([record["family"], "refused", *[""] * (len(headings) - 2)])
+            continue
+        passes = {report["name"]: report for report in record["passes"]}
+        counts = [passes[name] for name in SHOWN_PASSES]
+        matches = [f"{report['matches']}/{report['contract']}" for report in counts]
+        rows.append([record["family"], *(f"{record[mode]['largest']:.0e}" for mode in ("eager", "fused")), *matches])
+    return below(markdown(headings, rows), result)

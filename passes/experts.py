@@ -50,7 +50,7 @@ def _rewrite(graph: fx.Graph, topk: fx.Node) -> list[Replacement] | str | None:
     if softmax.args[1] not in (-1, 1) or softmax.meta["val"].dim() != 2 or softmax.meta["val"].dtype != torch.float32:
         return "the probabilities are not of each row, in fp32"
     weights, chosen = (_item(topk, i) for i in range(2))
-    scatter = None if chosen is None else only_user(chosen)
+    scatter: Any = None if chosen is None else only_user(chosen)
     if weights is None or not is_call(scatter, aten.scatter.src):
         return "what is chosen is not scattered into a matrix of weights"
     zeros, dim, index, source = scatter.args
@@ -88,33 +88,33 @@ def _is_share(value: Any, weights: fx.Node) -> bool:
 
 def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | str:
     """(sum, x, gate_up, down) of the experts whose weights are scattered, or why they are not such."""
-    transposed = user_through_cast(scatter)
-    column = None if transposed is None else only_user(transposed)
-    weighted = None if column is None else only_user(column)
-    total = None if weighted is None else only_user(weighted)
+    transposed: Any = user_through_cast(scatter)
+    column: Any = None if transposed is None else only_user(transposed)
+    weighted: Any = None if column is None else only_user(column)
+    total: Any = None if weighted is None else only_user(weighted)
     if not (is_call(transposed, aten.t.default) and is_call(column, aten.unsqueeze.default)):
         return "the weights are not made a column for each expert"
     if not (is_call(total, aten.sum.dim_IntList) and total.args[1:] == ([0],) and not total.kwargs):
         return "what is weighted is not summed over the experts"
-    y = next((y for y, weight in factors(weighted) if weight is column), None)
+    y: Any = next((y for y, weight in factors(weighted) if weight is column), None)
     if not is_call(y, aten.bmm.default) or not _is_transposed_parameter(y.args[1]):
         return "what is weighted is not a product with a parameter of each expert"
     hidden, down = y.args[0], y.args[1].args[0]
-    activated = next((a for a, _ in factors(hidden) if is_call(a, aten.silu.default)), None)
+    activated: Any = next((a for a, _ in factors(hidden) if is_call(a, aten.silu.default)), None)
     if activated is None:
         return "what goes into the second product is not silu(gate) * up"
-    gate = activated.args[0]
-    up = next(other for one, other in factors(hidden) if one is activated)
+    gate: Any = activated.args[0]
+    up: Any = next(other for one, other in factors(hidden) if one is activated)
     halves = [is_call(half, operator.getitem) and half.args[1] == i for i, half in enumerate((gate, up))]
     if not (all(halves) and gate.args[0] is up.args[0] and is_call(gate.args[0], aten.split.Tensor)):
         return "gate and up are not the two halves of one product"
-    split = gate.args[0]
-    product = split.args[0]
+    split: Any = gate.args[0]
+    product: Any = split.args[0]
     if len(split.meta["val"]) != 2 or split.args[2:] not in ((-1,), (2,)):
         return "gate and up are not the two halves of one product"
     if not is_call(product, aten.bmm.default) or not _is_transposed_parameter(product.args[1]):
         return "gate and up are not a product with a parameter of each expert"
-    x = product.args[0]
+    x: Any = product.args[0]
     if not is_call(x, aten.expand.default) or x.args[0].meta["val"].dim() != 2:
         return "the experts do not all get the same tokens"
     return total, x.args[0], product.args[1].args[0], down

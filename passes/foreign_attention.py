@@ -6,6 +6,8 @@ Why: a trace of foreign code is made functional, so it holds attention as a func
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -33,7 +35,7 @@ class ForeignAttention(GraphPass):
 
 
 def _buffer_like(graph: fx.Graph, query: fx.Node) -> fx.Node:
-    keywords = {"pin_memory": False, "memory_format": torch.contiguous_format}
+    keywords: Any = {"pin_memory": False, "memory_format": torch.contiguous_format}
     out = graph.call_function(aten.empty_like.default, (query,), keywords)
     like = query.meta["val"]
     with fake_mode_of(like):

@@ -42,7 +42,8 @@ def derived(tensor: torch.Tensor, derivation: Sequence[Sequence[float | str]]) -
         if step == "to":
             tensor = tensor.to(getattr(torch, str(operand)))
         else:
-            tensor = tensor + operand if step == "add" else tensor * operand
+            constant = float(operand)
+            tensor = tensor + constant if step == "add" else tensor * constant
     return tensor
 
 

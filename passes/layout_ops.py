@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.layout_form import Form
-from compiled_engine.passes.matching import arg, aten, emit, fake_mode_of, is_call
+from compiled_engine.passes.matching import arg, aten, fake_mode_of, is_call
 
 # Op -> the place of its dimension, or dimensions, among its arguments.
 _BY_DIMENSION = {
@@ -56,8 +56,6 @@ class LayoutOps:
             if None in form.dims[-len(arg(node, 1)) :]:
                 return None
             return Form(emit_like(self.graph, node, form.core, *node.args[1:]), form.dims)
-        if is_call(node, aten.bmm.default):
-            return self._outer_product(node)
         if is_call(node, aten._to_copy.default) or _is_pointwise(node):
             return self._pointwise(node)
         return None
@@ -104,16 +102,6 @@ class LayoutOps:
         core = emit_like(self.graph, node, [form.core for form in forms], place)
         return Form(core, (*moved[:dim], place, *moved[dim:]))
 
-    def _outer_product(self, node: fx.Node) -> Form | None:
-        """[1, p, 1] times [1, 1, T]: a product of each with each, such as frequencies and positions."""
-        left, right = (self.form(arg(node, i)) for i in range(2))
-        column, row = left.dims, right.dims
-        if not (column[0] is None and column[2] is None and row[0] is None and row[1] is None):
-            return None
-        with_columns = emit(self.graph, aten.unsqueeze.default, right.core, 1)
-        core = emit(self.graph, aten.mul.Tensor, with_columns, left.core)  # [T, p]
-        return Form(core, (None, 1, 0))
-
     def _pointwise(self, node: fx.Node) -> Form | None:
         operands = [a for a in node.args if isinstance(a, fx.Node) and isinstance(a.meta["val"], torch.Tensor)]
         if not operands or any(isinstance(a, list | tuple) for a in node.args):
@@ -127,7 +115,10 @@ class LayoutOps:
         }
         everything = sorted(set().union(*places.values()))
         covering = next((place for place in places.values() if len(place) == len(everything)), None)
-        order = sorted(everything, key=covering.__getitem__) if covering else everything
+        # Where no operand has them all, tokens come first, as everywhere.
+        sizes = node.meta["val"].shape
+        tokens_first = sorted(everything, key=lambda position: isinstance(sizes[position], int))
+        order = sorted(everything, key=covering.__getitem__) if covering else tokens_first
         aligned = {operand: self._aligned(forms[operand].core, places[operand], order) for operand in operands}
         args = [aligned.get(a, a) if isinstance(a, fx.Node) else a for a in node.args]
         core = emit_like(self.graph, node, *args)

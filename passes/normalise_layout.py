@@ -19,7 +19,7 @@ from torch import fx
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.layout_form import Form, Size, permuted, reshaped, squeezed, unsqueezed
 from compiled_engine.passes.layout_ops import LayoutOps
-from compiled_engine.passes.matching import always_equal, aten, emit, emit_item, fake_mode_of, is_call
+from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_item, fake_mode_of, is_call
 from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.structure_counts import has_batch
 
@@ -46,7 +46,7 @@ class _Normalisation:
 
     def run(self) -> PassResult:
         nodes = [node for node in self.graph.nodes if node.op in ("call_function", "output")]
-        self.first = nodes[0]
+        self.last_input = self.graph.find_nodes(op="placeholder")[-1]
         unknown: Counter[str] = Counter()
         replacements = []
         for node in nodes:
@@ -80,8 +80,7 @@ class _Normalisation:
         """A view of a core, made once, right behind it."""
         key = (target, core, str(arguments))
         if key not in self.views:
-            behind = self.graph.inserting_after(core)
-            with self.graph.inserting_before(self.first) if core.op == "placeholder" else behind:
+            with self.graph.inserting_after(self.last_input if core.op == "placeholder" else core):
                 self.views[key] = emit(self.graph, target, core, *arguments)
         return self.views[key]
 
@@ -112,11 +111,11 @@ class _Normalisation:
             return squeezed(first, args[1]) or self.ops.follow(node)  # type: ignore[arg-type]
         if is_call(node, aten.transpose.int):
             order = list(range(first.rank))
-            a, b = args[1] % first.rank, args[2] % first.rank  # type: ignore[operator]
+            a, b = arg(node, 1) % first.rank, arg(node, 2) % first.rank
             order[a], order[b] = b, a
             return permuted(first, order)
         if is_call(node, aten.permute.default):
-            return permuted(first, [dim % first.rank for dim in args[1]])  # type: ignore[union-attr, operator]
+            return permuted(first, [dim % first.rank for dim in arg(node, 1)])
         if is_call(node, *_COPIES):
             return first
         if is_call(node, aten.expand.default):

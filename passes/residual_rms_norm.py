@@ -155,7 +155,7 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
     if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
         return None
     product: Any = user_through_cast(scaled)
-    value = None if product is None else rms_norm.rounded(product)
+    value: Any = None if product is None else rms_norm.rounded(product)
     found = None if value is None else match_rms_norm(value)
     if found is None:
         return "no multiplication with a weight follows"

@@ -19,7 +19,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, only_user, rewrite_calls
+from compiled_engine.passes.matching import arg, aten, emit, emit_item, factors, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
 
@@ -120,10 +120,10 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     first, second = doubled.args[0]
     if first is not second or not is_call(first, aten.mul.Tensor):
         return "the two halves of the angles differ"
-    column, inv_freq = first.args
-    positions = _column_of(column)
-    if positions is None:
+    found = [(rows, frequencies) for column, frequencies in factors(first) if (rows := _column_of(column)) is not None]
+    if not found:
         return "the angles are not positions times frequencies"
+    positions, inv_freq = found[0]
     if not is_parameter(inv_freq) or inv_freq.meta["val"].dtype != torch.float32 or inv_freq.meta["val"].dim() != 1:
         return "the frequencies are not a vector of fp32"
     (cos_value, cos_scale), (sin_value, sin_scale) = _scaled(cos), _scaled(sines[0])
@@ -146,7 +146,7 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
 
 def _column_of(column: Any) -> fx.Node | None:
     """The positions of which the value is a column of fp32: a cast and a dimension behind, in either order."""
-    steps = []
+    steps: list[object] = []
     while is_call(column, aten._to_copy.default, aten.unsqueeze.default) and len(steps) < 2:
         steps.append(column.target)
         if is_call(column, aten.unsqueeze.default) and column.args[1] not in (1, -1):

@@ -193,7 +193,7 @@ def _obstacle(q: _Rotated, k: _Rotated, v: fx.Node, cache: fx.Node) -> str | Non
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     if len({value.dtype for value in values}) > 1:
         return f"the dtypes of q, k, v, cos, sin and cache differ: {', '.join(str(value.dtype) for value in values)}"
-    if any(value.dim() != 3 or value.stride(-1) != 1 for value in values[:5]):
+    if any(value.dim() != 3 or not always_equal(value.stride(-1), 1) for value in values[:5]):
         return "q, k, v, cos or sin is not [tokens, heads, head size] with the elements of a head in a row"
     tokens, _, head_dim = q_THd.shape
     if not (_equal(cos_T1d.shape, (tokens, 1, head_dim)) and _equal(sin_T1d.shape, (tokens, 1, head_dim))):

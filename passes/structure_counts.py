@@ -76,11 +76,10 @@ def is_derivation(node: fx.Node) -> bool:
             return False
     if not is_call(node, aten.add.Tensor, aten.mul.Tensor, aten._to_copy.default):
         return False
-    parameter, *others = node.args
-    constants = all(isinstance(other, int | float) for other in others)
-    return (
-        constants and is_parameter(parameter) and parameter.meta["val"].dim() <= 1 and not set(node.kwargs) - {"dtype"}
-    )  # type: ignore[union-attr]
+    parameter = arg(node, 0)
+    constants = all(isinstance(other, int | float) for other in node.args[1:])
+    is_vector = is_parameter(parameter) and parameter.meta["val"].dim() <= 1
+    return constants and is_vector and not set(node.kwargs) - {"dtype"}
 
 
 def _is_linear(node: fx.Node) -> bool:

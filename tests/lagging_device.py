@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from compiled_engine.messages import RunnerOutput
+from compiled_engine.messages import RunnerOutput, TokenMasks
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
+from compiled_engine.runner.pending_steps import UnsampledStep
 from compiled_engine.sampling.history import History
 
 
@@ -27,7 +29,7 @@ class LaunchedStep:
         self.step: Any = None
 
     def result(self) -> RunnerOutput:
-        while self.step is None:
+        while self.step is None or (isinstance(self.step, UnsampledStep) and self.step.sampled is None):
             self._queue.popleft()()
         return self.step.result()
 
@@ -80,22 +82,39 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
 @contextmanager
 def lagging_device() -> Iterator[None]:
     """Engines run so meanwhile; they have to finish their steps inside."""
-    run, start_counts, start_tail = Runner.run, History.start_counts, History.start_tail
+    run, sample, start_counts, start_tail = Runner.run, Runner.sample, History.start_counts, History.start_tail
     queue: deque[Callable[[], None]] = deque()
+    last: list[LaunchedStep] = []
 
-    def lagging_run(runner: Runner, batch: InputBatch, hidden_wanted: bool) -> LaunchedStep:
+    def lagging_run(
+        runner: Runner, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False
+    ) -> LaunchedStep:
         restore = take_snapshot(runner)
         runner.states.writes.discard()
         launched = LaunchedStep(queue)
+        last[:] = [launched]
 
         def execute() -> None:
             put_back = restore()
             with torch.inference_mode():
-                launched.step = run(runner, batch, hidden_wanted)
+                launched.step = run(runner, batch, hidden_wanted, awaits_masks=awaits_masks)
+            runner._unsampled = None
             put_back()
 
         queue.append(execute)
         return launched
+
+    def lagging_sample(runner: Runner, masks: TokenMasks) -> None:
+        restore, (launched,) = take_snapshot(runner), last
+        as_at_launch = replace(masks, words=memoryview(bytes(masks.words)))
+
+        def execute() -> None:
+            put_back = restore()
+            runner._unsampled = launched.step
+            sample(runner, as_at_launch)
+            put_back()
+
+        queue.append(execute)
 
     def later(function: Callable[..., None]) -> Callable[..., None]:
         def lagging(history: History, row: int, *token_ids: Any) -> None:
@@ -106,6 +125,7 @@ def lagging_device() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "run", lagging_run)
+        patch.setattr(Runner, "sample", lagging_sample)
         patch.setattr(History, "start_counts", later(start_counts))
         patch.setattr(History, "start_tail", later(start_tail))
         yield

@@ -106,7 +106,6 @@ def test_the_bundled_model_gives_the_textbooks_tokens_and_later_starts_import_no
     expected = tokens()
     assert tokens(model_impl="transformers") == expected
     cached = {"mode": "compiled", "cache_dir": str(tmp_path), "model_impl": "transformers"}
-    assert tokens(**cached) == expected
     program = (
         "import json, sys\n"
         "from compiled_engine import LLM, SamplingParams\n"
@@ -114,12 +113,13 @@ def test_the_bundled_model_gives_the_textbooks_tokens_and_later_starts_import_no
         "with LLM(**options) as llm:\n"
         "    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8))\n"
         "    traces = llm.metrics()['traces']\n"
-        "imported = sorted(name for name in sys.modules if name.split('.')[0] == 'transformers')\n"
+        "imported = any(name.split('.')[0] == 'transformers' for name in sys.modules)\n"
         "print(json.dumps([[list(o.outputs[0].token_ids) for o in outputs], traces, imported]))\n"
     )
-    arguments = json.dumps([SMALL | cached, PROMPTS])
-    run = subprocess.run([sys.executable, "-c", program, arguments], capture_output=True, text=True, check=True)
-    assert json.loads(run.stdout.splitlines()[-1]) == [expected, 0, []]
+    command = [sys.executable, "-c", program, json.dumps([SMALL | cached, PROMPTS])]
+    for start in ([expected, 1, True], [expected, 0, False]):
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert json.loads(run.stdout.splitlines()[-1]) == start
 
 
 def write_config(folder: Path, **values: Any) -> Path:

@@ -15,6 +15,7 @@ from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.workers.start_core import start_core
 from tests.lagging_device import lagging_device
+from tests.token_masks import ByLastToken
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -89,7 +90,8 @@ def run(options: dict[str, Any], seed: int, aborts: bool) -> dict[str, list[int]
     while core.has_unfinished() or waiting:
         for _ in range(random_.randrange(3)):
             if waiting:
-                core.add(waiting.popleft())
+                request = waiting.popleft()
+                core.add(request, ByLastToken(4096) if int(request.request_id) % 5 == 0 else None)
         for output in core.step():
             found.setdefault(output.request_id, []).extend(output.new_token_ids)
         one = str(random_.randrange(60))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
@@ -43,7 +43,9 @@ class AttentionCase:
             cls(
                 device.type,
                 model.dtype,
-                *astuple(shape),
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.head_dim,
                 block_size,
                 min(windows, default=None),
                 model.attention_soft_cap,

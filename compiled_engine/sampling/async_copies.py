@@ -11,10 +11,9 @@ def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
 
     The pinned memory in between is fresh: PyTorch's allocator gives it to nobody else before the copy is done.
     """
-    source = torch.from_numpy(np.ascontiguousarray(values))
     if device.type != "cuda":
-        return source.clone()
-    pinned = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        return torch.from_numpy(np.array(values, order="C"))
+    pinned = torch.empty(values.shape, dtype=torch.from_numpy(np.empty(0, values.dtype)).dtype, pin_memory=True)
     pinned.numpy()[...] = values  # PyTorch would wake all its threads for it
     return pinned.to(device, non_blocking=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -14,10 +15,38 @@ from compiled_engine.graphs.compiler import compat
 
 def to_aten(graph: fx.GraphModule, fakes: list[Any]) -> fx.GraphModule:
     """The ATen graph of Dynamo's; ops that write to their arguments are the attention ops alone."""
+    _simplify_products(graph)
     module = make_fx(graph)(*fakes)
     if any(map(_writes, module.graph.nodes)):
         return make_fx(compat.functional(graph))(*fakes)
     return module
+
+
+def _simplify_products(graph: fx.GraphModule) -> None:
+    """Products that torch 2.11 cannot trace with sizes that are not known, as others that are the same.
+
+    Linears of a batch of one become linears of what is in it. Products over a dimension of one, as rotary angles are
+    written (frequencies times positions), become multiplications.
+    """
+    for node in graph.graph.find_nodes(op="call_function", target=torch.nn.functional.linear):
+        shape = _shape(node.args[0])
+        if len(shape) == 3 and isinstance(shape[0], int) and shape[0] == 1:
+            with graph.graph.inserting_before(node):
+                rows = graph.graph.call_method("squeeze", (node.args[0], 0))
+            node.update_arg(0, rows)
+            with graph.graph.inserting_after(node):
+                batch = graph.graph.call_method("unsqueeze", (node, 0))
+            node.replace_all_uses_with(batch, delete_user_cb=lambda user, batch=batch: user is not batch)
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target in (operator.matmul, torch.matmul):
+            left, right = map(_shape, node.args)
+            if len(left) == len(right) > 1 and isinstance(left[-1], int) and left[-1] == 1:
+                node.target = operator.mul
+    graph.recompile()
+
+
+def _shape(node: Any) -> torch.Size:
+    return node.meta["example_value"].shape
 
 
 def _writes(node: fx.Node) -> bool:

@@ -90,8 +90,8 @@ def read_model_config(
         raise ValueError(
             f"max_model_len must be a whole number from 1 to {supported_length} ({origin}), got {max_model_len!r}"
         )
-    given = {"hub_name": hub_name, "revision": revision, "load_format": load_format, "seed": seed}
-    return replace(model, max_model_len=max_model_len, **given), reasons
+    model = replace(model, hub_name=hub_name, revision=revision, load_format=load_format, seed=seed)
+    return replace(model, max_model_len=max_model_len), reasons
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:

@@ -29,7 +29,7 @@ def supported_version() -> str:
 
 def causal_lm_name(config: PreTrainedConfig) -> str | None:
     """The class that transformers has for a configuration as a causal language model; None if it has none."""
-    mapping = AutoModelForCausalLM._model_mapping
+    mapping: Any = AutoModelForCausalLM._model_mapping
     return mapping[type(config)].__name__ if type(config) in mapping else None
 
 

@@ -66,7 +66,7 @@ class Description:
     @staticmethod
     def from_json(text: str) -> Description:
         data = json.loads(text)
-        tensors = {
+        tensors: Any = {
             kind: tuple(TensorDescription(**item | {"shape": tuple(item["shape"])}) for item in data.pop(kind))
             for kind in ("parameters", "buffers")
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +53,8 @@ class Attention(nn.Module):
         return q_THd, k_TKd
 
 
-MakeMLP = Callable[[ModelConfig, int], nn.Module]
+# A module of a layer, whose number it is given.
+MakeModule = Callable[[ModelConfig, int], nn.Module]
 
 
 def make_swiglu(config: ModelConfig, layer: int) -> nn.Module:
@@ -61,7 +63,7 @@ def make_swiglu(config: ModelConfig, layer: int) -> nn.Module:
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: ModelConfig, layer: int, attention: type[Attention], mlp: MakeMLP) -> None:
+    def __init__(self, config: ModelConfig, layer: int, attention: MakeModule, mlp: MakeModule) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, config.dtype)
         self.self_attn = attention(config, layer)
@@ -82,9 +84,9 @@ class DecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """attention: the class of the layers' attention; mlp: makes their MLPs."""
+    """attention, mlp: make those of each layer."""
 
-    def __init__(self, config: ModelConfig, attention: type[Attention] = Attention, mlp: MakeMLP = make_swiglu) -> None:
+    def __init__(self, config: ModelConfig, attention: MakeModule = Attention, mlp: MakeModule = make_swiglu) -> None:
         super().__init__()
         # Not initialised: nn.Embedding(V, D) would, which on the meta device imports the compiler (0.8 s).
         embedding_VD = torch.empty(config.vocab_size, config.hidden_size, dtype=config.dtype)
@@ -114,7 +116,7 @@ class LlamaForCausalLM(nn.Module):
 
     def __init__(self, config: ModelConfig, model: nn.Module | None = None) -> None:
         super().__init__()
-        self.model = LlamaModel(config) if model is None else model
+        self.model: Any = LlamaModel(config) if model is None else model
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=config.dtype)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

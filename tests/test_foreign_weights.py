@@ -1,0 +1,79 @@
+"""Checkpoints of transformers' models: where each tensor goes, and names or shapes that do not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from compiled_engine import LLM
+from compiled_engine.bench.families import family, write_checkpoint
+from compiled_engine.models.foreign.conversion import plan_weights
+from compiled_engine.models.foreign.placement import WeightPlan
+
+TINY_MIXTRAL: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_local_experts": 12,
+}
+
+
+def test_experts_of_a_checkpoint_are_written_into_their_places(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("mixtral", **TINY_MIXTRAL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    plan = plan_weights(loaded, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    assert not plan.unexpected
+    assert WeightPlan.from_json(plan.to_json()) == plan
+    expected = loaded.state_dict()
+    found = {name: torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+    read = 0
+    for placement in plan.placements:
+        source, target = placement.pair(tensors, found)
+        target.copy_(source)
+        read += source.numel()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
+    assert read == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("olmo2")
+    write_checkpoint(folder, family("olmo2"))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("edit", "parts"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), ("1 missing: model.norm.weight",)),
+        (lambda tensors: tensors.update(surplus=torch.zeros(3)), ("1 unexpected: surplus",)),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(65)}),
+            ("1 of another shape: model.norm.weight ([65] instead of [64])",),
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            ("1 of a dtype that is not supported: model.norm.weight",),
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(edit: Any, parts: tuple[str, ...], checkpoint: Path, tmp_path: Path) -> None:
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
+    with pytest.raises(ValueError, match="do not fit Olmo2ForCausalLM") as error:
+        LLM(tmp_path, mode="eager", device="cpu", max_model_len=32, progress=False)
+    for part in parts:
+        assert part in str(error.value)
