@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide the 640 rows"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size is 8, which does not divide the model's 4 attention heads"),
         ({"tensor_parallel_size": 2, "distributed_executor": "in_process"}, "distributed_executor is 'in_process'"),
+        ({"passes": ("all_reduce_residual_rms_norm",)}, "there is nothing to sum"),
         ({"distributed_executor": "mpi"}, "distributed_executor is 'mpi'; allowed: auto, in_process, multiprocess"),
         ({"tensor_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
         ({"tensor_parallel_size": 2, "background_capture": True}, "background_capture is True"),

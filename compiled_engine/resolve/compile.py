@@ -10,6 +10,7 @@ import torch
 from compiled_engine.config import CompileConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.tensor_parallel import TensorParallel
 from compiled_engine.resolve.checks import require_integer, require_one_of
 from compiled_engine.resolve.folders import resolve_cache_dir
 
@@ -52,6 +53,11 @@ def resolve_compile(
     for field in ("passes", "disable_passes"):
         for name in getattr(options, field) or ():
             require_one_of(field, name, known)
+    of_ranks = {p.name for p in registered_passes() if TensorParallel.name in getattr(p, "requires", ())}
+    if options.tensor_parallel_size == 1:
+        if options.passes is not None and (asked := sorted(of_ranks.intersection(options.passes))):
+            raise ValueError(f"passes has {asked[0]!r}, but tensor_parallel_size is 1: there is nothing to sum")
+        known = tuple(name for name in known if name not in of_ranks)
     wanted = known if options.passes is None else options.passes
     return CompileConfig(
         enabled=True,
