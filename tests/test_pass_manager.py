@@ -60,6 +60,7 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
         assert {report.name: report.matches for report in reports} == {
             "no_op_elimination": 0 if family.rope is YARN else 2 * ropes,
             "merge_linears": 0 if family is PHI3 else num_layers + mlps,
+            "all_reduce_residual_rms_norm": 0,
             "experts": experts,
             "residual_rms_norm": 2 * num_layers,
             "rms_norm": 1,
