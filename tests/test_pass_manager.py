@@ -72,7 +72,8 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
         assert all(report.matches == report.contract for report in reports)
         assert [report.near_misses for report in reports] == [()] * len(reports)
         not_applied = [report.name for report in reports if not report.applied]
-        assert not_applied == ([] if compile_range.small else ["small_batch_linear"])
+        for_several = ["all_reduce_residual_rms_norm"]
+        assert not_applied == (for_several if compile_range.small else [*for_several, "small_batch_linear"])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -80,7 +81,8 @@ def test_a_disabled_pass_does_not_run(name: str) -> None:
     reports = reports_of(tuple(other for other in NAMES if other != name))
     assert list(reports) == list(NAMES)
     assert reports[name] == PassReport(name, enabled=False, applied=False, reason="disabled")
-    assert all(report.applied for report in reports.values() if name not in (report.name, "merge_linears"))
+    others = [report for report in reports.values() if report.name not in (name, "all_reduce_residual_rms_norm")]
+    assert all(report.applied for report in others) or name == "merge_linears"
 
 
 def test_a_pass_that_needs_a_disabled_one_says_so() -> None:
