@@ -29,7 +29,6 @@ OUTSIDE = gl.constexpr(1 << 30)
 class Batch(NamedTuple):
     """Where a kernel finds its items and their lengths."""
 
-    num_tiles: Any
     num_items: Any
     tiles_ptr: Any
     query_start_loc_ptr: Any
@@ -59,7 +58,6 @@ class Heads(NamedTuple):
     block_size: Any
     box: Any
     window: Any
-    by_heads: Any
 
 
 @gluon.constexpr_function
@@ -76,19 +74,10 @@ def item_at(first_item, num_programs, program):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """An item's K/V head, its request and first query; request 0 past the last item.
-
-    All tiles of a head come one after another: the keys and values of all heads may be more than the L2 cache holds.
-    """
-    if HEADS.by_heads:
-        kv_head = item // batch.num_tiles
-        tile = item - kv_head * batch.num_tiles
-    else:
-        kv_head = item % HEADS.num_kv_heads
-        tile = item // HEADS.num_kv_heads
-    tile_ptr = batch.tiles_ptr + 2 * tile
+    """An item's K/V head, its request and first query; request 0 past the last item."""
+    tile_ptr = batch.tiles_ptr + 2 * (item // HEADS.num_kv_heads)
     there = item < batch.num_items
-    return kv_head, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
+    return item % HEADS.num_kv_heads, gl.load(tile_ptr, mask=there, other=0), gl.load(tile_ptr + 1, mask=there, other=0)
 
 
 @gluon.jit

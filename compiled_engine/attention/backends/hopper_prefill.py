@@ -37,7 +37,8 @@ from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.launcher import quick_launches
 
 HEAD_DIMS = (64, 128)
-BY_HEADS = False
+# With fewer in a step its start takes longer than it saves.
+FEWEST_TOKENS = 2048
 # Of a thread that computes, and of one that copies.
 COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
@@ -68,7 +69,6 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
     BOX: gl.constexpr,
     NUM_KV_HEADS: gl.constexpr,
     HEAD_DIM: gl.constexpr,
-    BY_HEADS: gl.constexpr,
     MAX_SPLITS: gl.constexpr,
     HEADER: gl.constexpr,
 ):
@@ -95,15 +95,13 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
         mbarrier.init(rings.values_empty.index(stage), count=2)
         mbarrier.init(rings.cleared.index(stage), count=1)
     fence_async_shared()
-    num_tiles = gl.load(work_ptr + 1)
     batch = Batch(
-        num_tiles,
-        num_tiles * NUM_KV_HEADS,
+        gl.load(work_ptr + 1) * NUM_KV_HEADS,
         work_ptr + HEADER + num_requests * (NUM_KV_HEADS + MAX_SPLITS),
         query_start_loc_ptr,
         seq_lens_ptr,
     )
-    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, NUM_KV_HEADS, BLOCK_SIZE, BOX, WINDOW, BY_HEADS)
+    HEADS: gl.constexpr = heads_of(HEAD_DIM, GROUP, NUM_KV_HEADS, BLOCK_SIZE, BOX, WINDOW)
     strides = (q_token_stride, out_token_stride, Q_HEAD_STRIDE, OUT_HEAD_STRIDE)
     gl.warp_specialize(
         [
@@ -121,6 +119,7 @@ def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int,
     """Whether the kernel serves a batch whose list has tiles of so many rows."""
     return (
         tile_rows == ROWS.value
+        and q_THd.shape[0] >= FEWEST_TOKENS
         and not scoring.soft_cap
         and scoring.sinks_H is None
         and kv_cache_N2PKd.shape[-1] in HEAD_DIMS
@@ -178,7 +177,6 @@ def hopper_prefill(
         BOX=box,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        BY_HEADS=BY_HEADS,
         MAX_SPLITS=MAX_LISTED_SPLITS,
         HEADER=HEADER,
         num_warps=4,
