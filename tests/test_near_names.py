@@ -31,7 +31,7 @@ def test_a_misspelling_is_recognised(name: str, known: list[str], meant: str) ->
     assert nearest(name, known) == meant
 
 
-@pytest.mark.parametrize("name", ["enforce_eager", "tensor_parallel_size", "wings", "", "x", "api_key", "hf_token"])
+@pytest.mark.parametrize("name", ["enforce_eager", "swap_space", "wings", "", "x", "api_key", "hf_token"])
 def test_a_name_that_is_near_to_none_has_no_proposal(name: str) -> None:
     assert nearest(name, OPTIONS) is None
     assert "mean" not in unknown_name_message("LLM has no option", name, OPTIONS)

@@ -102,6 +102,11 @@ HONOURED: dict[str, Row] = {
             **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess")},
         },
     ),
+    "model_impl": choice(
+        "`model_impl`; vllm is auto",
+        {"vllm": {"model_impl": "auto"}}
+        | {name: {"model_impl": name} for name in ("auto", "textbook", "transformers")},
+    ),
     "num_gpu_blocks_override": same("num_blocks"),
     "kvcache_block_size": same("block_size"),
     "num_kvcache_blocks": Honoured(

@@ -45,6 +45,8 @@ GRAPH_FIELDS = (
     "parallel.tensor_parallel_size",
     "attention_backend",
 )
+# Whose code says what a rank's share is, and how shares are added up.
+RANK_ROOMS = ("parallel", "collectives")
 # Of a model whose code is transformers'.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # These count by what they make of model.rope.angle_scale, a constant of the graph.
@@ -108,6 +110,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     if config.parallel.tensor_parallel_size > 1:
         passes = {TensorParallel.name: pass_uuid(TensorParallel({}, 1))} | passes
     factors = {"config": graph_config(config), "passes": passes} | environment.as_factors()
+    if config.parallel.tensor_parallel_size > 1:
+        factors["source"] |= digests_of(RANK_ROOMS)
     if config.model.transformers is not None:
         factors["source"] |= digests_of(("models.foreign",))
     return factors

@@ -119,7 +119,8 @@ class LlamaForCausalLM(nn.Module):
         self.model: Any = LlamaModel(config) if model is None else model
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, dtype=config.dtype)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            embed_tokens: Any = self.model.embed_tokens
+            self.lm_head.weight = embed_tokens.weight
 
     def forward(
         self,

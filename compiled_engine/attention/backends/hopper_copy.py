@@ -3,6 +3,7 @@
 Copies go by TMA into stages, a box for each block and each 64 columns, all of a tile completing on its stage's barrier.
 """
 
+# ruff: noqa: RUF005 - Triton unpacks no tuples
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -160,8 +161,9 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
                     key = (end_tile - 1 - i) * KEYS + box * HEADS.box
                     block = gl.load(table_ptr + key // HEADS.block_size, mask=key < end_key, other=0)
                     row = block * (2 * HEADS.block_size) + key % HEADS.block_size
-                    key_rows = key_rows + (gl.where(key < end_key, row, OUTSIDE),)  # noqa: RUF005 - Triton unpacks no tuple here
-                    value_rows = value_rows + (gl.where(key < end_key, row + HEADS.block_size, OUTSIDE),)  # noqa: RUF005
+                    key_rows = key_rows + (gl.where(key < end_key, row, OUTSIDE),)  # type: ignore[assignment]
+                    row = gl.where(key < end_key, row + HEADS.block_size, OUTSIDE)
+                    value_rows = value_rows + (row,)  # type: ignore[assignment]
                 stage = count % STAGES
                 was = (count // STAGES) & 1 ^ 1
                 mbarrier.wait(rings.keys_empty.index(stage), was)
