@@ -83,7 +83,7 @@ def decodes(*seq_lens: int) -> tuple[Request, ...]:
 PADDING = Request(0, 1)
 PREFILLS = tuple(Request(length, length) for length in (1, 2, 15, 16, 17, 70))
 # Several tiles of keys, and contexts that end inside a block, at its end, and at a tile's.
-LONG_PREFILLS = (Request(300, 1), Request(700, 700), Request(901, 150), Request(384, 130), Request(0, 5))
+LONG_PREFILLS = (Request(300, 1), Request(260, 260), Request(421, 100), Request(256, 70), Request(0, 5))
 MIXED = (*decodes(1, 33, 150), Request(5, 5), Request(61, 20), Request(32, 1), Request(47, 16), Request(0, 3))
 
 CASES = (

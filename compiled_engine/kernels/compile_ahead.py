@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from compiled_engine.kernels.workers import KernelWorkers
@@ -13,6 +14,8 @@ from compiled_engine.kernels.workers import KernelWorkers
 PACKAGE = "compiled_engine."
 # Triton has one hook for the whole process.
 _HOOK = threading.Lock()
+# Python 3.11 counts how deep ast.parse is once for all threads, and raises SystemError where two are at it.
+_PARSING: AbstractContextManager[Any] = threading.Lock() if sys.version_info < (3, 12) else nullcontext()
 
 
 @contextmanager
@@ -43,7 +46,7 @@ class AskedKernels:
         self._workers, self._threads, self._before = workers, threads, before
         self._caller = threading.get_ident()
         self._known: set[tuple[Any, str]] = set()
-        self._compiling: list[tuple[Any, str, Future[None]]] = []
+        self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def asked(self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
         """Triton calls it before it compiles; True: do not."""
@@ -64,7 +67,10 @@ class AskedKernels:
         return [self._threads.submit(_load, *kernel) for kernel in self._compiling]
 
 
-def _load(jit_function: Any, specialization: str, compiling: Future[None]) -> Any:
-    compiling.result()
-    kernel = jit_function.preload(specialization)
+def _load(jit_function: Any, specialization: str, compiling: Future[bool]) -> Any:
+    is_compiled = compiling.result()
+    with _PARSING:
+        jit_function.cache_key  # noqa: B018 - made once, from the parsed source
+    with nullcontext() if is_compiled else _PARSING:
+        kernel = jit_function.preload(specialization)
     return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler

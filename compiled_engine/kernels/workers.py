@@ -45,13 +45,14 @@ class KernelWorkers:
         if self._pool is not None:
             self._pool.begin({"target": [target.backend, target.arch, target.warp_size]})
 
-    def compile(self, module: str, name: str, specialization: str) -> None:
-        """Have a kernel compiled, so that Triton finds it in its folder; without effect if no worker can."""
+    def compile(self, module: str, name: str, specialization: str) -> bool:
+        """Have a kernel compiled, so that Triton finds it in its folder; whether a worker could."""
         if self._pool is None:
-            return
+            return False
         answer = self._pool.ask({"module": module, "name": name, "specialization": specialization})
         if answer is not None and "error" in answer:
             log.debug("%s.%s is compiled in this process: %s", module, name, answer["error"])
+        return answer is not None and "error" not in answer
 
     def close(self) -> None:
         """End them."""
