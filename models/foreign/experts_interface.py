@@ -11,7 +11,7 @@ from transformers.integrations.moe import ExpertsInterface
 NAME = "compiled_engine"
 
 
-class UnknownExpertsError(NotImplementedError):
+class UnknownExpertsError(ValueError):
     """Experts that are more than gated MLPs of linears without biases; the message says what they have."""
 
 
