@@ -47,12 +47,14 @@ def _check_model(model: ModelConfig, size: int) -> None:
         )
     if model.intermediate_size % size:
         raise ValueError(
-            f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP"
+            f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP; "
+            "allowed: a divisor of them"
         )
     for heads in dict.fromkeys(map(model.heads_of, range(model.num_layers))):
         if heads.num_heads % size:
             raise ValueError(
-                f"tensor_parallel_size is {size}, which does not divide the model's {heads.num_heads} attention heads"
+                f"tensor_parallel_size is {size}, which does not divide the model's {heads.num_heads} attention heads; "
+                "allowed: a divisor of them"
             )
         if heads.num_kv_heads % size and size % heads.num_kv_heads:
             raise ValueError(
