@@ -68,8 +68,8 @@ def _rewrite(graph: fx.Graph, topk: fx.Node) -> list[Replacement] | str | None:
     if logits.meta["val"].dtype != x.meta["val"].dtype:
         return "the router's dtype is another than that of its input"
     with graph.inserting_before(total):
-        how = topk.args[1], renormalise, "silu", None, 0.0, 0.0, False, None
-        fused = emit(graph, experts, x, logits, gate_up, down, *how)
+        how = topk.args[1], renormalise, "silu", 0.0, 0.0, False, None, 0.0, 0.0, False, None
+        fused = emit(graph, experts, x, logits, gate_up, down, None, None, *how)
     total.replace_all_uses_with(fused)
     return [Replacement(total.name, fused)]
 
