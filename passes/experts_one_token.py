@@ -10,6 +10,7 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.experts_gate import gate_of_experts
 from compiled_engine.passes.experts_routing import chosen_experts
 from compiled_engine.passes.small_batch_linear_gemv import rows_of
+from compiled_engine.passes.small_batch_linear_tiles import _ask_into_l2 as ask_into_l2
 
 
 @quick_launches
@@ -59,8 +60,9 @@ def one_token_gate_up_kernel(
 ) -> None:
     """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH]."""
     if DEPENDENT_LAUNCH:
-        gdc_launch_dependents()
         gdc_wait()
+        # Only now: what comes next reads the chosen experts before it waits for this kernel.
+        gdc_launch_dependents()
     slot = tl.program_id(1)
     expert = tl.load(chosen_ptr + slot).to(tl.int64)
     # Of each output the rows of gate and up lie one after the other, or WIDTH apart.
@@ -121,8 +123,15 @@ def one_token_down_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program: ROWS outputs, of all the token's experts, weighted and summed; plus the residual, if there is one."""
+    SIZE: tl.constexpr = down_ptr.dtype.element_ty.primitive_bitwidth // 8
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
+        if WIDTH * SIZE % 16 == 0:
+            first = tl.program_id(0) * ROWS
+            num_bytes = tl.minimum(ROWS, HIDDEN_SIZE - first) * (WIDTH * SIZE)
+            for slot in tl.static_range(TOP_K):
+                row = tl.load(chosen_ptr + slot).to(tl.int64) * HIDDEN_SIZE + first
+                ask_into_l2(down_ptr + row * WIDTH, num_bytes)
         gdc_wait()
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mask_N = row_N < HIDDEN_SIZE

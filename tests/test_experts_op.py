@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.passes import experts_grouped, experts_one_token, experts_op, experts_routing
-from compiled_engine.passes.experts_op import GroupedTiles, grouped_tiles
+from compiled_engine.passes.experts_tiles import GroupedTiles, grouped_tiles
 from tests.experts_cases import CASES, Case, arguments_of, error
 from tests.small_batch_linear_cases import nan_in_new_tensors
 
