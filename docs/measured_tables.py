@@ -318,8 +318,10 @@ def tensor_parallel(result: Result) -> str:
 # Passes whose matches the table of families shows, by what they fuse.
 SHOWN_PASSES = {
     "merge_linears": "merged linears",
+    "experts": "experts",
     "residual_rms_norm": "sums + norms",
     "rms_norm": "norms",
+    "layer_norm": "layer norms",
     "rope_angles": "angles",
     "rope_kv_write": "rope + KV",
     "silu_mul": "gates",
