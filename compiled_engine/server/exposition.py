@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,6 +20,7 @@ GAUGES = {
     "running": ("num_requests_running", "Completions that run."),
     "waiting": ("num_requests_waiting", "Completions that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
+    "requests_queued": ("requests_queued", "Completions that wait for room at a replica."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
@@ -42,11 +43,22 @@ COUNTERS = {
     "grammar_cache_hits": ("grammar_cache_hits", "Grammars that were compiled already."),
     "grammar_compile_s": ("grammar_compile_seconds", "Time that compiling them took, beside the steps."),
     "graph_padded_tokens": ("graph_padded_tokens", "Tokens that replays computed for nothing."),
+    "requests_rerun": ("requests_rerun", "Completions that went on elsewhere when their replica died."),
 }
 # The same for figures that have a label.
 LABELLED = {
     "graph_replays_by_key": ("graph_replays", "key", "Replays of CUDA graphs."),
     "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
+}
+
+# Of each of several replicas, with the label "replica": the same, and whether they count something.
+OF_REPLICAS = {
+    "lives": ("replica_up", "Whether the replica takes requests.", GaugeMetricFamily),
+    "running": ("replica_requests_running", "Completions that run there.", GaugeMetricFamily),
+    "waiting": ("replica_requests_waiting", "Completions that wait there.", GaugeMetricFamily),
+    "kv_usage": ("replica_kv_cache_usage_perc", "Share of its KV cache's blocks that is held.", GaugeMetricFamily),
+    "generated_tokens": ("replica_generation_tokens", "Tokens generated there.", CounterMetricFamily),
+    "prefix_hits": ("replica_prefix_cache_hits", "Prompt tokens found in its prefix cache.", CounterMetricFamily),
 }
 
 
@@ -80,6 +92,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
         for value, count in engine.get(key, {}).items():
             labelled.add_metric([*values, value], count)
         families.append(labelled)
+    families += _of_replicas(engine.get("replicas", ()), labels)
     matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
     for compile_range, passes in engine.get("passes", {}).items():
         for name, counts in passes.items():
@@ -90,6 +103,19 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
     cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
     return [*families, matches, stages, cache]
+
+
+def _of_replicas(replicas: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[Metric]:
+    if not replicas:
+        return []
+    families: list[Metric] = []
+    for key, (name, text, make) in OF_REPLICAS.items():
+        family = make(PREFIX + name, text, labels=[*labels, "replica"])
+        for replica in replicas:
+            if key in replica:
+                family.add_metric([*labels.values(), str(replica["replica"])], replica[key])
+        families.append(family)
+    return families
 
 
 def _admission(serving: Serving) -> list[Metric]:
