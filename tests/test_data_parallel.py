@@ -39,7 +39,11 @@ LONG = [
     SamplingParams(temperature=0.8, seed=5, max_tokens=30, presence_penalty=1.0, min_tokens=20, **SLOW),
     SamplingParams(temperature=0.7, seed=6, max_tokens=35, frequency_penalty=0.4, prompt_logprobs=1, **SLOW),
     SamplingParams(
-        temperature=1, seed=7, max_tokens=31, structured_outputs=StructuredOutputs(regex="([a-c]{3} ){9}"), extra_args=SLOW["extra_args"]
+        temperature=1,
+        seed=7,
+        max_tokens=31,
+        structured_outputs=StructuredOutputs(regex="([a-c]{3} ){9}"),
+        extra_args=SLOW["extra_args"],
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Several cores behind one, with cores of no model: whatever dies or is aborted, every request ends once, and rightly."""
+"""Several cores behind one, without a model: whatever dies or is aborted, every request ends once, and rightly."""
 
 from __future__ import annotations
 
@@ -221,6 +221,11 @@ TestRequestsAndDeaths = RequestsAndDeaths.TestCase
 TestRequestsAndDeaths.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
+def step_for_ever(engine: Replicas) -> None:
+    while True:
+        engine.step()
+
+
 def test_when_no_replica_is_left_everything_says_why() -> None:
     cores = [FakeCore(), FakeCore()]
     engine = make(cores)
@@ -228,8 +233,7 @@ def test_when_no_replica_is_left_everything_says_why() -> None:
     for core in cores:
         core.connection.close()
     with pytest.raises(EngineDeadError, match=r"replica 0 of 2 has ended: it was killed; replica 1 of 2 has ended"):
-        while True:
-            engine.step()
+        step_for_ever(engine)
     for call in (engine.metrics, engine.reset_prefix_cache, engine.step):
         with pytest.raises(EngineDeadError, match="replica 0 of 2"):
             call()
@@ -250,7 +254,7 @@ def test_who_comes_first_is_sent_first_once_there_is_room() -> None:
         engine.add(EngineRequest(name, (1, 2, 3), params))
     for core in cores:
         core.listen()
-    assert sorted(sum((list(core.requests) for core in cores), [])) == sorted(names[: 2 * AHEAD * MOST])
+    assert sorted(name for core in cores for name in core.requests) == sorted(names[: 2 * AHEAD * MOST])
     cores[1].connection.close()
     order: list[str] = []
     while engine.has_unfinished():

@@ -92,10 +92,15 @@ def _device(config: EngineConfig) -> str:
     return config.device.type if config.parallel.executor == "in_process" else "cpu"
 
 
+def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
+    if config.device.type != "cuda":
+        return []
+    share = config.parallel.devices_per_replica
+    return visible_gpus(share * config.parallel.data_parallel_size)[share * number : share * (number + 1)]
+
+
 def _environment(config: EngineConfig, number: int) -> dict[str, str]:
     """Its own GPUs, which are the first that it sees."""
-    if config.device.type != "cuda":
-        return {}
-    share = config.parallel.devices_per_replica
-    gpus = visible_gpus(share * config.parallel.data_parallel_size)
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[share * number : share * (number + 1)])}
+    gpus = gpus_of_replica(config, number)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
