@@ -228,7 +228,8 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks compute each layer together, one a device, and who runs them: in_process or multiprocess.
+    """How many ranks compute each layer together, one a device, and who runs them: in_process, multiprocess, or
+    ray, where a cluster has the replicas, and each runs its devices in one of the other ways.
 
     data_parallel_size: replicas of the whole, each with devices and requests of its own.
     """
@@ -290,5 +291,8 @@ class EngineConfig:
 
     @property
     def of_replica(self) -> EngineConfig:
-        """The same for one of the replicas."""
-        return replace(self, parallel=replace(self.parallel, data_parallel_size=1))
+        """The same for one of the replicas, wherever it runs."""
+        executor = self.parallel.executor
+        if executor == "ray":
+            executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
+        return replace(self, parallel=replace(self.parallel, executor=executor, data_parallel_size=1))

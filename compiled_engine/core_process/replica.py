@@ -50,16 +50,23 @@ class RoutedRequest:
 
 @dataclass(eq=False)
 class Replica:
-    """`connection` is that to `core`. name: for people. num_slots: see EngineCore. metrics: its last answer."""
+    """`connection` is that to `core`. name: for people. num_slots: see EngineCore. clock_ahead_s: how far our clock
+    is ahead of its own. metrics: its last answer."""
 
     number: int
     name: str
     core: RunningCore
     connection: Connection[ToApi]
     num_slots: int
+    clock_ahead_s: float = 0.0
     requests: dict[str, RoutedRequest] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     dead: str | None = None
+
+    def by_our_clock(self, output: EngineOutput) -> EngineOutput:
+        """The output, with its time as this machine has it."""
+        there = output.scheduled_time
+        return output if there is None else output._replace(scheduled_time=there + self.clock_ahead_s)
 
     def send(self, message: ToCore) -> None:
         """Raises OSError if it is gone."""

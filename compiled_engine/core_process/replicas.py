@@ -15,7 +15,7 @@ import selectors
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any, Literal
@@ -47,14 +47,21 @@ class Replicas:
     """See EngineCore, whose methods these are. Each raises EngineDeadError once no replica is left.
 
     bell: a descriptor that is readable when a replica has said something. start_s: seconds that the start took.
+    when_ended: called once all have ended.
     """
 
-    def __init__(self, config: EngineConfig, replicas: Sequence[Replica], start_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        replicas: Sequence[Replica],
+        start_s: float = 0.0,
+        when_ended: Callable[[], None] = lambda: None,
+    ) -> None:
         self.config = config
         self.num_slots = min(replica.num_slots for replica in replicas)
         self._all = tuple(replicas)
         self._living = {replica.number: replica for replica in replicas}
-        self._free = weakref.finalize(self, _end, self._all)  # if nobody calls `close`
+        self._free = weakref.finalize(self, _end, self._all, when_ended)  # if nobody calls `close`
         block_size = config.cache.block_size
         num_blocks = self.num_slots // block_size if config.cache.enable_prefix_caching else 0
         self._router = Router(len(replicas), AHEAD * config.scheduler.max_num_seqs, block_size, num_blocks)
@@ -205,6 +212,8 @@ class Replicas:
         if not known:
             columns = [index for index, request_id in enumerate(outputs.request_ids) if request_id in requests]
             outputs = outputs.part(columns, [output for output in outputs.others if output.request_id in requests])
+        if replica.clock_ahead_s:
+            outputs = replace(outputs, others=[replica.by_our_clock(output) for output in outputs.others])
         ended = [output for output in outputs.others if output.finish_reason is not None]
         for output in ended:
             self._end(requests[output.request_id], finished=output.finish_reason != "error")
@@ -275,9 +284,10 @@ class Replicas:
             raise EngineDeadError("; ".join(replica.dead or "it was closed" for replica in self._all))
 
 
-def _end(replicas: Sequence[Replica]) -> None:
+def _end(replicas: Sequence[Replica], when_ended: Callable[[], None]) -> None:
     """All at once, then wait."""
     for replica in replicas:
         replica.connection.close()
     for replica in replicas:
         replica.close(_EXIT_S)
+    when_ended()

@@ -100,7 +100,7 @@ HONOURED: dict[str, Row] = {
         {
             "mp": {"distributed_executor": "multiprocess"},
             "uni": {"distributed_executor": "in_process"},
-            **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess")},
+            **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess", "ray")},
         },
     ),
     "model_impl": choice(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from compiled_engine.config import ModelConfig, ParallelConfig
@@ -28,10 +30,15 @@ def resolve_parallel(
     if model.vocab_size % size:
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
     parallel = ParallelConfig(size, executor, replicas)
-    if executor == "multiprocess" or replicas > 1:
+    if executor == "ray" and find_spec("ray") is None:
+        raise ValueError(
+            "distributed_executor is 'ray', but the package ray is not installed: "
+            "python -m pip install 'compiled-engine[ray]'; allowed without it: auto, in_process, multiprocess"
+        )
+    if executor != "in_process" or replicas > 1:
         _check_processors(options)
         _check_devices(options, device, parallel)
-    if executor == "multiprocess" and options.background_capture:
+    if (executor == "multiprocess" or size > 1) and options.background_capture:
         raise ValueError(
             "background_capture is True, but ranks in processes of their own capture together, before the first "
             "request; allowed with distributed_executor='multiprocess': False"
@@ -90,6 +97,8 @@ def _check_devices(options: EngineOptions, device: torch.device, parallel: Paral
             "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
         )
     visible = torch.cuda.device_count()
+    if parallel.executor == "ray":
+        visible = size * replicas  # what the cluster has, it says itself
     if size > visible:
         raise ValueError(f"tensor_parallel_size is {size}, but {visible} GPUs are visible; allowed: at most {visible}")
     if replicas * parallel.devices_per_replica > visible:
