@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,7 +20,6 @@ GAUGES = {
     "running": ("num_requests_running", "Completions that run."),
     "waiting": ("num_requests_waiting", "Completions that wait."),
     "kv_usage": ("kv_cache_usage_perc", "Share of the KV cache's blocks that is held, 0 to 1."),
-    "requests_queued": ("requests_queued", "Completions that wait for room at a replica."),
     "api_processes": ("api_processes", "Processes that answer requests."),
     "blocks_total": ("kv_cache_blocks", "Blocks of the KV cache."),
     "graph_bytes_used": ("graph_memory_bytes", "Memory of the CUDA graphs."),
@@ -43,7 +42,6 @@ COUNTERS = {
     "grammar_cache_hits": ("grammar_cache_hits", "Grammars that were compiled already."),
     "grammar_compile_s": ("grammar_compile_seconds", "Time that compiling them took, beside the steps."),
     "graph_padded_tokens": ("graph_padded_tokens", "Tokens that replays computed for nothing."),
-    "requests_rerun": ("requests_rerun", "Completions that went on elsewhere when their replica died."),
 }
 # The same for figures that have a label.
 LABELLED = {
@@ -51,6 +49,11 @@ LABELLED = {
     "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
 }
 
+# Of several replicas together, by key of the engine's metrics.
+FOR_REPLICAS = {
+    "requests_queued": ("requests_queued", "Completions that wait for room at a replica.", GaugeMetricFamily),
+    "requests_rerun": ("requests_rerun", "Completions that went on when their replica died.", CounterMetricFamily),
+}
 # Of each of several replicas, with the label "replica": the same, and whether they count something.
 OF_REPLICAS = {
     "lives": ("replica_up", "Whether the replica takes requests.", GaugeMetricFamily),
@@ -92,7 +95,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
         for value, count in engine.get(key, {}).items():
             labelled.add_metric([*values, value], count)
         families.append(labelled)
-    families += _of_replicas(engine.get("replicas", ()), labels)
+    families += _of_replicas(engine, labels)
     matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
     for compile_range, passes in engine.get("passes", {}).items():
         for name, counts in passes.items():
@@ -105,13 +108,17 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     return [*families, matches, stages, cache]
 
 
-def _of_replicas(replicas: Sequence[Mapping[str, Any]], labels: Mapping[str, str]) -> list[Metric]:
-    if not replicas:
-        return []
+def _of_replicas(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
+    """Without a sample where there is one engine core."""
     families: list[Metric] = []
+    for key, (name, text, make) in FOR_REPLICAS.items():
+        family = make(PREFIX + name, text, labels=list(labels))
+        if key in engine:
+            family.add_metric(list(labels.values()), engine[key])
+        families.append(family)
     for key, (name, text, make) in OF_REPLICAS.items():
         family = make(PREFIX + name, text, labels=[*labels, "replica"])
-        for replica in replicas:
+        for replica in engine.get("replicas", ()):
             if key in replica:
                 family.add_metric([*labels.values(), str(replica["replica"])], replica[key])
         families.append(family)
