@@ -25,14 +25,18 @@ from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DEVICE = "NVIDIA H200"
-# Tiles, tokens, rows of the weight, K: rows that leave the last tile in part, K that ends inside a step, few steps.
+SMALL = HopperTiles(1, 64, 8)
+# Tiles, tokens, rows of the weight, K, activation or none, dtype: rows that leave the last tile in part, K that ends
+# inside a step, fewer steps than stages.
 WAYS = [
-    (HopperTiles(1, 64, 8), 40, 4096, 1024),
-    (HopperTiles(1, 64, 8, 128), 64, 6144, 1000),
-    (HopperTiles(1, 128, 6), 100, 6160, 1024),
-    (HopperTiles(2, 128, 5), 128, 1040, 128),
-    (HopperTiles(3, 64, 6), 33, 24576, 4096),
-    (HopperTiles(3, 128, 5), 127, 2000, 4096),
+    (SMALL, 40, 4104, 1000, None, torch.bfloat16),
+    (SMALL, 64, 6160, 1000, "silu", torch.bfloat16),
+    (SMALL, 64, 6160, 1000, "gelu", torch.bfloat16),
+    (SMALL, 64, 6160, 1000, "gelu_tanh", torch.float16),
+    (HopperTiles(1, 64, 8, 128), 50, 6144, 1024, None, torch.float16),
+    (HopperTiles(2, 128, 5), 128, 1040, 128, "silu", torch.bfloat16),
+    (HopperTiles(3, 64, 6), 33, 24576, 4096, "silu", torch.bfloat16),
+    (HopperTiles(3, 128, 5), 127, 2000, 4096, "silu", torch.bfloat16),
 ]
 MEASURED = load_profile(DEVICE).hopper_tiles  # type: ignore[union-attr]
 
@@ -119,18 +123,18 @@ def _hopper() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("activation", [None, "silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
-def test_it_is_a_linear(way: tuple[HopperTiles, int, int, int], activation: str | None, dtype: torch.dtype) -> None:
-    """Of any shape, with a bias, into memory that was NaN; the same bits whatever other tokens there are."""
+@pytest.mark.parametrize(("tiles", "tokens", "rows", "k", "activation", "dtype"), WAYS)
+def test_it_is_a_linear(
+    tiles: HopperTiles, tokens: int, rows: int, k: int, activation: str | None, dtype: torch.dtype
+) -> None:
+    """With a bias, into memory that was NaN; the same bits whatever other tokens there are."""
     _hopper()
-    tiles, tokens, rows, k = way
     given = arguments_of(Case(tokens, rows, k, bias=True, silu_mul=activation is not None), dtype, "cuda")
+    assert given.bias_N is not None
     arguments = given.weight_NK, given.bias_N, activation is not None, activation or "silu", tiles
     with nan_in_new_tensors():
         found = hopper_linear(given.x_TK, *arguments)
-    expected = torch.nn.functional.linear(*(t.double() for t in (given.x_TK, given.weight_NK, given.bias_N)))
+    expected = torch.nn.functional.linear(given.x_TK.double(), given.weight_NK.double(), given.bias_N.double())
     if activation is not None:
         expected = silu_mul.reference(expected, activation)
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 1e-2
