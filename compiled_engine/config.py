@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from compiled_engine.foreign_share import divided_config
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -239,20 +241,28 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 
     Ranks that are more than the KV heads share these. A vocabulary that num_ranks does not divide stays whole.
     """
-    vocab_size, rest = divmod(model.vocab_size, num_ranks)
+    if num_ranks == 1:
+        return model
+    vocab_size = model.vocab_size if model.vocab_size % num_ranks else model.vocab_size // num_ranks
 
     def part(heads: HeadShape) -> HeadShape:
         num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
         return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
     usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
+    foreign = model.transformers
+    if foreign is not None:
+        sizes = usual.num_heads, usual.num_kv_heads, usual.head_dim
+        foreign = replace(foreign, config=divided_config(foreign.config, num_ranks, sizes, vocab_size))
     return replace(
         model,
         num_heads=usual.num_heads,
         num_kv_heads=usual.num_kv_heads,
         layer_heads=None if model.layer_heads is None else tuple(map(part, model.layer_heads)),
         intermediate_size=model.intermediate_size // num_ranks,
-        vocab_size=model.vocab_size if rest else vocab_size,
+        vocab_size=vocab_size,
+        experts=replace(model.experts, intermediate_size=model.experts.intermediate_size // num_ranks),
+        transformers=foreign,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -12,15 +13,18 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
 from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.models.foreign.weights import find_weight_plan
+from compiled_engine.parallel.shards import RankShare
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 RECOMPUTED = "inv_freq"  # the last part of names of buffers that old checkpoints hold; the model computes its own
 
 
 def match_foreign(
-    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
+    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, share: RankShare, cache_dir: Path | None
 ) -> list[Pair]:
     """Each part of a parameter with the tensor, or part of one, that belongs in it, in file order.
+
+    share: the slices of the tensors that the parameters are. config: of the undivided model.
 
     Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
     """
@@ -42,12 +46,13 @@ def match_foreign(
     covered = Counter(dict.fromkeys(first.values(), 0))
     for placement in placements:
         covered[owners[placement.target]] += _elements(placement.placed)
-    misfits = [p for p in placements if not _fits(p, parameters)]
+    whole = {name: share.whole_shape(name, tensor) for name, tensor in parameters.items()}
+    misfits = [p for p in placements if not _fits(p, whole)]
     problems = {
-        "missing": [name for name, count in covered.items() if count < parameters[name].numel()],
+        "missing": [name for name, count in covered.items() if count < math.prod(whole[name])],
         "unexpected": [name for name in plan.unexpected if name.rpartition(".")[2] != RECOMPUTED],
         "of another shape": [
-            f"{p.source} ({list(shapes[p.source])} instead of {list(parameters[p.target].shape)})" for p in misfits
+            f"{p.source} ({list(shapes[p.source])} instead of {list(whole[p.target])})" for p in misfits
         ],
         "of a dtype that is not supported": [
             f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES
@@ -57,11 +62,25 @@ def match_foreign(
     if lines:
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     order = {name: place for place, name in enumerate(tensors)}
-    return [p.pair(tensors, parameters) for p in sorted(placements, key=lambda p: order[p.source])]
+    ordered = sorted(placements, key=lambda p: order[p.source])
+    return [pair for p in ordered for pair in _own_pairs(p, tensors, parameters, share)]
 
 
-def _fits(placement: Placement, parameters: dict[str, torch.Tensor]) -> bool:
-    shape = parameters[placement.target].shape
+def _own_pairs(
+    placement: Placement, tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor], share: RankShare
+) -> list[Pair]:
+    shard = share.shards.get(placement.target)
+    if shard is None or (shard.dim is None and not (shard.first_only and share.rank)):
+        return [placement.pair(tensors, parameters)]
+    if shard.dim is None:
+        source, target = placement.pair(tensors, parameters)
+        return [(torch.zeros_like(source), target)]
+    places = shard.places(share.rank, share.num_ranks)
+    return [part.pair(tensors, parameters) for part in placement.cut(shard.dim, places)]
+
+
+def _fits(placement: Placement, whole: dict[str, tuple[int, ...]]) -> bool:
+    shape = whole[placement.target]
     inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
     return len(shape) == len(placement.placed) and inside
 
