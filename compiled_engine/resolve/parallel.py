@@ -18,7 +18,31 @@ DIVISIBLE = (
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
 )
-DIVISIBLE_FOREIGN = (*DIVISIBLE, "Glm4ForCausalLM", "MixtralForCausalLM")
+DIVISIBLE_FOREIGN = (
+    *DIVISIBLE,
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "CwmForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "GlmForCausalLM",
+    "GraniteForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "Jais2ForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "OlmoForCausalLM",
+    "PhiForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
 
 
 def resolve_parallel(
