@@ -61,6 +61,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
+    if torch.cuda.is_available():
+        torch.cuda.mem_get_info()  # its context has descriptors of its own
     before = psutil.Process().num_fds()
     yield temporary
     wait_until(lambda: not of_this_test(temporary), SOON_S)
