@@ -19,6 +19,7 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -33,7 +34,7 @@ from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import load_model
-from compiled_engine.runner.rehearsal import rehearse
+from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.row_updates import update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
@@ -75,11 +76,11 @@ class Runner:
             is_first = self._group.rank == 0
             if is_first and kernels is not None and not any(kernels.iterdir()):
                 workers.start()
-            self._load(progress, logits_processors, workers)
-            # The first rank compiles the kernels that are new to any of them; the others find them then.
-            if not self._group.least(not self._is_new) and is_first:
-                workers.start()
             with kernels_in(kernels):
+                self._load(progress, logits_processors, workers)
+                # The first rank compiles the kernels that are new to any of them; the others find them then.
+                if not self._group.least(not self._is_new) and is_first:
+                    workers.start()
                 self._start(progress, workers)
 
     def _load(
@@ -95,9 +96,12 @@ class Runner:
             self._is_new = True
             if self._group.rank == 0:
                 workers.start()  # what is new to the compile cache has kernels that are new
+                if on_gpu:
+                    self._ahead = InBackground(lambda: rehearse_ahead(config, self._group, workers))
             return build_model(config.local_model)
 
-        self._is_new = False
+        self._is_new, on_gpu = False, config.device.type == "cuda"
+        self._ahead: InBackground[None] | None = None
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
@@ -150,6 +154,8 @@ class Runner:
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
             with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
+                if self._ahead is not None:
+                    self._ahead.result()
                 rehearse(self._config, self.step, workers, progress)
         workers.close()
         self._group.least(1)  # all wait for the kernels
