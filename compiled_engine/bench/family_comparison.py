@@ -80,6 +80,7 @@ def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str
     dtype = getattr(torch, str(options.get("dtype", "float32")))
     oracle = write_checkpoint(folder, case, dtype)
     found: dict[str, Any] = {"family": case.name, "architecture": type(oracle).__name__, "dtype": options.get("dtype")}
+    found["implementation"] = options.get("model_impl", OPTIONS["model_impl"])
     try:
         for mode in modes:
             if mode == "fused":

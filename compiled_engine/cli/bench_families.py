@@ -35,8 +35,9 @@ def families(
     ranks in that graph with the undivided model, value by value. A difference is right up to 3e-4 in float32; in other
     types the mean may be 1.3 times that of transformers in the same type.
 
-    JSON: benchmark, ranks, results (family, architecture, and for each mode largest, mean, mean_of_transformers, right;
-    passes: matches and contract of each; refused: why it cannot be run), date, machine, versions, command.
+    JSON: benchmark, ranks, results (family, architecture, implementation, and for each mode largest, mean,
+    mean_of_transformers, right; passes: matches and contract of each; refused: why it cannot be run), date, machine,
+    versions, command.
     """
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
