@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.mxfp4 import BYTES, Mxfp4Tensor
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
 from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.models.foreign.weights import find_weight_plan
 from compiled_engine.parallel.shards import RankShare
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor | Mxfp4Tensor, torch.Tensor]
 RECOMPUTED = "inv_freq"  # the last part of names of buffers that old checkpoints hold; the model computes its own
 
 
@@ -47,7 +48,8 @@ def match_foreign(
     for placement in placements:
         covered[owners[placement.target]] += _elements(placement.placed)
     whole = {name: share.whole_shape(name, tensor) for name, tensor in parameters.items()}
-    misfits = [p for p in placements if not _fits(p, whole)]
+    misfits = [p for p in placements if not _fits(p, whole, tensors)]
+    packed = {name for p in placements if p.scales for name in (p.source, p.scales)}
     problems = {
         "missing": [name for name, count in covered.items() if count < math.prod(whole[name])],
         "unexpected": [name for name in plan.unexpected if name.rpartition(".")[2] != RECOMPUTED],
@@ -55,7 +57,9 @@ def match_foreign(
             f"{p.source} ({list(shapes[p.source])} instead of {list(whole[p.target])})" for p in misfits
         ],
         "of a dtype that is not supported": [
-            f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES
+            f"{name} ({tensor.dtype})"
+            for name, tensor in tensors.items()
+            if tensor.dtype not in ((torch.uint8,) if name in packed else STORED_DTYPES)
         ],
     }
     lines = [f"{len(names)} {kind}: {name_some(names)}" for kind, names in problems.items() if names]
@@ -63,12 +67,16 @@ def match_foreign(
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     order = {name: place for place, name in enumerate(tensors)}
     ordered = sorted(placements, key=lambda p: order[p.source])
-    return [pair for p in ordered for pair in _own_pairs(p, tensors, parameters, share)]
+    return [pair for p in ordered for pair in _pairs(p, tensors, parameters, share)]
 
 
-def _own_pairs(
+def _pairs(
     placement: Placement, tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor], share: RankShare
 ) -> list[Pair]:
+    """Of packed values, which are not divided, the one pair; else a rank's parts."""
+    if placement.scales:
+        packed = Mxfp4Tensor(tensors[placement.source], tensors[placement.scales])
+        return [(packed, parameters[placement.target].mT)]
     shard = share.shards.get(placement.target)
     if shard is None or (shard.dim is None and not (shard.first_only and share.rank)):
         return [placement.pair(tensors, parameters)]
@@ -79,8 +87,12 @@ def _own_pairs(
     return [part.pair(tensors, parameters) for part in placement.cut(shard.dim, places)]
 
 
-def _fits(placement: Placement, whole: dict[str, tuple[int, ...]]) -> bool:
+def _fits(placement: Placement, whole: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor]) -> bool:
     shape = whole[placement.target]
+    if placement.scales:
+        blocks = tensors[placement.source].shape
+        if len(blocks) != 4 or blocks[3] != BYTES or blocks[:3] != tensors[placement.scales].shape:
+            return False
     inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
     return len(shape) == len(placement.placed) and inside
 
