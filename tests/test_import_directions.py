@@ -21,6 +21,7 @@ LARGEST_ROOM = 0.13
 FLOORS = (
     "process",
     "foreign_share",
+    "rope_config",
     "config",
     "config_as_json",
     "near_names",
