@@ -315,11 +315,24 @@ def tensor_parallel(result: Result) -> str:
     return below(markdown(["two ranks", "this engine", "vLLM 0.25.1", "bound"], rows), result)
 
 
+def data_parallel(result: Result) -> str:
+    """What two replicas reach beside one engine on one GPU."""
+    rows = []
+    for row in result["rows"]:
+        one, two = row["one"]["median"], row["two"]["median"]
+        given = [f"{row['one_requests']:,}", f"{one:,.0f}", f"{row['two_requests']:,}", f"{two:,.0f}"]
+        rows.append([row["model"], *given, f"{two / one:.2f}"])
+    headings = ["model", "requests, one GPU", "output tok/s", "requests, two replicas", "output tok/s", "ratio"]
+    return below(markdown(headings, rows), result)
+
+
 # Passes whose matches the table of families shows, by what they fuse.
 SHOWN_PASSES = {
     "merge_linears": "merged linears",
+    "experts": "experts",
     "residual_rms_norm": "sums + norms",
     "rms_norm": "norms",
+    "layer_norm": "layer norms",
     "rope_angles": "angles",
     "rope_kv_write": "rope + KV",
     "silu_mul": "gates",

@@ -70,6 +70,7 @@ GEMMA2 = Family("Gemma2ForCausalLM", changes=(("attention_soft_cap", 5.0), ("log
 PHI3 = Family("Phi3ForCausalLM", tied=False)
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", tied=False)
 GPT_OSS = Family("GptOssForCausalLM", foreign="gpt_oss")
+STARCODER2 = Family("Starcoder2ForCausalLM", foreign="starcoder2")
 GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 

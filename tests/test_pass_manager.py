@@ -64,6 +64,7 @@ def test_every_pass_matches_exactly_its_contract(family: Family, dtype: torch.dt
             "experts": experts,
             "residual_rms_norm": 2 * num_layers,
             "rms_norm": 1,
+            "layer_norm": 0,
             "rope_angles": ropes,
             "rope_kv_write": num_layers,
             "silu_mul": mlps,

@@ -23,6 +23,7 @@ from pass_cases import (
     QWEN3_YARN,
     RANGES,
     SMALL,
+    STARCODER2,
     Family,
     graph_of,
     run_all,
@@ -41,6 +42,7 @@ aten = torch.ops.aten
 ours = torch.ops.compiled_engine
 NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
+LAYER_NORM = ours.layer_norm.default
 ROPE_FORM = ours.rope_form_kv_write.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
 
@@ -73,8 +75,10 @@ def swap_arguments(target: Any, i: int, j: int) -> Edit:
 
 
 def copy_argument(target: Any, source: int, to: int) -> Edit:
+    """In the first call that has something there."""
+
     def edit(graph: fx.Graph) -> None:
-        node = calls(graph, target)[0]
+        node = next(node for node in calls(graph, target) if node.args[to] is not None)
         node.update_arg(to, node.args[source])
 
     return edit
@@ -247,6 +251,10 @@ MUTATIONS = (
     Mutation("residual_rms_norm", "sum and norm swapped", swap_results(SUM_NORM)),
     Mutation("rms_norm", "wrong eps", set_argument(NORM, 2, ten_times)),
     Mutation("rms_norm", "no norm", skip(NORM)),
+    Mutation("layer_norm", "wrong eps", set_argument(LAYER_NORM, 4, ten_times), STARCODER2),
+    Mutation("layer_norm", "no weight", set_argument(LAYER_NORM, 2, none), STARCODER2),
+    Mutation("layer_norm", "no bias", set_argument(LAYER_NORM, 3, none), STARCODER2),
+    Mutation("layer_norm", "the residual twice", copy_argument(LAYER_NORM, 0, 1), STARCODER2),
     Mutation("rope_angles", "cos and sin swapped", swap_results(ANGLES)),
     Mutation("rope_angles", "wrong scale", set_argument(ANGLES, 2, ten_times), QWEN3_YARN),
     Mutation("rope_kv_write", "cos and sin swapped", swap_arguments(ROPE, 6, 7)),
