@@ -42,6 +42,10 @@ def layer_norm_kernel(
     """Program (token): its row; residual, weight and bias may be None, and without a residual nothing is summed."""
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask, other=0.0).to(tl.float32)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -55,9 +59,9 @@ def layer_norm_kernel(
     centred = tl.where(mask, x - tl.sum(x, 0) / HIDDEN_SIZE, 0.0)
     normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN_SIZE + eps)
     if weight_ptr is not None:
-        normed *= tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+        normed *= weight
     if bias_ptr is not None:
-        normed += tl.load(bias_ptr + column, mask, other=0.0).to(tl.float32)
+        normed += bias
     tl.store(normed_ptr + start + column, normed.to(dtype), mask)
 
 
