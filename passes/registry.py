@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
+from compiled_engine.passes.gated_linear import GatedLinear
 from compiled_engine.passes.graph_pass import GraphPass
 from compiled_engine.passes.layer_norm import LayerNorm
 from compiled_engine.passes.merge_linears import MergeLinears
@@ -30,6 +31,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     RopeKVWrite(),
     SiluMul(),
     SmallBatchLinear(),
+    GatedLinear(),
 )
 
 # What register_pass adds to: the one list of the project that changes while it runs.

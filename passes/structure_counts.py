@@ -44,6 +44,7 @@ def structure_of(graph: fx.Graph) -> Structure:
         linear_inputs=len(readers),
         linear_groups=sum(1 for count in readers.values() if count > 1),
         sum_norms=len(sums),
+        inner_norms=len(inner),
         norms=len(norms) - len(sums) - len(inner),
         layer_norms=sum(1 for node in calls if is_call(node, aten.native_layer_norm.default) and _has_tokens(node)),
         angles=sum(1 for node in calls if is_call(node, aten.cos.default)),

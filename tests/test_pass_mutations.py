@@ -12,6 +12,7 @@ import torch
 from pass_cases import (
     CPU,
     DTYPES,
+    DYNAMIC,
     FAMILIES,
     GEMMA2,
     GLM4,
@@ -45,6 +46,7 @@ ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, 
 LAYER_NORM = ours.layer_norm.default
 ROPE_FORM = ours.rope_form_kv_write.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
+GATED = ours.gated_linear.default
 
 Edit = Callable[[fx.Graph], None]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -276,7 +278,12 @@ MUTATIONS = (
     Mutation("small_batch_linear", "no bias", set_argument(LINEAR, 2, none), QWEN2),
     Mutation("small_batch_linear", "another layer's weight", take_from_next(LINEAR, 1)),
     Mutation("small_batch_linear", "gate and up swapped", reverse_packed("{gate_proj,up_proj}.weight")),
+    Mutation("gated_linear", "another layer's weight", take_from_next(GATED, 1)),
+    Mutation("gated_linear", "gate and up swapped", reverse_packed("{gate_proj,up_proj}.weight")),
+    Mutation("gated_linear", "silu for gelu", set_argument(GATED, 3, lambda name: "silu"), GEMMA2),
 )
+# Passes that apply to one of the ranges.
+ONE_RANGE = {"small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
 
 
 @dataclass(frozen=True)
@@ -312,7 +319,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("mutation", "dtype"), list(cases()))
 def test_a_broken_rewrite_is_caught(mutation: Mutation, dtype: torch.dtype) -> None:
     passes = tuple(Broken(p, mutation) if p.name == mutation.broken else p for p in registered_passes())
-    for compile_range in RANGES if mutation.broken != "small_batch_linear" else (SMALL,):
+    for compile_range in ONE_RANGE.get(mutation.broken, RANGES):
         with pytest.raises(VerificationError, match=mutation.broken):
             run_all(mutation.family, dtype, compile_range, passes)
 
@@ -327,7 +334,8 @@ def test_the_unbroken_passes_are_not(family: Family, dtype: torch.dtype) -> None
     for compile_range in RANGES:
         reports = run_all(family, dtype, compile_range)
         assert all((report.verified > 0) == (report.matches > 0) for report in reports)
-        assert all(report.applied for report in reports if compile_range is SMALL and report.name not in OF_RANKS)
+        elsewhere = OF_RANKS | {"gated_linear"}
+        assert all(report.applied for report in reports if compile_range is SMALL and report.name not in elsewhere)
 
 
 @dataclass(frozen=True)
