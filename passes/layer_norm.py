@@ -20,7 +20,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import aten, emit, emit_item, is_call, rewrite_calls
+from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
 
@@ -130,20 +130,19 @@ class LayerNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
-    x, shape, weight, bias, eps = norm.args
-    value = x.meta["val"]  # type: ignore[union-attr]
+    x, shape, weight, bias, eps = (arg(norm, i) for i in range(5))
+    value = x.meta["val"]
     if value.dim() != 2:
         return None
     items: list[Any] = list(norm.users)
     if any(not is_call(item, operator.getitem) or item.args[1] != 0 for item in items) or len(items) != 1:
         return "its mean or its deviation is read too"
-    if list(shape) != [value.shape[-1]]:  # type: ignore[call-overload]
+    if list(shape) != [value.shape[-1]]:
         return "it is not over the last dimension"
     for parameter in (weight, bias):
-        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):  # type: ignore[union-attr]
+        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):
             return "its weight or bias is not a parameter of its dtype"
-    total: Any = x
-    addends = _addends(total)
+    total, addends = x, _addends(x)
     # Others may read the sum before the norm does.
     with graph.inserting_before(norm) if addends is None else graph.inserting_after(total):
         fused = emit(graph, layer_norm, *(addends or (total, None)), weight, bias, eps)
