@@ -134,9 +134,11 @@ class ModelConfig:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
-        """The shape of each layer's KV cache."""
-        heads = map(self.heads_of, range(self.num_layers))
+    def kv_shapes(
+        self, num_blocks: int, block_size: int, layers: range | None = None
+    ) -> list[tuple[int, int, int, int, int]]:
+        """The shape of the KV cache of each of these layers; None for all."""
+        heads = map(self.heads_of, range(self.num_layers) if layers is None else layers)
         return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
 
     @property
@@ -228,10 +230,19 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks compute each layer together, one a device, and who runs them: in_process or multiprocess."""
+    """How many ranks compute each layer together, one a device, and who runs them: in_process or multiprocess.
+
+    `stage_layers`: the stages that a step goes through one after another: how many layers' attention each of them has;
+    empty where there is but one stage.
+    """
 
     tensor_parallel_size: int
     executor: str
+    stage_layers: tuple[int, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_layers))
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -273,6 +284,11 @@ class EngineConfig:
     device: torch.device
     attention_backend: str
     reasons: dict[str, str]
+
+    @property
+    def max_running(self) -> int:
+        """Most requests that run at a time: those of a step for each stage, since stages compute different ones."""
+        return self.scheduler.max_num_seqs * self.parallel.num_stages
 
     @property
     def local_model(self) -> ModelConfig:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from compiled_engine.config import ModelConfig, ParallelConfig
+from compiled_engine.config import ModelConfig, ParallelConfig, local_share
+from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.stages import divide_layers, parameter_places
 
 # Whose shares are known to add up to the whole.
 DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -15,13 +19,15 @@ def resolve_parallel(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> ParallelConfig:
     """Raises ValueError naming the field, its value and what is allowed."""
-    size, executor = options.tensor_parallel_size, options.distributed_executor
+    size, stages, executor = options.tensor_parallel_size, options.pipeline_parallel_size, options.distributed_executor
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    ranks = size * stages
     if executor == "auto":
-        executor = "in_process" if size == 1 else "multiprocess"
-        reasons["parallel.executor"] = "one device" if size == 1 else f"one process for each of {size} devices"
-    if executor == "in_process" and size > 1:
+        executor = "in_process" if ranks == 1 else "multiprocess"
+        reasons["parallel.executor"] = "one device" if ranks == 1 else f"one process for each of {ranks} devices"
+    if executor == "in_process" and ranks > 1:
         raise ValueError(
-            f"distributed_executor is 'in_process', which runs one device, but tensor_parallel_size is {size}; "
+            f"distributed_executor is 'in_process', which runs one device, but {_more_than_one(sizes)}; "
             "allowed: auto, multiprocess"
         )
     _check_model(model, size)
@@ -29,8 +35,42 @@ def resolve_parallel(
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
     if executor == "multiprocess":
         _check_executor(options)
-        _check_devices(options, device, size)
-    return ParallelConfig(size, executor)
+        _check_devices(options, device, sizes)
+    return ParallelConfig(size, executor, _stage_layers(model, size, stages, reasons))
+
+
+def check_stages(parallel: ParallelConfig, compiled: bool) -> None:
+    """Raise ValueError for stages of a model that is not compiled: what a stage runs is a part of the compiled plan."""
+    if parallel.num_stages > 1 and not compiled:
+        raise ValueError(
+            f"pipeline_parallel_size is {parallel.num_stages}, but mode is 'eager': stages are parts of the compiled "
+            "model; allowed: 1, or mode compiled or graphed"
+        )
+
+
+def _stage_layers(model: ModelConfig, size: int, stages: int, reasons: dict[str, str]) -> tuple[int, ...]:
+    """See ParallelConfig. Raises ValueError for a model that cannot be divided so."""
+    if stages == 1:
+        return ()
+    if stages > model.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, but the model has {model.num_layers} layers; "
+            f"allowed: at most {model.num_layers}"
+        )
+    if model.transformers is not None:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, but models through transformers' code cannot be divided so far; "
+            "allowed: 1, or model_impl textbook"
+        )
+    local = local_share(model, size)
+    built = build_model(local)
+    nbytes = {name: parameter.nbytes for name, parameter in built.named_parameters()}
+    reasons["parallel.stage_layers"] = "the stage that reads the most bytes reads as few as can be"
+    return divide_layers(parameter_places(built, local), nbytes, model.num_layers, stages)
+
+
+def _more_than_one(sizes: dict[str, int]) -> str:
+    return " and ".join(f"{name} is {size}" for name, size in sizes.items() if size > 1)
 
 
 def _check_model(model: ModelConfig, size: int) -> None:
@@ -77,9 +117,10 @@ def _check_executor(options: EngineOptions) -> None:
             )
 
 
-def _check_devices(options: EngineOptions, device: torch.device, size: int) -> None:
+def _check_devices(options: EngineOptions, device: torch.device, sizes: dict[str, int]) -> None:
+    ranks, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
-        raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no torch.distributed; allowed: 1")
+        raise ValueError(f"{given or 'distributed_executor is multiprocess'}, but this PyTorch has no torch.distributed")
     if device.type != "cuda":
         return
     if ":" in options.device:
@@ -87,10 +128,10 @@ def _check_devices(options: EngineOptions, device: torch.device, size: int) -> N
             f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with "
             "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
         )
-    if size > torch.cuda.device_count():
+    if ranks > torch.cuda.device_count():
         raise ValueError(
-            f"tensor_parallel_size is {size}, but {torch.cuda.device_count()} GPUs are visible; "
-            f"allowed: at most {torch.cuda.device_count()}"
+            f"{given}, but {torch.cuda.device_count()} GPUs are visible; allowed: at most {torch.cuda.device_count()}"
+            + " ranks in all" * (sum(size > 1 for size in sizes.values()) > 1)
         )
-    if size > 1 and not torch.distributed.is_nccl_available():
-        raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no NCCL; allowed on GPUs: 1")
+    if ranks > 1 and not torch.distributed.is_nccl_available():
+        raise ValueError(f"{given}, but this PyTorch has no NCCL; allowed on GPUs: 1")

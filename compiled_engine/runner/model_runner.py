@@ -17,25 +17,28 @@ from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
-from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
+from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.advance import advance
 from compiled_engine.runner.captured_steps import CapturedSteps, affordable
 from compiled_engine.runner.cpu_threads import threads_for_step
 from compiled_engine.runner.input_batch import InputBatch, make_batch, prepare
 from compiled_engine.runner.input_buffers import InputBuffers
-from compiled_engine.runner.model_forward import ModelForward
+from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import load_model
 from compiled_engine.runner.rehearsal import rehearse
+from compiled_engine.runner.request_rows import RequestRows
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.runner_metrics import runner_metrics
+from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.history import penalty_bytes
@@ -57,15 +60,18 @@ class Runner:
         clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
+        link: StageLink | None = None,
     ):
         """Load, compile, size the KV cache, capture.
 
-        group: the ranks that this is one of, and the caller's current group: all of them construct a runner at the same
-        time, and submit the same steps.
+        group: the ranks that this is one of, and the caller's current group. link: the way to other stages, where there
+        are any. All ranks construct a runner at the same time, and submit the same steps.
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or StandIn()
+        self._link = link
+        self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
@@ -88,7 +94,10 @@ class Runner:
         workers: KernelWorkers,
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
-        processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
+        max_rows, samples = config.max_running, self._stage.is_last
+        processors = build_processors(
+            logits_processors if samples else (), max_rows, config.model.vocab_size, config.device
+        )
 
         def model_to_trace() -> nn.Module:
             self._is_new = True
@@ -99,19 +108,23 @@ class Runner:
         self._is_new = False
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
-            self._compiled = compile_model(config, model_to_trace, progress, timeline)
+            self._compiled = compile_model(config, model_to_trace, progress, timeline).for_stage(self._stage)
         with timeline.span("load weights"):
-            model, named = load_model(config, self._compiled, self._group, progress)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            model, named = load_model(config, self._compiled, self._group, self._stage, progress)
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        gather = gather_columns if config.local_model.vocab_size != config.model.vocab_size else None
-        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None, gather)
+        gather = gather_columns if samples and config.local_model.vocab_size != config.model.vocab_size else None
+        on_attention = capture.on_attention if capture else None
+        most_tokens = scheduler.max_num_batched_tokens
+        self.model = ModelForward(model, self._compiled, named, on_attention, gather, most_tokens)
 
-        self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
+        self.sampler = Sampler(max_rows, config.model.vocab_size, config.device, processors=processors)
         self.states = RequestStates(
-            scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
+            max_rows, scheduler.max_model_len, config.cache.block_size, config.device, self._stage.count + 1
         )
+        self._rows = RequestRows(self.states, self.sampler if samples else None)
+        self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
         # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
         planned = cases[0] if len(cases) == 1 else None
@@ -129,7 +142,7 @@ class Runner:
         )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(self.sampler, self.states, self.buffers, self.pending, config.device)
-        self._kv_caches = kv_cache.allocate(config, 1)
+        self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         self.step = PaddedStep(
             self.model,
             self.sampler,
@@ -139,6 +152,7 @@ class Runner:
             config.attention_backend,
             planned,
             scheduler.max_model_len,
+            samples,
         )
 
     @torch.inference_mode()
@@ -151,17 +165,18 @@ class Runner:
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
-        set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
+        set_aside = penalty_bytes(self._config.max_running, self._config.model.vocab_size) * self._stage.is_last
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
-                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least)
-        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
+                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least, self._stage.index)
+        layers = self._stage.layers
+        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
-        self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
+        self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
         if graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -178,7 +193,9 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            self._update_rows(step)
+            self._rows.update(step)
+            if self._traffic:
+                self._traffic.take_tokens(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
             if self._unsampled is None and self.captured.capture_next():  # a capture may overwrite the logits
@@ -195,7 +212,7 @@ class Runner:
         assert unsampled is not None
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
-                unsampled.sampled = self._sampling.finish(unsampled, masks)
+                unsampled.sampled = self._finish(unsampled, masks)
         except BaseException:
             self._fail()
             raise
@@ -222,22 +239,21 @@ class Runner:
         """
         self.runs_begun += 1
         self.states.writes.apply()
+        if self._traffic:
+            self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
+        if not self._stage.is_last:
+            return self._hand_on(batch, hidden_wanted)
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
             logits_RV = self.captured.replay(batch).tensor
         else:
-            if batch.key is None:
-                prepare(batch, self.states, self.buffers)
-                output = self.step.forward(batch, hidden_wanted=hidden_wanted)
-            else:
-                output = self.captured.replay(batch)
+            output = self._forward(batch, hidden_wanted)
             if hidden_wanted:
                 prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model)
             count = batch.num_requests  # padding rows need no logits here
             if not batch.samples.any():
-                nobody_R = self.buffers.sample_positions_R
-                advance(self.states, self.buffers, nobody_R, count, decodes_only=batch.decodes_only)
+                self.step.advance_without_tokens(batch, count)
                 self.pending.launched()
                 self.runs_ended += 1
                 return self.pending.step(batch, None, prompt)
@@ -250,38 +266,30 @@ class Runner:
         if awaits_masks:
             self._unsampled = unsampled
             return unsampled
-        return self._sampling.finish(unsampled)
+        return self._finish(unsampled)
 
-    def _update_rows(self, step: SchedulerOutput) -> None:
-        for request_id in step.removed:
-            row = self.states.remove(request_id)
-            if row is not None:
-                self.sampler.remove_row(row)
-        if step.new:
-            starts = dict(zip(step.request_ids, step.starts, strict=True))
-            for request in step.new:
-                self._add_row(request, starts[request.request_id])
-        for request_id, block_ids in step.new_block_ids.items():
-            self.states.append_blocks(self.states.row(request_id), block_ids)
+    def _forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
+        if batch.key is not None:
+            return self.captured.replay(batch)
+        prepare(batch, self.states, self.buffers)
+        return self.step.forward(batch, hidden_wanted=hidden_wanted)
 
-    def _add_row(self, request: NewRequest, num_computed: int) -> None:
-        """A row in the states and in the sampler, or in neither."""
-        row = self.states.add(request, num_computed)
-        params = request.sampling_params
-        assert params.seed is not None  # the engine core fills it in
-        try:
-            self.sampler.add_row(
-                row,
-                params,
-                params.seed,
-                request.token_ids,
-                request.num_prompt_tokens,
-                request.eos_token_ids,
-                masked=request.masked,
-            )
-        except BaseException:
-            self.states.remove(request.request_id)
-            raise
+    def _finish(self, unsampled: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
+        pending = self._sampling.finish(unsampled, masks)
+        if self._traffic:
+            self._traffic.send_tokens(unsampled.batch)
+        return pending
+
+    def _hand_on(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """The part of a step of a stage that has others behind it. Nobody asks for its result."""
+        assert self._traffic is not None
+        output = self._forward(batch, hidden_wanted)
+        if batch.key is None or not batch.key.is_decode:
+            self.step.advance_without_tokens(batch, batch.num_requests)
+        self._traffic.send(output.tensor, batch)
+        self.pending.launched()
+        self.runs_ended += 1
+        return self.pending.step(batch, None, {})
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""

@@ -28,8 +28,10 @@ def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, pro
         try:
             with compiled_by(workers, threads) as kernels:
                 # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
-                ways = ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device)
-                sampling: list[Future[Any]] = [threads.submit(way) for way in ways]
+                sampling: list[Future[Any]] = []
+                if step.samples:
+                    ways = ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device)
+                    sampling = [threads.submit(way) for way in ways]
                 for shape in start_up_batches(config)[1:]:  # the first is the largest, but has no kernel of its own
                     _forward(config, step, shape)
                 _inputs(config, step)

@@ -50,6 +50,7 @@ class Request:
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
+    lane: of the steps that sample its tokens, see lanes.py; None before, and where there is but one.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
@@ -77,6 +78,7 @@ class Request:
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     next_prompt_logprob: int = 1
+    lane: int | None = None
     steady_until_computed: int = 0
     steady_until_known: int = 0
 
@@ -129,6 +131,11 @@ class Request:
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
         return min(self.num_slots, last - 1) if decodes else 0, last if generates else 0
+
+    @property
+    def num_unknown_tokens(self) -> int:
+        """How many of its tokens steps in flight sample; none that counts once it has ended."""
+        return 0 if self.status is RequestStatus.FINISHED else self.num_tokens - len(self.token_ids)
 
     @property
     def awaits_token(self) -> bool:

@@ -5,9 +5,10 @@ shares a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal e
 Running requests come first, then waiting ones are admitted strictly in order. When the blocks run out, the
 request that is last in order is preempted, to be computed again later.
 
-With two steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
+With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
-The masks of requests with a constraint are made while their step runs: only its sampling waits for them.
+The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
+stages of a pipeline work at steps side by side, lanes.py says which requests a step has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from compiled_engine.messages import (
 from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import WHY_NO_TOKEN
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
+from compiled_engine.scheduling.lanes import Lanes
 from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
@@ -40,15 +42,21 @@ class Scheduler:
     """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `masks`), call
     `update` with both; repeat while unfinished.
 
-    Up to `steps_in_flight` steps (1 or 2) may be scheduled whose `update` is still to come, in the same order; the
-    runner executes one after the other. Requests may be added and aborted at any time. If a step fails, call
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
+    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step fails, call
     `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
     """
 
     def __init__(
-        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, vocab_size: int, steps_in_flight: int = 1
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        vocab_size: int,
+        steps_in_flight: int = 1,
+        num_lanes: int = 1,
     ) -> None:
         self._config = scheduler
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
@@ -57,6 +65,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # sorted by order
         self._in_flight = StepsInFlight(steps_in_flight)
+        self._lanes = Lanes(num_lanes, scheduler.max_num_seqs, steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._removed: list[str] = []
         self._num_constrained, self._masks = 0, MaskMaker(scheduler.max_num_seqs, vocab_size)
@@ -103,12 +112,13 @@ class Scheduler:
         """
         self._in_flight.require_room()
         self._retire()
-        draft = StepDraft(self._config.max_prefill_tokens)
-        budget = self._schedule_running(draft)
-        if self._waiting and budget > 0:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget)
-        if not draft.one_token and not draft.longer.requests:
+        for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
+            draft = self._draft(lane)
+            if draft.one_token or draft.longer.requests:
+                break
+        else:
             return None
+        self._lanes.took(lane)
         number = self._counts.begin_step(self._kv_cache.pool.num_free)
         removed, self._removed = self._removed, []
         registered = self._kv_cache.take_registered()
@@ -126,9 +136,19 @@ class Scheduler:
         if retired:
             self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
 
-    def _schedule_running(self, draft: StepDraft) -> int:
+    def _draft(self, lane: int) -> StepDraft:
+        """A step of the lane; it may be empty."""
+        draft = StepDraft(lane, self._config.max_prefill_tokens)
+        of_step = self._lanes.of_step(self._running, lane)
+        room = self._lanes.room(of_step, lane, len(self._running), len(self._waiting))
+        budget = self._schedule_running(draft, of_step)
+        if self._waiting and budget > 0:
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget, room)
+        return draft
+
+    def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
         """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
-        running, budget = self._running, self._config.max_num_batched_tokens
+        budget = self._config.max_num_batched_tokens
         num_preemptions = self._counts.preemptions
         add_request, add_start = draft.one_token.append, draft.one_token_starts.append
         for index, request in enumerate(running, 1):
@@ -139,6 +159,8 @@ class Scheduler:
                 request.num_computed_tokens = start + 1
                 request.num_tokens += 1
                 budget -= 1
+                continue
+            if request.status is not RequestStatus.RUNNING:  # preempted just now
                 continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
             num_tokens = request.num_tokens - start
@@ -155,8 +177,9 @@ class Scheduler:
             self._schedule_tokens(draft, request, num_tokens)
         return budget if self._counts.preemptions == num_preemptions else 0
 
-    def _admit_waiting(self, draft: StepDraft, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
+    def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
+        """At most `room` requests."""
+        while self._waiting and budget > 0 and len(draft.new) < room:
             request = self._waiting.peek()
             # Each running request keeps room to grow by a block, lest this one be preempted right away.
             if request.awaits_token or not self._kv_cache.admit(request, reserve=len(self._running)):
@@ -177,6 +200,7 @@ class Scheduler:
         if end >= request.next_block_end:
             self._kv_cache.register(request)
         if samples:
+            self._lanes.join(request, draft.lane)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
@@ -191,9 +215,13 @@ class Scheduler:
         self._counts.preemptions += 1
         return request
 
+    def knows_tokens_before(self, step: SchedulerOutput) -> bool:
+        """Whether all tokens are known that `masks` of a step in flight need."""
+        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
+
     def masks(self, step: SchedulerOutput) -> TokenMasks:
-        """A constraint that fails ends its request in `update`. RuntimeError unless `step` is the oldest in flight."""
-        return self._masks.make(self._in_flight.oldest(step).constrained)
+        """A constraint that fails ends its request in `update`. Only if `knows_tokens_before`."""
+        return self._masks.make(self._in_flight.find(step).constrained)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.
@@ -276,6 +304,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
         self._kv_cache.free(request)
+        request.lane = None
         request.set_steady_limits()
         self._removed.append(request.request_id)
 

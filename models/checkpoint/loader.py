@@ -28,8 +28,8 @@ def load_weights(
 ) -> None:
     """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
 
-    share: the slices of the tensors that the model's parameters are; nothing else of the files is read. config: of the
-    undivided model. What is missing of a checkpoint from the hub is downloaded first. The model has been through
+    share: the slices of the tensors that the model's parameters are; nothing else of the files is read, nor what belongs
+    to parameters that are still on the meta device. config: of the undivided model. What is missing of a checkpoint from the hub is downloaded first. The model has been through
     `parameters.materialize`. config.load_format dummy: random weights instead. cache_dir: where is kept what was found
     out about checkpoints of transformers' models.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
@@ -51,7 +51,7 @@ def load_weights(
         pairs = _match(tensors, model, config, share)
     else:
         pairs = match_foreign(tensors, model, config, cache_dir)
-    device = next(model.parameters()).device
+    device = pairs[0][1].device
     with progress.stage("load weights", len(pairs)) as advance:
         if device.type == "cuda":
             plain = [pair for pair in pairs if all(tensor.is_contiguous() for tensor in pair)]
@@ -101,6 +101,7 @@ def _match(
     sources: dict[int, str] = {}
     for name, tensor in known.items():
         twin = sources.setdefault(id(parameters[name]), name)
-        if twin != name and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor)):
+        if twin != name and not parameters[name].is_meta and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor)):
             raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
-    return [(share.of(name, known[name]), parameters[name]) for name in sources.values()]
+    wanted = [name for name in sources.values() if not parameters[name].is_meta]
+    return [(share.of(name, known[name]), parameters[name]) for name in wanted]
