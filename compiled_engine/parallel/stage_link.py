@@ -12,6 +12,7 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
+from compiled_engine.collectives.gloo import TIMEOUT
 from compiled_engine.parallel.stages import Stage
 
 
@@ -25,7 +26,7 @@ class StageLink:
         self._before, self._after = rank - tensor, rank + tensor
         self._first, self._last = rank - stage.index * tensor, rank + (stage.count - 1 - stage.index) * tensor
         backend = "nccl" if device.type == "cuda" else "gloo"
-        self._values, self._tokens = (dist.new_group(backend=backend) for _ in range(2))
+        self._values, self._tokens = (dist.new_group(backend=backend, timeout=TIMEOUT) for _ in range(2))
         self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
         self._connect()
 

@@ -38,4 +38,5 @@ def load_model(
     if compiled is None:
         add_collectives(model, shards)
     # One compile range may take a parameter alone that another takes packed: the model's own are views.
-    return model, dict(model.named_parameters(remove_duplicate=False)) | parameters
+    own = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.is_meta}
+    return model, own | parameters
