@@ -16,11 +16,11 @@ from compiled_engine.scheduling.request import Request
 
 
 class Lanes:
-    """max_num_seqs: most requests of a step, and so of a lane. steps_in_flight: one more than there are lanes at most,
-    for which a lane's next step is scheduled before the tokens of its last one are known."""
+    """most_requests: of a step, and so of a lane. steps_in_flight: one more than there are lanes at most, for which a
+    lane's next step is scheduled before the tokens of its last one are known."""
 
-    def __init__(self, count: int, max_num_seqs: int, steps_in_flight: int) -> None:
-        self._count, self._max_num_seqs = count, max_num_seqs
+    def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
+        self._count, self._most_requests = count, most_requests
         self._depth = 2 if steps_in_flight > count else 1
         self._newest = count - 1
 
@@ -41,7 +41,7 @@ class Lanes:
         if self._count == 1:
             return running
         found = [request for request in running if request.lane is None or request.lane == lane]
-        surplus = len(found) - self._max_num_seqs
+        surplus = len(found) - self._most_requests
         if surplus > 0:  # prompts that come last wait for another lane's step
             left_out = {id(r) for r in [r for r in found if r.lane is None][-surplus:]}
             found = [request for request in found if id(request) not in left_out]
@@ -49,13 +49,13 @@ class Lanes:
 
     def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
         """How many waiting requests a step may admit: lanes are to be equally full once all have been admitted."""
-        room = self._max_num_seqs - len(of_step)
+        room = self._most_requests - len(of_step)
         if self._count == 1:
             return room
         share = -(-(num_running + num_waiting) // self._count)
         return min(room, share - sum(request.lane == lane for request in of_step))
 
-    def join(self, request: Request, lane: int) -> None:
+    @staticmethod
+    def join(request: Request, lane: int) -> None:
         """A step of the lane samples a token of the request."""
-        if self._count > 1:
-            request.lane = lane
+        request.lane = lane

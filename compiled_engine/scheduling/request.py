@@ -50,7 +50,7 @@ class Request:
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
-    lane: of the steps that sample its tokens, see lanes.py; None before, and where there is but one.
+    lane: of the steps that sample its tokens, see lanes.py; None before the first of them.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
@@ -118,7 +118,7 @@ class Request:
         scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one token that
-        samples, in a block that it has, and not the last. While fewer than `steady_until_known` are known, the next one
+        samples, in a block that it has, neither the first such nor the last. While fewer than `steady_until_known` are known, the next one
         is steady: neither the first that it generates nor the last, unless by being one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
@@ -130,7 +130,7 @@ class Request:
         last = self.max_num_tokens - 1
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
-        return min(self.num_slots, last - 1) if decodes else 0, last if generates else 0
+        return min(self.num_slots, last - 1) if decodes and self.lane is not None else 0, last if generates else 0
 
     @property
     def num_unknown_tokens(self) -> int:

@@ -97,7 +97,7 @@ class StepInFlight:
 
     @classmethod
     def of(
-        cls, number: int, draft: StepDraft, removed: list[str], registered_blocks: list[int], *, constraints: bool
+        cls, number: int, draft: StepDraft, removed: tuple[str, ...], registered_blocks: list[int], *, constraints: bool
     ) -> StepInFlight:
         """constraints: whether any request has one."""
         shares = draft.shares()
@@ -109,7 +109,7 @@ class StepInFlight:
         constrained = [request for request in sampling if request.constraint is not None] if constraints else []
         output = SchedulerOutput(
             step=number,
-            removed=tuple(removed),
+            removed=removed,
             new=tuple(draft.new),
             request_ids=request_ids,
             starts=shares.starts,
