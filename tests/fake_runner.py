@@ -86,7 +86,8 @@ class Row:
 class FakeRunner:
     """Asserts that every message is one that a real runner could execute, within the limits given.
 
-    serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id; whoever adds such a request fills it in.
+    serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id;
+    whoever adds such a request fills it in.
     """
 
     def __init__(

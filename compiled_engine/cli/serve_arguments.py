@@ -66,6 +66,4 @@ LIMIT_ARGUMENTS = (
 )
 
 # What the engine says of these is whether it can run on so many GPUs.
-PARALLEL_ARGUMENTS = (
-    Argument("data_parallel_size", int, "Copies of the model."),
-)
+PARALLEL_ARGUMENTS = (Argument("data_parallel_size", int, "Copies of the model."),)

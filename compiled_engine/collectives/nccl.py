@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from compiled_engine.collectives.gloo import leave, least
+from compiled_engine.collectives.gloo import least, leave
 from compiled_engine.collectives.push import PushBuffer
 
 

@@ -92,10 +92,11 @@ class EngineCore:
         """Launch what can be launched, then take in the oldest step; its outputs.
 
         With async scheduling the device has the next step already while this one's result is taken in; each stage of a
-        pipeline has one besides. If requests of that one have a grammar or a token mask, these are told of their tokens
-        now, and the sampling of the next step is launched while the device still computes its logits. A step that nobody waits for any more (all its requests
-        ended after its launch) may stay behind; a later call takes it in and has no outputs. A request whose grammar
-        or token mask fails ends with finish_reason "error"; the others go on.
+        pipeline has one besides. If requests of the newest one have a grammar or a token mask, these are told of their
+        tokens as soon as these are known, and its sampling is launched while the device still computes its logits. A
+        step that nobody waits for any more (all its requests ended after its launch) may stay behind; a later call
+        takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
+        others go on.
 
         If a step fails, the requests that run are aborted and the error is raised; those that wait go on.
         """

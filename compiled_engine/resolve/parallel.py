@@ -120,7 +120,9 @@ def _check_executor(options: EngineOptions) -> None:
 def _check_devices(options: EngineOptions, device: torch.device, sizes: dict[str, int]) -> None:
     ranks, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
-        raise ValueError(f"{given or 'distributed_executor is multiprocess'}, but this PyTorch has no torch.distributed")
+        raise ValueError(
+            f"{given or 'distributed_executor'}, but this PyTorch has no torch.distributed; allowed: one device"
+        )
     if device.type != "cuda":
         return
     if ":" in options.device:

@@ -20,7 +20,7 @@ ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V]."""
+    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank."""
 
     tensor: torch.Tensor
     is_logits: bool
@@ -30,8 +30,7 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
-    gather: makes whole rows of logits of the ranks' columns; None where each rank has whole rows. most_tokens: of a
-    batch. A stage with others behind it returns what it hands on for hidden states and logits alike.
+    most_tokens: of a batch. A stage with others behind it returns what it hands on for hidden states and logits alike.
     """
 
     def __init__(
@@ -40,10 +39,8 @@ class ModelForward:
         compiled: CompiledModel | None,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None,
-        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
         most_tokens: int = 0,
     ):
-        self._gather = gather
         self._received: torch.Tensor | None = None
         if compiled:
             if row_bytes := compiled.received_row_bytes:
@@ -56,8 +53,7 @@ class ModelForward:
             self._whole = self._parts = Forwards(model)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
-        logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
-        self.logits = logits if gather is None else lambda hidden_RD: gather(logits(hidden_RD))
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Whether the forward for so many tokens returns logits unless it is told otherwise."""
@@ -84,8 +80,7 @@ class ModelForward:
         forwards = self._parts if around_attention else self._whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
-            logits_TV = small(*arguments)
-            return ForwardOutput(logits_TV if self._gather is None else self._gather(logits_TV), is_logits=True)
+            return ForwardOutput(small(*arguments), is_logits=True)
         return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
-from compiled_engine.collectives.group import Group, StandIn, gather_columns, in_group, stand_in_for
+from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -27,16 +27,16 @@ from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.captured_steps import CapturedSteps, affordable
 from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, make_batch, prepare
+from compiled_engine.runner.input_batch import InputBatch, make_batch
 from compiled_engine.runner.input_buffers import InputBuffers
-from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import load_model
 from compiled_engine.runner.rehearsal import rehearse
-from compiled_engine.runner.request_rows import RequestRows
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.row_updates import update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_sampling import StepSampling
@@ -95,9 +95,8 @@ class Runner:
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, samples = config.max_running, self._stage.is_last
-        processors = build_processors(
-            logits_processors if samples else (), max_rows, config.model.vocab_size, config.device
-        )
+        given = logits_processors if samples else ()
+        processors = build_processors(given, max_rows, config.model.vocab_size, config.device)
 
         def model_to_trace() -> nn.Module:
             self._is_new = True
@@ -114,32 +113,27 @@ class Runner:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        gather = gather_columns if samples and config.local_model.vocab_size != config.model.vocab_size else None
         on_attention = capture.on_attention if capture else None
         most_tokens = scheduler.max_num_batched_tokens
-        self.model = ModelForward(model, self._compiled, named, on_attention, gather, most_tokens)
-
-        self.sampler = Sampler(max_rows, config.model.vocab_size, config.device, processors=processors)
-        self.states = RequestStates(
-            max_rows, scheduler.max_model_len, config.cache.block_size, config.device, self._stage.count + 1
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens)
+        self.sampler = Sampler(
+            max_rows,
+            config.model.vocab_size,
+            config.device,
+            processors=processors,
+            group=self._group if config.local_model.vocab_size != config.model.vocab_size else None,
         )
-        self._rows = RequestRows(self.states, self.sampler if samples else None)
+        block_size, in_flight = config.cache.block_size, self._stage.count + 1
+        self.states = RequestStates(max_rows, scheduler.max_model_len, block_size, config.device, in_flight)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
         # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
         planned = cases[0] if len(cases) == 1 else None
-        self.buffers = InputBuffers(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
-            self.states.block_table_SB.shape[1],
-            self.states.writes,
-            config.device,
-            get_backend(config.attention_backend).work_length(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, planned
-            )
-            if planned
-            else 0,
-        )
+        most_rows = scheduler.max_num_seqs + 1  # padding tokens belong to a row of their own
+        backend = get_backend(config.attention_backend)
+        work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
+        max_blocks = self.states.block_table_SB.shape[1]
+        self.buffers = InputBuffers(most_tokens, most_rows, max_blocks, self.states.writes, config.device, work_length)
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(self.sampler, self.states, self.buffers, self.pending, config.device)
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
@@ -165,7 +159,7 @@ class Runner:
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
-        set_aside = penalty_bytes(self._config.max_running, self._config.model.vocab_size) * self._stage.is_last
+        set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._stage.is_last
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
         graphs, graph_bytes = self.captured.graphs, 0
@@ -193,7 +187,7 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            self._rows.update(step)
+            update_rows(step, self.states, self.sampler if self._stage.is_last else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
@@ -248,15 +242,13 @@ class Runner:
         if batch.key is not None and batch.key.is_decode:
             logits_RV = self.captured.replay(batch).tensor
         else:
-            output = self._forward(batch, hidden_wanted)
+            output = self.captured.forward(batch, hidden_wanted)
             if hidden_wanted:
-                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model)
+                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model, self.sampler.vocabulary)
             count = batch.num_requests  # padding rows need no logits here
             if not batch.samples.any():
                 self.step.advance_without_tokens(batch, count)
-                self.pending.launched()
-                self.runs_ended += 1
-                return self.pending.step(batch, None, prompt)
+                return self._ended(batch, prompt)
             wanted = output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
@@ -268,12 +260,6 @@ class Runner:
             return unsampled
         return self._finish(unsampled)
 
-    def _forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        if batch.key is not None:
-            return self.captured.replay(batch)
-        prepare(batch, self.states, self.buffers)
-        return self.step.forward(batch, hidden_wanted=hidden_wanted)
-
     def _finish(self, unsampled: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
         pending = self._sampling.finish(unsampled, masks)
         if self._traffic:
@@ -283,13 +269,17 @@ class Runner:
     def _hand_on(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """The part of a step of a stage that has others behind it. Nobody asks for its result."""
         assert self._traffic is not None
-        output = self._forward(batch, hidden_wanted)
+        output = self.captured.forward(batch, hidden_wanted)
         if batch.key is None or not batch.key.is_decode:
             self.step.advance_without_tokens(batch, batch.num_requests)
         self._traffic.send(output.tensor, batch)
+        return self._ended(batch, {})
+
+    def _ended(self, batch: InputBatch, prompt: dict[str, PromptLogprobs]) -> PendingStep:
+        """Of a step that samples nothing here."""
         self.pending.launched()
         self.runs_ended += 1
-        return self.pending.step(batch, None, {})
+        return self.pending.step(batch, None, prompt)
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""

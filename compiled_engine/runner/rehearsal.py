@@ -6,11 +6,13 @@ A step would wait for each of its kernels in turn; here it goes on without them.
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.collectives.group import stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.compile_ahead import compiled_by
 from compiled_engine.kernels.workers import KernelWorkers
@@ -29,8 +31,9 @@ def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, pro
             with compiled_by(workers, threads) as kernels:
                 # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
                 sampling: list[Future[Any]] = []
-                if step.samples:
-                    ways = ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device)
+                if step.samples:  # the other ranks do not rehearse
+                    vocabulary = replace(step.sampler.vocabulary, group=stand_in_for(step.sampler.vocabulary.group))
+                    ways = ways_of_sampling(vocabulary, config.model.dtype, config.device)
                     sampling = [threads.submit(way) for way in ways]
                 for shape in start_up_batches(config)[1:]:  # the first is the largest, but has no kernel of its own
                     _forward(config, step, shape)

@@ -25,8 +25,8 @@ class RequestStates:
     On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens that were known when the request
     came. Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A
     row has as many places for them, in turn, as steps may be in flight, since one may still have to read those of the
-    request before; so many steps back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are. generation: as long as it is
-    the same, no request got or lost a row.
+    request before; so many steps back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are.
+    generation: as long as it is the same, no request got or lost a row.
     """
 
     def __init__(
@@ -48,7 +48,11 @@ class RequestStates:
         self._known_row = self.writes.field(max_num_rows)
         self.known_row_S = self._known_row.tensor
         self.known_ids_KL = torch.zeros(
-            steps_in_flight * max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+            steps_in_flight * max_num_rows,
+            max_model_len + 1,
+            dtype=torch.int32,
+            device="cpu",
+            pin_memory=device.type == "cuda",
         )
         self._known_ids_KL = self.known_ids_KL.numpy()
         self._known_rows = np.arange(max_num_rows)

@@ -72,7 +72,7 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
     if step.samples:
-        for sample in ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device):
+        for sample in ways_of_sampling(step.sampler.vocabulary, config.model.dtype, config.device):
             sample()
     torch.cuda.empty_cache()
     return peak
@@ -94,5 +94,5 @@ def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
     if step.model.ends_at_logits(num_tokens):
         logits_RV = step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
     sample_and_advance(logits_RV, step.sampler, states, buffers, batch, num_requests)
-    token_ids_R = sample_once(MOST_MEMORY, logits_RV)
+    token_ids_R = sample_once(MOST_MEMORY, logits_RV, step.sampler.vocabulary)
     advance(states, buffers, token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)

@@ -118,8 +118,9 @@ class Request:
         scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one token that
-        samples, in a block that it has, neither the first such nor the last. While fewer than `steady_until_known` are known, the next one
-        is steady: neither the first that it generates nor the last, unless by being one of ending_ids.
+        samples, in a block that it has, neither the first such nor the last. While fewer than `steady_until_known` are
+        known, the next one is steady: neither the first that it generates nor the last, unless by being one of
+        ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 

@@ -40,8 +40,8 @@ class Scheduler:
     `update` with both; repeat while unfinished.
 
     Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
-    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step fails, call
-    `fail_step`.
+    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
+    fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
     """

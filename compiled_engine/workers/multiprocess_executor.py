@@ -61,9 +61,7 @@ class MultiprocessExecutor:
         *,
         progress: bool = False,
     ):
-        self._layout = layout = RankLayout(
-            config.parallel.tensor_parallel_size, config.parallel.num_stages
-        )
+        self._layout = layout = RankLayout(config.parallel.tensor_parallel_size, config.parallel.num_stages)
         self._folder = Path(tempfile.mkdtemp(prefix="compiled-engine-"))
         self._step_s = None
         if config.device.type == "cuda":

@@ -28,10 +28,11 @@ def load_weights(
 ) -> None:
     """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
 
-    share: the slices of the tensors that the model's parameters are; nothing else of the files is read, nor what belongs
-    to parameters that are still on the meta device. config: of the undivided model. What is missing of a checkpoint from the hub is downloaded first. The model has been through
-    `parameters.materialize`. config.load_format dummy: random weights instead. cache_dir: where is kept what was found
-    out about checkpoints of transformers' models.
+    share: the slices of the tensors that the model's parameters are; nothing else of the files is read, nor what
+    belongs to parameters that are still on the meta device. config: of the undivided model. What is missing of a
+    checkpoint from the hub is downloaded first. The model has been through `parameters.materialize`. config.load_format
+    dummy: random weights instead. cache_dir: where is kept what was found out about checkpoints of transformers'
+    models.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
     unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
     if a download fails.
@@ -101,7 +102,11 @@ def _match(
     sources: dict[int, str] = {}
     for name, tensor in known.items():
         twin = sources.setdefault(id(parameters[name]), name)
-        if twin != name and not parameters[name].is_meta and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor)):
+        if (
+            twin != name
+            and not parameters[name].is_meta
+            and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor))
+        ):
             raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
     wanted = [name for name in sources.values() if not parameters[name].is_meta]
     return [(share.of(name, known[name]), parameters[name]) for name in wanted]
