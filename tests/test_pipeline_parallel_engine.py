@@ -63,7 +63,7 @@ def test_a_stage_that_fails_ends_all_of_them() -> None:
     llm = LLM(mode="compiled", **options)
     short = SamplingParams(max_tokens=4, temperature=0)
     llm.generate(TEXTS, short, use_tqdm=False)
-    with pytest.raises(WorkerError, match=r"rank 1 of 2 \(stage 1 of 2\): KeyError: 'injected in all'"):
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 \(stage 1 of 2\): .*injected in all"):
         llm.generate(TEXTS, SamplingParams(max_tokens=4, extra_args={"fault": "all"}), use_tqdm=False)
     with pytest.raises(WorkerError, match="injected in all"):
         llm.generate(TEXTS, short, use_tqdm=False)
