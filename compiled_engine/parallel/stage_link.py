@@ -3,6 +3,10 @@
 What a stage sends goes to the rank of the next one that has the same share of the layers. The last stage sends sampled
 tokens to the first. Both directions have connections of their own: on one, a rank that sends would wait for its peer to
 receive, while that one waits to send.
+
+On GPUs a transfer is a kernel that waits for its peer. Beside others it would keep a part of the GPU from them, and a
+kernel that is made for all of it would take twice as long. So what comes after a transfer of values, or after the
+receipt of tokens, runs after it. A few tokens are sent without waiting for anybody.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from compiled_engine.parallel.stages import Stage
 
 
 class StageLink:
-    """On a GPU everything is launched, and nothing waited for. rank, tensor: the number of this rank, and how many
+    """On a GPU everything is launched, and the host waits for nothing. rank, tensor: the number of this rank, and how many
     share each layer."""
 
     def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
@@ -40,34 +44,35 @@ class StageLink:
         if self.stage.is_last:
             self.send_tokens(nothing.int())
         if self.stage.is_first:
-            tokens = nothing.int()
-            self.expect_tokens(tokens).wait()
+            self.receive_tokens(nothing.int())
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
     def send(self, values: torch.Tensor) -> None:
-        """To the next stage: a contiguous tensor that nobody writes to again."""
-        self._send(values, self._after, self._values)
+        """To the next stage: a contiguous tensor, which nobody may write to again on a CPU."""
+        work = dist.isend(values, self._after, group=self._values)
+        assert work is not None
+        if self._device.type == "cuda":
+            work.wait()
+        else:  # this would wait on the host
+            self._keep(work, values)
 
     def receive(self, into: torch.Tensor) -> None:
         """From the stage before: what was sent as a tensor of the same size."""
-        work = dist.irecv(into, self._before, group=self._values)
-        assert work is not None
-        work.wait()
+        _received(dist.irecv(into, self._before, group=self._values))
 
     def send_tokens(self, tokens: torch.Tensor) -> None:
         """From the last stage to the first."""
-        self._send(tokens, self._first, self._tokens)
-
-    def expect_tokens(self, into: torch.Tensor) -> dist.Work:
-        """In the first stage. They are there for what is launched after the `wait` of what this returns."""
-        work = dist.irecv(into, self._last, group=self._tokens)
+        work = dist.isend(tokens, self._first, group=self._tokens)
         assert work is not None
-        return work
+        self._keep(work, tokens)
 
-    def _send(self, tensor: torch.Tensor, to: int, group: dist.ProcessGroup) -> None:
-        work = dist.isend(tensor, to, group=group)
-        assert work is not None
+    def receive_tokens(self, into: torch.Tensor) -> None:
+        """In the first stage, in the order in which they were sent."""
+        _received(dist.irecv(into, self._last, group=self._tokens))
+
+    def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        """The tensor has to be there until it has arrived."""
         self._sent.append((work, tensor))
         while len(self._sent) > self.stage.count + 1:  # more steps than that are never in flight
             self._sent.popleft()[0].wait()
@@ -76,3 +81,8 @@ class StageLink:
         """Wait for what is on its way."""
         while self._sent:
             self._sent.popleft()[0].wait()
+
+
+def _received(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()

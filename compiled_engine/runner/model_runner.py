@@ -287,6 +287,8 @@ class Runner:
 
     def close(self) -> None:
         """Give the device's memory back."""
+        if self._traffic:
+            self._traffic.finish()
         if self.captured.graphs:
             self.captured.graphs.close()
         self._kv_caches.clear()

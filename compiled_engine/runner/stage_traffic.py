@@ -1,7 +1,7 @@
 """What a stage of a pipeline exchanges with the others for each step, in the order of its launches.
 
-Values go from each stage to the next one, tokens from the last to the first, which needs them to embed: they are
-expected from the moment that their step is launched, and taken in before the first step that depends on them.
+Values go from each stage to the next one, tokens from the last to the first, which needs them to embed: it takes them
+in before the first step that depends on them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections import deque
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.stage_link import StageLink
@@ -21,12 +20,10 @@ from compiled_engine.sampling.async_copies import upload
 
 @dataclass(frozen=True)
 class _ExpectedTokens:
-    """int32 [S], for rows_S of the states, of the requests of a step."""
+    """For rows_S of the states, of the requests of a step."""
 
     request_ids: frozenset[str]
     rows_S: torch.Tensor
-    tokens_S: torch.Tensor
-    work: dist.Work
 
 
 class StageTraffic:
@@ -42,10 +39,14 @@ class StageTraffic:
         for number, expected in enumerate(self._expected, 1):
             if not expected.request_ids.isdisjoint(step.request_ids):
                 needed = number
-        for _ in range(max(needed, len(self._expected) - self._stage.count)):
-            expected = self._expected.popleft()
-            expected.work.wait()
-            self._states.last_token_S.index_copy_(0, expected.rows_S, expected.tokens_S)
+        self._take(max(needed, len(self._expected) - self._stage.count))
+
+    def _take(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            rows_S = self._expected.popleft().rows_S
+            tokens_S = torch.empty(len(rows_S), dtype=torch.int32, device=self._device)
+            self._link.receive_tokens(tokens_S)
+            self._states.last_token_S.index_copy_(0, rows_S, tokens_S)
 
     def receive(self, into: torch.Tensor | None) -> None:
         """What the stage before hands on; None: there is none."""
@@ -53,18 +54,20 @@ class StageTraffic:
             self._link.receive(into)
 
     def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """A step's values to the next stage. packed: may be overwritten by the next step's."""
-        self._link.send(packed.clone())
+        """A step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
+        self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
-            rows_S = self._sampled_rows(batch)
-            tokens_S = torch.empty(len(rows_S), dtype=torch.int32, device=self._device)
-            work = self._link.expect_tokens(tokens_S)
-            self._expected.append(_ExpectedTokens(frozenset(batch.request_ids), rows_S, tokens_S, work))
+            self._expected.append(_ExpectedTokens(frozenset(batch.request_ids), self._sampled_rows(batch)))
 
     def send_tokens(self, batch: InputBatch) -> None:
         """Those that the last stage has sampled, once all are in the states."""
         if batch.samples.any():
             self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
+
+    def finish(self) -> None:
+        """No step comes any more: let everything arrive that was sent."""
+        self._take(len(self._expected))
+        self._link.drain()
 
     def _sampled_rows(self, batch: InputBatch) -> torch.Tensor:
         """int64 [S], in the order of the batch, which is that of all stages."""

@@ -99,7 +99,7 @@ class Worker:
         progress = RichProgress() if start.progress and start.rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
-        self._group, self._link, self._connection, self._results = group, link, connection, results
+        self._group, self._connection, self._results = group, connection, results
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
@@ -123,8 +123,6 @@ class Worker:
                     send(self._connection, Answer(number, getattr(self, method)(**arguments)))
                 case Stop():
                     self.executor.close()
-                    if self._link is not None:
-                        self._link.drain()
                     self._group.close()
                     leave()
                     return
