@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from compiled_engine.parallel_config import ParallelConfig
+
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -134,11 +136,9 @@ class ModelConfig:
             return self.layer_heads[layer]
         return HeadShape(self.num_heads, self.num_kv_heads, self.head_dim)
 
-    def kv_shapes(
-        self, num_blocks: int, block_size: int, layers: range | None = None
-    ) -> list[tuple[int, int, int, int, int]]:
-        """The shape of the KV cache of each of these layers; None for all."""
-        heads = map(self.heads_of, range(self.num_layers) if layers is None else layers)
+    def kv_shapes(self, num_blocks: int, block_size: int) -> list[tuple[int, int, int, int, int]]:
+        """The shape of each layer's KV cache."""
+        heads = map(self.heads_of, range(self.num_layers))
         return [(num_blocks, 2, block_size, layer.num_kv_heads, layer.head_dim) for layer in heads]
 
     @property
@@ -228,23 +228,6 @@ class GraphConfig:
     background: bool = False
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How many ranks compute each layer together, one a device, and who runs them: in_process or multiprocess.
-
-    `stage_layers`: the stages that a step goes through one after another: how many layers' attention each of them has;
-    empty where there is but one stage.
-    """
-
-    tensor_parallel_size: int
-    executor: str
-    stage_layers: tuple[int, ...] = ()
-
-    @property
-    def num_stages(self) -> int:
-        return max(1, len(self.stage_layers))
-
-
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
 
@@ -294,3 +277,11 @@ class EngineConfig:
     def local_model(self) -> ModelConfig:
         """The model as one rank computes it."""
         return local_share(self.model, self.parallel.tensor_parallel_size)
+
+    @property
+    def of_replica(self) -> EngineConfig:
+        """The same for one of the replicas, wherever it runs."""
+        executor = self.parallel.executor
+        if executor == "ray":
+            executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
+        return replace(self, parallel=replace(self.parallel, executor=executor, data_parallel_size=1))

@@ -50,7 +50,9 @@ class EngineOptions:
     generation_config: auto (the checkpoint's defaults for sampling) | none.
     tensor_parallel_size: devices that compute each layer together, one process a device.
     pipeline_parallel_size: stages that the layers are divided into, each on devices of its own.
-    distributed_executor: auto | in_process | multiprocess: who runs the devices; auto is in_process for one.
+    data_parallel_size: replicas of the model, each on devices of its own; requests are divided among them.
+    distributed_executor: auto | in_process | multiprocess | ray: who runs the devices; auto is in_process for one. With
+        ray, replicas are on the nodes of a Ray cluster.
     logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
         that make one, or "package.module:Name" for any of these.
     profile_dir: where `LLM.stop_profile` writes.
@@ -94,6 +96,7 @@ class EngineOptions:
     generation_config: str = "auto"
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
+    data_parallel_size: int = 1
     distributed_executor: str = "auto"
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()
     profile_dir: str | Path = "profiles"

@@ -55,7 +55,8 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
-    for fused in graph.find_nodes(op="call_function", target=rope_kv_write.FUSED):
+    found = (rope_kv_write.FUSED, rope_kv_write.FUSED_FORM)
+    for fused in (node for op in found for node in graph.find_nodes(op="call_function", target=op)):
         attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))
         q, k, v, *norm_and_angles = fused.args[:8]
         norm = fused.args[10:]

@@ -120,6 +120,7 @@ PERTURBED: dict[str, Any] = {
     "parallel.tensor_parallel_size": 2,
     "parallel.stage_layers": (2, 4),
     "parallel.executor": "multiprocess",
+    "parallel.data_parallel_size": 2,
     "attention_backend": "triton",
     "reasons": {"device": "another"},
 }

@@ -49,6 +49,7 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
     ("tensor_parallel_size", 2, {"tensor_parallel_size": 2}),
     ("pipeline_parallel_size", 2, {"pipeline_parallel_size": 2}),
+    ("data_parallel_size", 2, {"data_parallel_size": 2}),
     ("model_impl", "vllm", {}),
     ("model_impl", "transformers", {"model_impl": "transformers"}),
     ("distributed_executor_backend", "mp", {"distributed_executor": "multiprocess"}),

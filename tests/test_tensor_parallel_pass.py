@@ -11,7 +11,7 @@ from tiny_models import tiny_config
 from torch import fx
 
 from compiled_engine.collectives.group import StandIn, current_group, in_group
-from compiled_engine.config import EngineConfig, ParallelConfig
+from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.build import apply_passes, trace_whole
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
@@ -20,6 +20,7 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.parallel.shards import Shard, shards_of
+from compiled_engine.parallel_config import ParallelConfig
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.tensor_parallel import TensorParallel, all_reduce
 from compiled_engine.passes.verifier import VerificationError

@@ -161,7 +161,8 @@ ENGINE_ARGUMENTS = (
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
     Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
     Argument("pipeline_parallel_size", int, "Stages that the layers are divided into, on devices of their own."),
-    Argument("distributed_executor", str, "auto, in_process or multiprocess: who runs the devices."),
+    Argument("data_parallel_size", int, "Replicas of the model, each on devices of its own."),
+    Argument("distributed_executor", str, "auto, in_process, multiprocess or ray: who runs the devices."),
     Argument(
         "logits_processors",
         list[str],

@@ -21,7 +21,7 @@ from compiled_engine.parallel.stages import Stage
 
 
 class StageLink:
-    """On a GPU everything is launched, and the host waits for nothing. rank, tensor: the number of this rank, and how many
+    """On a GPU everything is launched, and the host waits for nothing. rank, tensor: this rank's number, and how many
     share each layer."""
 
     def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):

@@ -10,7 +10,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.folders import check_folders
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
-EXECUTORS = ("auto", "in_process", "multiprocess")
+EXECUTORS = ("auto", "in_process", "multiprocess", "ray")
 MODES = ("auto", "eager", "compiled", "graphed")
 # Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
 MOST = {
@@ -21,6 +21,7 @@ MOST = {
     "num_blocks": 2**31 - 1,
     "tensor_parallel_size": 1024,
     "pipeline_parallel_size": 16,
+    "data_parallel_size": 1024,
 }
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 
 import torch
 
-from compiled_engine.config import ModelConfig, ParallelConfig, local_share
+from compiled_engine.config import ModelConfig, local_share
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.stages import divide_layers, parameter_places
+from compiled_engine.parallel_config import ParallelConfig
 
 # Whose shares are known to add up to the whole.
 DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -33,10 +35,21 @@ def resolve_parallel(
     _check_model(model, size)
     if model.vocab_size % size:
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
-    if executor == "multiprocess":
-        _check_executor(options)
-        _check_devices(options, device, sizes)
-    return ParallelConfig(size, executor, _stage_layers(model, size, stages, reasons))
+    if executor == "ray" and find_spec("ray") is None:
+        raise ValueError(
+            "distributed_executor is 'ray', but the package ray is not installed: "
+            "python -m pip install 'compiled-engine[ray]'; allowed without it: auto, in_process, multiprocess"
+        )
+    replicas = options.data_parallel_size
+    if executor != "in_process" or replicas > 1:
+        _check_processors(options)
+        _check_devices(options, device, executor, sizes, replicas)
+    if (executor == "multiprocess" or ranks > 1) and options.background_capture:
+        raise ValueError(
+            "background_capture is True, but ranks in processes of their own capture together, before the first "
+            "request; allowed with distributed_executor='multiprocess': False"
+        )
+    return ParallelConfig(size, executor, replicas, _stage_layers(model, size, stages, reasons))
 
 
 def check_stages(parallel: ParallelConfig, compiled: bool) -> None:
@@ -65,7 +78,7 @@ def _stage_layers(model: ModelConfig, size: int, stages: int, reasons: dict[str,
     local = local_share(model, size)
     built = build_model(local)
     nbytes = {name: parameter.nbytes for name, parameter in built.named_parameters()}
-    reasons["parallel.stage_layers"] = "the stage that reads the most bytes reads as few as can be"
+    reasons["parallel.stage_layers"] = "so that the slowest stage takes as short as can be"
     return divide_layers(parameter_places(built, local), nbytes, model.num_layers, stages)
 
 
@@ -103,37 +116,40 @@ def _check_model(model: ModelConfig, size: int) -> None:
             )
 
 
-def _check_executor(options: EngineOptions) -> None:
-    if options.background_capture:
-        raise ValueError(
-            "background_capture is True, but ranks in processes of their own capture together, before the first "
-            "request; allowed with distributed_executor='multiprocess': False"
-        )
+def _check_processors(options: EngineOptions) -> None:
     for index, given in enumerate(options.logits_processors):
         if not isinstance(given, str):
             raise ValueError(
                 f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed with "
-                "distributed_executor='multiprocess': 'package.module:Name'"
+                "distributed_executor='multiprocess' or several replicas: 'package.module:Name'"
             )
 
 
-def _check_devices(options: EngineOptions, device: torch.device, sizes: dict[str, int]) -> None:
-    ranks, given = math.prod(sizes.values()), _more_than_one(sizes)
+def _check_devices(
+    options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
+) -> None:
+    """sizes: by option, those that a replica's devices are the product of."""
+    share, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
-        raise ValueError(
-            f"{given or 'distributed_executor'}, but this PyTorch has no torch.distributed; allowed: one device"
-        )
+        given = given or f"distributed_executor is {executor!r}"
+        raise ValueError(f"{given}, but this PyTorch has no torch.distributed; allowed: one device")
     if device.type != "cuda":
         return
     if ":" in options.device:
         raise ValueError(
-            f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with "
+            f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with several replicas or "
             "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
         )
-    if ranks > torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    if executor == "ray":
+        visible = share * replicas  # what the cluster has, it says itself
+    if share > visible:
+        together = "" if share in sizes.values() else f", which takes {share} GPUs"
+        raise ValueError(f"{given}{together}, but {visible} GPUs are visible; allowed: at most {visible}")
+    if replicas * share > visible:
         raise ValueError(
-            f"{given}, but {torch.cuda.device_count()} GPUs are visible; allowed: at most {torch.cuda.device_count()}"
-            + " ranks in all" * (sum(size > 1 for size in sizes.values()) > 1)
+            f"data_parallel_size is {replicas}, with {share} GPUs for each replica, but "
+            f"{visible} GPUs are visible; allowed: at most {visible // share}"
         )
-    if ranks > 1 and not torch.distributed.is_nccl_available():
+    if share > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"{given}, but this PyTorch has no NCCL; allowed on GPUs: 1")

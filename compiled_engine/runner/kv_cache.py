@@ -38,7 +38,7 @@ class CacheSize:
 
 def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
     """Bytes of one block over these layers, keys and values; None for all."""
-    shapes = config.local_model.kv_shapes(1, config.cache.block_size, layers)
+    shapes = _shapes(config, 1, layers)
     return sum(map(math.prod, shapes)) * config.local_model.dtype.itemsize
 
 
@@ -104,5 +104,10 @@ def size_cache(
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
     """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
-    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size, layers)
+    shapes = _shapes(config, num_blocks, layers)
     return [torch.zeros(shape, dtype=config.local_model.dtype, device=config.device) for shape in shapes]
+
+
+def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:
+    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size)
+    return shapes if layers is None else shapes[layers.start : layers.stop]

@@ -21,6 +21,7 @@ from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.parallel.stages import Stage
+from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -34,7 +35,7 @@ from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import load_model
-from compiled_engine.runner.rehearsal import rehearse
+from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.row_updates import update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
@@ -80,11 +81,11 @@ class Runner:
             is_first = self._group.rank == 0
             if is_first and kernels is not None and not any(kernels.iterdir()):
                 workers.start()
-            self._load(progress, logits_processors, workers)
-            # The first rank compiles the kernels that are new to any of them; the others find them then.
-            if not self._group.least(not self._is_new) and is_first:
-                workers.start()
             with kernels_in(kernels):
+                self._load(progress, logits_processors, workers)
+                # The first rank compiles the kernels that are new to any of them; the others find them then.
+                if not self._group.least(not self._is_new) and is_first:
+                    workers.start()
                 self._start(progress, workers)
 
     def _load(
@@ -95,16 +96,19 @@ class Runner:
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
         max_rows, samples = config.max_running, self._stage.is_last
-        given = logits_processors if samples else ()
-        processors = build_processors(given, max_rows, config.model.vocab_size, config.device)
+        given, vocab_size = logits_processors if samples else (), config.model.vocab_size
+        processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace() -> nn.Module:
             self._is_new = True
             if self._group.rank == 0:
                 workers.start()  # what is new to the compile cache has kernels that are new
+                if on_gpu:
+                    self._ahead = InBackground(lambda: rehearse_ahead(config, self._group, workers))
             return build_model(config.local_model)
 
-        self._is_new = False
+        self._is_new, on_gpu = False, config.device.type == "cuda"
+        self._ahead: InBackground[None] | None = None
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline).for_stage(self._stage)
@@ -114,28 +118,25 @@ class Runner:
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
-        most_tokens = scheduler.max_num_batched_tokens
+        # Padding tokens belong to a row of their own.
+        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens)
-        self.sampler = Sampler(
-            max_rows,
-            config.model.vocab_size,
-            config.device,
-            processors=processors,
-            group=self._group if config.local_model.vocab_size != config.model.vocab_size else None,
-        )
-        block_size, in_flight = config.cache.block_size, self._stage.count + 1
-        self.states = RequestStates(max_rows, scheduler.max_model_len, block_size, config.device, in_flight)
+        divided = self._group if config.local_model.vocab_size != vocab_size else None
+        self.sampler = Sampler(max_rows, vocab_size, config.device, processors=processors, group=divided)
+        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
+        self.states = RequestStates(max_rows, length, block_size, config.device, in_flight)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
         # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
         planned = cases[0] if len(cases) == 1 else None
-        most_rows = scheduler.max_num_seqs + 1  # padding tokens belong to a row of their own
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]
         self.buffers = InputBuffers(most_tokens, most_rows, max_blocks, self.states.writes, config.device, work_length)
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
-        self._sampling = StepSampling(self.sampler, self.states, self.buffers, self.pending, config.device)
+        self._sampling = StepSampling(
+            self.sampler, self.states, self.buffers, self.pending, config.device, self._traffic
+        )
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         self.step = PaddedStep(
             self.model,
@@ -145,7 +146,7 @@ class Runner:
             self._kv_caches,
             config.attention_backend,
             planned,
-            scheduler.max_model_len,
+            length,
             samples,
         )
 
@@ -153,6 +154,8 @@ class Runner:
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
             with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
+                if self._ahead is not None:
+                    self._ahead.result()
                 rehearse(self._config, self.step, workers, progress)
         workers.close()
         self._group.least(1)  # all wait for the kernels
@@ -206,7 +209,7 @@ class Runner:
         assert unsampled is not None
         try:
             with threads_for_step(unsampled.batch.num_tokens, self._num_parameters, self._config.device):
-                unsampled.sampled = self._finish(unsampled, masks)
+                unsampled.sampled = self._sampling.finish(unsampled, masks)
         except BaseException:
             self._fail()
             raise
@@ -258,13 +261,7 @@ class Runner:
         if awaits_masks:
             self._unsampled = unsampled
             return unsampled
-        return self._finish(unsampled)
-
-    def _finish(self, unsampled: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
-        pending = self._sampling.finish(unsampled, masks)
-        if self._traffic:
-            self._traffic.send_tokens(unsampled.batch)
-        return pending
+        return self._sampling.finish(unsampled)
 
     def _hand_on(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
         """The part of a step of a stage that has others behind it. Nobody asks for its result."""

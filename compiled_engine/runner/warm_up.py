@@ -38,8 +38,8 @@ class BatchShape(NamedTuple):
 def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, and by the bound of the
-    contexts; those of passes where the passes say so.
+    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
+    contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
     scheduler = config.scheduler
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -50,7 +50,12 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
         return [BatchShape(1, 1, longest), *prompts]
     counts = kernel_token_counts(config.compile.passes)
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
-    prompts = [BatchShape(num_tokens, num_requests, bound) for bound in (1, longest) if max_tokens > 1]
+    few_tokens = min(max_tokens, PROMPT_TOKENS)
+    prompts = [
+        BatchShape(count, num_requests, bound)
+        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest))
+        if max_tokens > 1
+    ]
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
     return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes]

@@ -99,6 +99,7 @@ OTHER_FIELDS = (
     "graph.background",
     "parallel.executor",
     "parallel.stage_layers",
+    "parallel.data_parallel_size",
     "device",
     "reasons",
 )
