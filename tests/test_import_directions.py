@@ -21,6 +21,8 @@ LARGEST_ROOM = 0.13
 FLOORS = (
     "process",
     "parallel_config",
+    "foreign_share",
+    "rope_config",
     "config",
     "config_as_json",
     "near_names",

@@ -74,6 +74,7 @@ class Runner:
         self._link = link
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
@@ -108,7 +109,6 @@ class Runner:
             return build_model(config.local_model)
 
         self._is_new, on_gpu = False, config.device.type == "cuda"
-        self._ahead: InBackground[None] | None = None
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline).for_stage(self._stage)

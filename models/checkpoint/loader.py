@@ -54,7 +54,7 @@ def load_weights(
     if config.transformers is None:
         pairs = _match(tensors, model, config, share)
     else:
-        pairs = match_foreign(tensors, model, config, cache_dir)
+        pairs = match_foreign(tensors, model, config, share, cache_dir)
     device = pairs[0][1].device
     with progress.stage("load weights", len(pairs)) as advance:
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -118,4 +118,4 @@ def _match(
         ):
             raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
     wanted = [name for name in sources.values() if not parameters[name].is_meta]
-    return [(share.of(name, known[name]), parameters[name]) for name in wanted]
+    return [pair for name in wanted for pair in share.pairs(name, known[name], parameters[name])]
