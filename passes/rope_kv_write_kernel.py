@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.backends.triton_rotation import rounded, weighted
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -23,24 +24,6 @@ from compiled_engine.kernels.launcher import quick_launches
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16
 MAX_WARPS = 4
-
-
-@triton.jit
-def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """fp32 with no more bits than the dtype has."""
-    return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _weighted(
-    x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
-) -> tl.tensor:
-    """What is normed times the weight, rounded as rms_norm has it."""
-    if OFFSET != 0:
-        weight += OFFSET
-    if not WIDE:
-        x = _rounded(x, dtype)
-    return _rounded(x * weight, dtype)
 
 
 @triton.jit
@@ -90,12 +73,12 @@ def _normed_and_rotated(
         weight_first_HP, weight_second_HP = _load_halves(weight_ptr, pair_HP, mask_HP, HALF)
         squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
         scale_H1 = tl.rsqrt(squares_H / (2 * HALF) + eps)[:, None]
-        first_HP = _weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
-        second_HP = _weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
-    first_cos_HP = _rounded(first_HP * cos_first_HP.to(tl.float32), dtype)
-    second_cos_HP = _rounded(second_HP * cos_second_HP.to(tl.float32), dtype)
-    first_sin_HP = _rounded(first_HP * sin_second_HP.to(tl.float32), dtype)
-    second_sin_HP = _rounded(second_HP * sin_first_HP.to(tl.float32), dtype)
+        first_HP = weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
+        second_HP = weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
+    first_cos_HP = rounded(first_HP * cos_first_HP.to(tl.float32), dtype)
+    second_cos_HP = rounded(second_HP * cos_second_HP.to(tl.float32), dtype)
+    first_sin_HP = rounded(first_HP * sin_second_HP.to(tl.float32), dtype)
+    second_sin_HP = rounded(second_HP * sin_first_HP.to(tl.float32), dtype)
     return (first_cos_HP - second_sin_HP).to(dtype), (second_cos_HP + first_sin_HP).to(dtype)
 
 

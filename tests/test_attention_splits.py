@@ -18,18 +18,18 @@ sms = st.integers(1, 200)
 @pytest.mark.parametrize(
     ("num_requests", "num_kv_heads", "max_seq_len", "expected"),
     [
-        (1, 8, 4096, Splits(16, GRAIN)),
-        (2, 8, 4096, Splits(8, GRAIN)),
-        (3, 8, 4096, Splits(8, GRAIN, small=True)),
-        (16, 8, 4096, Splits(8, GRAIN, small=True)),
-        (16, 8, 200, Splits(7, GRAIN, small=True)),
+        (1, 8, 4096, Splits(33, GRAIN, programs=2)),
+        (2, 8, 4096, Splits(16, GRAIN, programs=2)),
+        (3, 8, 4096, Splits(22, GRAIN, programs=4)),
+        (16, 8, 4096, Splits(8, GRAIN, programs=4)),
+        (16, 8, 200, Splits(7, GRAIN, programs=4)),
         (17, 8, 4096, Splits(1, GRAIN)),
         (256, 8, 4096, Splits(1, GRAIN)),
-        (1, 2, 4096, Splits(MAX_SPLITS, GRAIN)),
-        (1, 8, 33, Splits(2, GRAIN)),
-        (1, 8, 32, Splits(1, GRAIN)),
+        (1, 2, 4096, Splits(MAX_SPLITS, GRAIN, programs=2)),
+        (1, 8, 33, Splits(2, GRAIN, programs=2)),
+        (1, 8, 32, Splits(1, GRAIN, programs=2)),
         (256, 8, 40960, Splits(3, LONG_SPLIT // 16)),
-        (1, 8, 40960, Splits(16, GRAIN)),
+        (1, 8, 40960, Splits(33, GRAIN, programs=2)),
     ],
 )
 def test_plans_for_an_h200(num_requests: int, num_kv_heads: int, max_seq_len: int, expected: Splits) -> None:

@@ -39,6 +39,7 @@ aten = torch.ops.aten
 ours = torch.ops.compiled_engine
 NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
+ROPE_ATTEND = ours.rope_attend.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
 
 Edit = Callable[[fx.Graph], None]
@@ -247,6 +248,11 @@ MUTATIONS = (
     Mutation("rope_kv_write", "slots off by one", slots_off_by_one),
     Mutation("rope_kv_write", "another layer's cache", take_from_next(ROPE, 8)),
     Mutation("rope_kv_write", "written a second time", write_twice),
+    Mutation("rope_attend", "wrong scale", set_argument(ROPE_ATTEND, 12, ten_times)),
+    Mutation("rope_attend", "another layer's cache", take_from_next(ROPE_ATTEND, 8)),
+    Mutation("rope_attend", "cos and sin swapped", swap_arguments(ROPE_ATTEND, 6, 7)),
+    Mutation("rope_attend", "k and v swapped", swap_arguments(ROPE_ATTEND, 1, 2)),
+    Mutation("rope_attend", "no norm of q", set_argument(ROPE_ATTEND, 3, none)),
     Mutation("silu_mul", "gate and up swapped", swap_halves),
     Mutation("silu_mul", "no silu", no_silu),
     Mutation("small_batch_linear", "wrong eps", set_argument(LINEAR, 4, ten_times)),
@@ -289,10 +295,13 @@ def cases() -> Iterator[Any]:
             yield pytest.param(mutation, dtype, id=name)
 
 
+OF_SMALL_RANGES = {"rope_attend", "small_batch_linear"}
+
+
 @pytest.mark.parametrize(("mutation", "dtype"), list(cases()))
 def test_a_broken_rewrite_is_caught(mutation: Mutation, dtype: torch.dtype) -> None:
     passes = tuple(Broken(p, mutation) if p.name == mutation.broken else p for p in registered_passes())
-    for compile_range in RANGES if mutation.broken != "small_batch_linear" else (SMALL,):
+    for compile_range in RANGES if mutation.broken not in OF_SMALL_RANGES else (SMALL,):
         with pytest.raises(VerificationError, match=mutation.broken):
             run_all(mutation.family, dtype, compile_range, passes)
 
