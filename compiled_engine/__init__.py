@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
-    from compiled_engine.core_process.core_client import EngineDeadError
+    from compiled_engine.core_process.started import EngineDeadError
     from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.llm import LLM
     from compiled_engine.passes.registry import register_pass, unregister_pass
@@ -38,7 +38,7 @@ _MODULES = {
     "LLM": "compiled_engine.llm",
     "AsyncLLM": "compiled_engine.async_llm",
     "CompletionOutput": "compiled_engine.frontend.outputs",
-    "EngineDeadError": "compiled_engine.core_process.core_client",
+    "EngineDeadError": "compiled_engine.core_process.started",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.frontend.outputs",
     "RequestOutput": "compiled_engine.frontend.outputs",

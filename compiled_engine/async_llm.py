@@ -13,7 +13,7 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core_process.core_child import CoreChild
-from compiled_engine.core_process.core_client import EngineDeadError
+from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.engine_parts import CoreKind, EngineParts, join_engine, start_engine
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.core_link import end, leave

@@ -228,10 +228,20 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks compute each layer together, one a device, and who runs them: in_process or multiprocess."""
+    """How many ranks compute each layer together, one a device, and who runs them: in_process, multiprocess, or
+    ray, where a cluster has the replicas, and each runs its devices in one of the other ways.
+
+    data_parallel_size: replicas of the whole, each with devices and requests of its own.
+    """
 
     tensor_parallel_size: int
     executor: str
+    data_parallel_size: int = 1
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices that a replica runs on."""
+        return self.tensor_parallel_size
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
@@ -278,3 +288,11 @@ class EngineConfig:
     def local_model(self) -> ModelConfig:
         """The model as one rank computes it."""
         return local_share(self.model, self.parallel.tensor_parallel_size)
+
+    @property
+    def of_replica(self) -> EngineConfig:
+        """The same for one of the replicas, wherever it runs."""
+        executor = self.parallel.executor
+        if executor == "ray":
+            executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
+        return replace(self, parallel=replace(self.parallel, executor=executor, data_parallel_size=1))

@@ -10,12 +10,13 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_child import CoreChild
-from compiled_engine.core_process.core_client import CoreClient, wait_started
+from compiled_engine.core_process.core_child import CoreChild, device_of_core
+from compiled_engine.core_process.core_client import CoreClient
 from compiled_engine.core_process.core_thread import CoreThread
 from compiled_engine.core_process.foreign_core import ForeignCore
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.running_core import RunningCore
+from compiled_engine.core_process.started import wait_started
 from compiled_engine.core_process.wire import FrontendOptions, Start, Started, ToApi, encode
 from compiled_engine.frontend.core_link import connect
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -23,11 +24,11 @@ from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
-from compiled_engine.llm import make_options, warn_if_eager
+from compiled_engine.llm import make_options
 from compiled_engine.messages import RequestLimits
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -56,7 +57,7 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
     """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    running = _launch(core, str(options.get("device", "auto")))
+    running = _launch(core, device_of_core(options))
     try:
         given = make_options(options)
         names = _names(given.logits_processors) if isinstance(running, CoreChild) else ()
@@ -74,8 +75,8 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
         )
         token_masks: dict[str, TokenMask] | None = None
         if isinstance(running, CoreThread):
-            token_masks = {}
-            running.start(start, given.logits_processors, token_masks)
+            token_masks = {} if config.parallel.data_parallel_size == 1 else None
+            running.start(start, given.logits_processors, {} if token_masks is None else token_masks)
         else:
             running.start(frame(encode(start)))
         tokenizer = _find_tokenizer(config, start.frontend)  # while the core starts

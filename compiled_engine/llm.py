@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +12,8 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.core_process.replicas import Replicas
+from compiled_engine.core_process.start_cores import start_cores
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -36,14 +37,11 @@ from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.profiler import Profiler
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.engine import compiler_obstacle, resolve
+from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.workers.start_core import start_core
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-log = logging.getLogger("compiled_engine")
 
 
 class LLM:
@@ -74,7 +72,7 @@ class LLM:
         # No text is there before the engine stands, so the tokenizer is loaded beside it.
         tokenizer = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
         tokenizer_start_s = timeline.now()
-        self._core: EngineCore | None = start_core(
+        self._core: EngineCore | Replicas | None = start_cores(
             self._config, self._progress, engine_options.logits_processors, timeline
         )
         try:
@@ -209,8 +207,14 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, for whoever measures or tests what no call of this class shows."""
-        return self._require_open()
+        """The engine core, for whoever measures or tests what no call of this class shows.
+
+        Raises ValueError where data_parallel_size is above 1: replicas are in processes of their own.
+        """
+        core = self._require_open()
+        if isinstance(core, Replicas):
+            raise ValueError(f"data_parallel_size is {self._config.parallel.data_parallel_size}; allowed: 1")
+        return core
 
     def close(self) -> None:
         """Free the device; a profile that is running is written first. May be called again; nothing else may."""
@@ -268,11 +272,13 @@ class LLM:
     ) -> list[PreparedRequest]:
         params = self._default_sampling_params if sampling_params is None else sampling_params
         requests = self._inputs.process(prompts, params, priority)
+        if isinstance(self._core, Replicas) and any(each.sampling_params.token_mask for each in requests):
+            raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
         if any(each.sampling_params.structured_outputs for each in requests):
             self._require_open().set_vocabulary(self._inputs.vocabulary)
         return requests
 
-    def _require_open(self) -> EngineCore:
+    def _require_open(self) -> EngineCore | Replicas:
         if self._core is None:
             raise RuntimeError("this LLM is closed; make a new one")
         return self._core
@@ -292,9 +298,3 @@ def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
         for name, value in translate(keywords, on_gpu=on_gpu).items()
     }
     return EngineOptions(**values)
-
-
-def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
-    """Log it if nothing can be compiled here, unless that was asked for."""
-    if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
-        log.warning("mode is eager, which is slower: %s", obstacle)

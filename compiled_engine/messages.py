@@ -21,6 +21,9 @@ class EngineRequest:
     `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
     structured_outputs too: `grammar` is what became of them, as llguidance reads it. Only requests of one `cache_salt`
     share a prefix in the KV cache.
+
+    One that another core has begun goes on: `output_token_ids` are the tokens that it has generated, and
+    `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
     """
 
     request_id: str
@@ -30,6 +33,8 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     grammar: str | None = None
+    output_token_ids: tuple[int, ...] = ()
+    next_prompt_logprob: int = 1
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ class EngineOptions:
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
     tensor_parallel_size: devices that compute each layer together, one process a device.
-    distributed_executor: auto | in_process | multiprocess: who runs the devices; auto is in_process for one.
+    data_parallel_size: replicas of the model, each on devices of its own; requests are divided among them.
+    distributed_executor: auto | in_process | multiprocess | ray: who runs the devices; auto is in_process for one. With
+        ray, replicas are on the nodes of a Ray cluster.
     logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
         that make one, or "package.module:Name" for any of these.
     profile_dir: where `LLM.stop_profile` writes.
@@ -92,6 +94,7 @@ class EngineOptions:
     compile_cache: bool = True
     generation_config: str = "auto"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     distributed_executor: str = "auto"
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()
     profile_dir: str | Path = "profiles"

@@ -18,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.collectives.group import current_group
 from compiled_engine.collectives.push import PushBuffer
+from compiled_engine.collectives.push_flags import exchange_flags
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -63,20 +64,10 @@ def all_reduce_residual_rms_norm_kernel(
         rows_ptr = (tl.load(addresses_ptr + peer) + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty))
         row_ptr = tl.multiple_of(rows_ptr + (first_row + rank) * D, 16)
         tl.store(row_ptr + column_D, x_D, column_D < tl.where(peer == rank, 0, D))
-    tl.debug_barrier()  # the rows of all threads are written before one raises the flags
-    for peer in range(num_ranks):
-        flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
-    own_address = tl.load(addresses_ptr + rank)
-    flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
-    for peer in range(num_ranks):
-        while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
-            pass
-    tl.debug_barrier()
+    own_address = exchange_flags(addresses_ptr, slot, rank, num_ranks, epoch)
     rows_ptr = (own_address + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty)) + first_row * D
     reduced_D = tl.zeros((BLOCK_D,), tl.float32)
     for peer in range(num_ranks):
-        # Not from the first cache, which does not see what others write.
         row_ptr = tl.multiple_of(rows_ptr + peer * D, 16)
         others_D = column_D < tl.where(peer == rank, 0, D)
         row_D = tl.load(row_ptr + column_D, others_D, other=0.0, cache_modifier=".cg")

@@ -7,11 +7,13 @@ computes and reads the chosen experts alone.
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from compiled_engine.passes.experts_gate import Gate
+from compiled_engine.passes.experts_gate_match import match_gate
 from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
@@ -40,38 +42,75 @@ class Experts(GraphPass):
         return rewrite_calls(graph, aten.topk.default, _rewrite)
 
 
+class _Routing(NamedTuple):
+    """Logits of the router, experts of a token, whether their weights add up to 1, and the matrix of all weights."""
+
+    logits: fx.Node
+    top_k: int
+    renormalise: bool
+    scatter: fx.Node
+
+
+class _Product(NamedTuple):
+    """x @ weight^T + bias for each expert; `transposed`: the parameter is the transpose of the weight."""
+
+    x: fx.Node
+    parameter: fx.Node
+    transposed: bool
+    bias: fx.Node | None
+
+
 def _rewrite(graph: fx.Graph, topk: fx.Node) -> list[Replacement] | str | None:
-    """topk: of a router's probabilities, or of anything else."""
-    softmax = arg(topk, 0)
+    """topk: of a router's logits or probabilities, or of anything else."""
+    routing = _routing(topk)
+    if not isinstance(routing, _Routing):
+        return routing
+    found = _weighted_sum(routing.scatter)
+    if isinstance(found, str):
+        return found
+    total, x, gate_up, gate, down = found
+    if routing.logits.meta["val"].dtype != x.meta["val"].dtype:
+        return "the router's dtype is another than that of its input"
+    with graph.inserting_before(total):
+        weights = [
+            emit(graph, aten.transpose.int, product.parameter, 1, 2) if product.transposed else product.parameter
+            for product in (gate_up, down)
+        ]
+        operands = x, routing.logits, *weights, gate_up.bias, down.bias
+        how = routing.top_k, routing.renormalise, gate.activation, gate.alpha, gate.limit, gate.interleaved
+        fused = emit(graph, experts, *operands, *how, None, 0.0, 0.0, False, None)
+    total.replace_all_uses_with(fused)
+    return [Replacement(total.name, fused)]
+
+
+def _routing(topk: fx.Node) -> _Routing | str | None:
+    """Softmax of the logits and then the choice, or the choice and then softmax of what is chosen."""
+    weights, chosen = (_item(topk, i) for i in range(2))
+    softmax: Any = arg(topk, 0)
+    behind: Any = None if weights is None else user_through_cast(weights)
+    first = is_call(softmax, aten._softmax.default)
+    if not first:
+        softmax, weights = behind, behind
     if not is_call(softmax, aten._softmax.default):
         return None
     if len(topk.args) != 2 or topk.kwargs:
         return "the choice is not of the largest along the last dimension"
-    if softmax.args[1] not in (-1, 1) or softmax.meta["val"].dim() != 2 or softmax.meta["val"].dtype != torch.float32:
-        return "the probabilities are not of each row, in fp32"
-    weights, chosen = (_item(topk, i) for i in range(2))
+    if softmax.args[1] not in (-1, 1) or softmax.meta["val"].dim() != 2:
+        return "the probabilities are not of each row"
+    if first and softmax.meta["val"].dtype != torch.float32:
+        return "the probabilities are not in fp32"
     scatter: Any = None if chosen is None else only_user(chosen)
     if weights is None or not is_call(scatter, aten.scatter.src):
         return "what is chosen is not scattered into a matrix of weights"
     zeros, dim, index, source = scatter.args
     source = through_cast(source)
-    renormalise = source is not weights
-    if renormalise and not _is_share(source, weights):
+    shares = source is not weights
+    if shares and not (first and _is_share(source, weights)):
         return "the weights are neither the probabilities nor their shares of the sum"
     if not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default) or dim not in (-1, 1) or index is not chosen:
         return "the weights are not scattered into zeros along the experts"
-    found = _weighted_sum(scatter)
-    if isinstance(found, str):
-        return found
-    total, x, gate_up, down = found
-    logits = through_cast(softmax.args[0])
-    if logits.meta["val"].dtype != x.meta["val"].dtype:
-        return "the router's dtype is another than that of its input"
-    with graph.inserting_before(total):
-        how = topk.args[1], renormalise, "silu", None, 0.0, 0.0, False, None
-        fused = emit(graph, experts, x, logits, gate_up, down, *how)
-    total.replace_all_uses_with(fused)
-    return [Replacement(total.name, fused)]
+    logits = through_cast(arg(softmax if first else topk, 0))
+    return _Routing(logits, arg(topk, 1), shares or not first, scatter)
 
 
 def _item(sequence: fx.Node, index: int) -> fx.Node | None:
@@ -86,8 +125,9 @@ def _is_share(value: Any, weights: fx.Node) -> bool:
     return is_call(total, aten.sum.dim_IntList) and total.args[0] is weights and total.args[1:] == ([-1], True)
 
 
-def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node] | str:
-    """(sum, x, gate_up, down) of the experts whose weights are scattered, or why they are not such."""
+def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, _Product, Gate, _Product] | str:
+    """(sum, x, first product, gate, second product) of the experts whose weights are scattered, or why they are not
+    such."""
     transposed: Any = user_through_cast(scatter)
     column: Any = None if transposed is None else only_user(transposed)
     weighted: Any = None if column is None else only_user(column)
@@ -96,32 +136,36 @@ def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node, fx.Node]
         return "the weights are not made a column for each expert"
     if not (is_call(total, aten.sum.dim_IntList) and total.args[1:] == ([0],) and not total.kwargs):
         return "what is weighted is not summed over the experts"
-    y: Any = next((y for y, weight in factors(weighted) if weight is column), None)
-    if not is_call(y, aten.bmm.default) or not _is_transposed_parameter(y.args[1]):
+    down = next((_product(y) for y, weight in factors(weighted) if weight is column), None)
+    if down is None:
         return "what is weighted is not a product with a parameter of each expert"
-    hidden, down = y.args[0], y.args[1].args[0]
-    activated: Any = next((a for a, _ in factors(hidden) if is_call(a, aten.silu.default)), None)
-    if activated is None:
-        return "what goes into the second product is not silu(gate) * up"
-    gate: Any = activated.args[0]
-    up: Any = next(other for one, other in factors(hidden) if one is activated)
-    halves = [is_call(half, operator.getitem) and half.args[1] == i for i, half in enumerate((gate, up))]
-    if not (all(halves) and gate.args[0] is up.args[0] and is_call(gate.args[0], aten.split.Tensor)):
-        return "gate and up are not the two halves of one product"
-    split: Any = gate.args[0]
-    product: Any = split.args[0]
-    if len(split.meta["val"]) != 2 or split.args[2:] not in ((-1,), (2,)):
-        return "gate and up are not the two halves of one product"
-    if not is_call(product, aten.bmm.default) or not _is_transposed_parameter(product.args[1]):
+    found = match_gate(down.x)
+    if isinstance(found, str):
+        return found
+    gated, gate = found
+    gate_up = _product(gated)
+    if gate_up is None:
         return "gate and up are not a product with a parameter of each expert"
-    x: Any = product.args[0]
-    if not is_call(x, aten.expand.default) or x.args[0].meta["val"].dim() != 2:
+    if not is_call(gate_up.x, aten.expand.default) or arg(gate_up.x, 0).meta["val"].dim() != 2:
         return "the experts do not all get the same tokens"
-    return total, x.args[0], product.args[1].args[0], down
+    return total, arg(gate_up.x, 0), gate_up, gate, down
 
 
-def _is_transposed_parameter(node: Any) -> bool:
-    """Of [E, N, K] parameters [E, K, N]."""
-    transposed = is_call(node, aten.transpose.int) and node.args[1:] in ((1, 2), (2, 1))
-    permuted = is_call(node, aten.permute.default) and list(node.args[1]) == [0, 2, 1]
-    return (transposed or permuted) and is_parameter(node.args[0])
+def _product(value: Any) -> _Product | None:
+    """A batched product with a parameter [E, K, N], or the transpose of one, and a bias [E, N] where there is one."""
+    bias = None
+    if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
+        for product, row in (value.args, value.args[::-1]):
+            if is_call(row, aten.unsqueeze.default) and row.args[1] == 1 and is_parameter(row.args[0]):
+                value, bias = product, row.args[0]
+                break
+    if not is_call(value, aten.bmm.default):
+        return None
+    x, matrix = value.args
+    if is_parameter(matrix):
+        return _Product(x, matrix, True, bias)
+    transposed = is_call(matrix, aten.transpose.int) and matrix.args[1:] in ((1, 2), (2, 1))
+    permuted = is_call(matrix, aten.permute.default) and list(matrix.args[1]) == [0, 2, 1]
+    if (transposed or permuted) and is_parameter(matrix.args[0]):
+        return _Product(x, matrix.args[0], False, bias)
+    return None

@@ -10,7 +10,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.silu_mul import gated
+from compiled_engine.passes.experts_gate import gate_of_experts
 from compiled_engine.passes.small_batch_linear_tiles import weight_rows
 
 
@@ -19,6 +19,7 @@ from compiled_engine.passes.small_batch_linear_tiles import weight_rows
 def grouped_kernel(
     x_ptr: tl.tensor,
     w_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     out_ptr: tl.tensor,
     sorted_ptr: tl.tensor,
     blocks_ptr: tl.tensor,
@@ -29,6 +30,9 @@ def grouped_kernel(
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -37,8 +41,8 @@ def grouped_kernel(
 ) -> None:
     """Program (rows, block): the tokens of a block times ROWS rows of its expert's weight.
 
-    GATED: x are the tokens, out is activation(gate) * up in the order of experts. Else x is in that order, and out in
-    that of the pairs, each times its weight. w: [E, NUM_ROWS, K].
+    GATED: x are the tokens, out is what the gate makes, in the order of experts. Else x is in that order, and out in
+    that of the pairs, each times its weight. w: [E, NUM_ROWS, K]; bias: [E, NUM_ROWS] or None.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -58,7 +62,10 @@ def grouped_kernel(
     pair_T = tl.load(sorted_ptr + place_T)
     x_row_T = pair_T // TOP_K if GATED else place_T
     x_row_ptr_T = x_ptr + x_row_T.to(tl.int64) * x_stride
-    row_N = weight_rows(tl.program_id(0) * OUTPUTS, NUM_OUTPUTS, ROWS, GATED)
+    if GATED and INTERLEAVED:
+        row_N = tl.minimum(tl.program_id(0) * ROWS + tl.arange(0, ROWS), NUM_ROWS - 1)
+    else:
+        row_N = weight_rows(tl.program_id(0) * OUTPUTS, NUM_OUTPUTS, ROWS, GATED)
     w_row_ptr_N = w_ptr + (expert * NUM_ROWS + row_N) * K
     k_K = tl.arange(0, BLOCK_K)
     acc = tl.zeros([ROWS, TOKENS] if ROWS_FIRST else [TOKENS, ROWS], tl.float32)
@@ -75,13 +82,15 @@ def grouped_kernel(
         else:
             acc = tl.dot(x_TK, tl.trans(w_NK), acc, input_precision="ieee")
     y_TN = tl.trans(acc) if ROWS_FIRST else acc
+    if bias_ptr is not None:
+        y_TN += tl.load(bias_ptr + expert * NUM_ROWS + row_N).to(tl.float32)[None, :]
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y_TN = y_TN.to(dtype).to(tl.float32)
     output_M = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     mask_TM = mask_T[:, None] & (output_M < NUM_OUTPUTS)[None, :]
     if GATED:
         gate_TM, up_TM = tl.split(tl.reshape(y_TN, [TOKENS, OUTPUTS, 2]))
-        y_TM = gated(gate_TM, up_TM, ACTIVATION, dtype)
+        y_TM = gate_of_experts(gate_TM, up_TM, ACTIVATION, ALPHA, LIMIT, dtype)
         out_row_T = place_T
     else:
         y_TM = y_TN * tl.load(weights_ptr + pair_T).to(dtype).to(tl.float32)[:, None]

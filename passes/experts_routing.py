@@ -30,14 +30,13 @@ def chosen_experts(
     expert_X = tl.zeros([BLOCK_X], tl.int32)
     weight_X = tl.zeros([BLOCK_X], tl.float32)
     for i in tl.static_range(TOP_K):
-        value = tl.max(left_E, 0)
-        best = tl.min(tl.where(left_E == value, e_E, BLOCK_E), 0)
+        value, best = tl.max(left_E, 0, return_indices=True)
         expert_X = tl.where(x_X == i, best, expert_X)
         weight_X = tl.where(x_X == i, tl.exp(value - largest), weight_X)
         left_E = tl.where(e_E == best, float("-inf"), left_E)
     if RENORMALISE:
         total = tl.sum(weight_X, 0)
-    # A logit that is not a number leaves nothing to choose; what is read must exist all the same.
+    # Where logits are not numbers nothing is left to choose; what is read must exist all the same.
     return tl.minimum(expert_X, NUM_EXPERTS - 1), weight_X / total
 
 

@@ -33,10 +33,11 @@ def rope_angles_kernel(
     sin_ptr: tl.tensor,
     scale: tl.tensor,
     NUM_PAIRS: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its position times each frequency, twice in a row as the rotate-half layout has it."""
+    """Program (token): its position times each frequency, in the layout of the rotation, see `reference`."""
     pair = tl.arange(0, BLOCK)
     mask = pair < NUM_PAIRS
     frequency = tl.load(inv_freq_ptr + pair, mask=mask, other=0.0)
@@ -47,28 +48,42 @@ def rope_angles_kernel(
     angle = tl.load(positions_ptr + token).to(tl.float32) * frequency
     cos = (tl.cos(angle) * scale).to(cos_ptr.dtype.element_ty)
     sin = (tl.sin(angle) * scale).to(cos_ptr.dtype.element_ty)
-    row = token * (2 * NUM_PAIRS) + pair
+    if LAYOUT == "once":
+        row = token * NUM_PAIRS + pair
+    elif LAYOUT == "halves":
+        row = token * (2 * NUM_PAIRS) + pair
+    else:
+        row = token * (2 * NUM_PAIRS) + 2 * pair
     tl.store(cos_ptr + row, cos, mask=mask)
-    tl.store(cos_ptr + row + NUM_PAIRS, cos, mask=mask)
     tl.store(sin_ptr + row, sin, mask=mask)
-    tl.store(sin_ptr + row + NUM_PAIRS, sin, mask=mask)
+    if LAYOUT != "once":
+        AGAIN: tl.constexpr = NUM_PAIRS if LAYOUT == "halves" else 1
+        tl.store(cos_ptr + row + AGAIN, cos, mask=mask)
+        tl.store(sin_ptr + row + AGAIN, sin, mask=mask)
 
 
 def reference(
-    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype
+    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin), each [T, 1, 2 p] in `dtype`, of positions times inverse frequencies, times the scale."""
+    """(cos, sin), each [T, 1, 2 p] in `dtype`, of positions times inverse frequencies, times the scale.
+
+    layout: all frequencies twice ("halves"), each twice in a row ("pairs"), or [T, 1, p] of each once ("once").
+    """
     angles_Tp = positions_T[:, None].float() * inv_freq_p
-    angles_T1d = torch.cat((angles_Tp, angles_Tp), dim=-1).unsqueeze(1)
+    if layout == "halves":
+        angles_Tp = torch.cat((angles_Tp, angles_Tp), dim=-1)
+    elif layout == "pairs":
+        angles_Tp = angles_Tp.repeat_interleave(2, dim=-1)
+    angles_T1d = angles_Tp.unsqueeze(1)
     return (angles_T1d.cos() * scale).to(dtype), (angles_T1d.sin() * scale).to(dtype)
 
 
 def launch(
-    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype
+    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel behind `reference`; contiguous inputs."""
     num_tokens, num_pairs = positions_T.shape[0], inv_freq_p.shape[0]
-    cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype)
+    cos_T1d, sin_T1d = _fake(positions_T, inv_freq_p, scale, dtype, layout)
     rope_angles_kernel[(num_tokens,)](
         positions_T.contiguous(),
         inv_freq_p,
@@ -76,6 +91,7 @@ def launch(
         sin_T1d,
         scale,
         NUM_PAIRS=num_pairs,
+        LAYOUT=layout,
         BLOCK=next_power_of_2(num_pairs),
         num_warps=1,
         **dependent_launch(positions_T.device),
@@ -84,14 +100,15 @@ def launch(
 
 
 def _fake(
-    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype
+    positions_T: torch.Tensor, inv_freq_p: torch.Tensor, scale: float, dtype: torch.dtype, layout: str = "halves"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = (positions_T.shape[0], 1, 2 * inv_freq_p.shape[0])
+    shape = (positions_T.shape[0], 1, inv_freq_p.shape[0] * (1 if layout == "once" else 2))
     return inv_freq_p.new_empty(shape, dtype=dtype), inv_freq_p.new_empty(shape, dtype=dtype)
 
 
 rope_angles = define_op(
-    "rope_angles(Tensor positions_T, Tensor inv_freq_p, float scale, ScalarType dtype) -> (Tensor, Tensor)",
+    "rope_angles(Tensor positions_T, Tensor inv_freq_p, float scale, ScalarType dtype, "
+    'str layout="halves") -> (Tensor, Tensor)',
     cpu=reference,
     cuda=launch,
     fake=_fake,
@@ -114,12 +131,10 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
     if len(sines) != 1 or len(angles.users) != 2:
         return "no sin of the same angles beside it"
     with_heads = is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1
-    doubled: Any = angles.args[0] if with_heads else angles
-    if not is_call(doubled, aten.cat.default) or doubled.args[1:] not in ((-1,), (1,)) or len(doubled.args[0]) != 2:
-        return "the angles are not two equal halves"
-    first, second = doubled.args[0]
-    if first is not second or not is_call(first, aten.mul.Tensor):
-        return "the two halves of the angles differ"
+    of_pairs = _of_pairs(angles.args[0] if with_heads else angles)
+    if isinstance(of_pairs, str):
+        return of_pairs
+    first, layout = of_pairs
     found = [(rows, frequencies) for column, frequencies in factors(first) if (rows := _column_of(column)) is not None]
     if not found:
         return "the angles are not positions times frequencies"
@@ -131,17 +146,36 @@ def _rewrite(graph: fx.Graph, cos: fx.Node) -> list[Replacement] | str:
         return "cos and sin are scaled or rounded differently"
     if not with_heads:
         heads = [only_user(cos_value), only_user(sin_value)]
-        if not all(is_call(user, aten.unsqueeze.default) and user.args[1] == 1 for user in heads if user is not None):
-            return "cos and sin get no dimension for the heads"
-        if None in heads:
-            return "cos and sin are used otherwise too"
-        cos_value, sin_value = (user for user in heads if user is not None)
+        with_heads = all(is_call(user, aten.unsqueeze.default) and user.args[1] == 1 for user in heads)  # type: ignore[union-attr]
+        if with_heads:
+            cos_value, sin_value = (user for user in heads if user is not None)
     with graph.inserting_before(cos):
-        both = emit(graph, rope_angles, positions, inv_freq, cos_scale, cos_value.meta["val"].dtype)
-        new_cos, new_sin = (emit_item(graph, both, index) for index in range(2))
-    cos_value.replace_all_uses_with(new_cos)
-    sin_value.replace_all_uses_with(new_sin)
-    return [Replacement(cos_value.name, new_cos), Replacement(sin_value.name, new_sin)]
+        # The first layout is left unsaid, as the op has it.
+        how = cos_scale, cos_value.meta["val"].dtype, *([] if layout == "halves" else [layout])
+        both = emit(graph, rope_angles, positions, inv_freq, *how)
+        new = [emit_item(graph, both, index) for index in range(2)]
+        if not with_heads:
+            new = [emit(graph, aten.squeeze.dim, value, 1) for value in new]
+    cos_value.replace_all_uses_with(new[0])
+    sin_value.replace_all_uses_with(new[1])
+    return [Replacement(cos_value.name, new[0]), Replacement(sin_value.name, new[1])]
+
+
+def _of_pairs(angles: Any) -> tuple[fx.Node, str] | str:
+    """(an angle for each pair, layout) of a rotation's angles, or why they are not known."""
+    if is_call(angles, aten.mul.Tensor):
+        return angles, "once"
+    if is_call(angles, aten.view.default, aten.reshape.default):
+        repeated: Any = angles.args[0].args[0] if is_call(angles.args[0], aten.clone.default) else angles.args[0]
+        column: Any = repeated.args[0] if is_call(repeated, aten.expand.default) else None
+        if is_call(column, aten.unsqueeze.default) and column.args[1] in (2, -1) and repeated.meta["val"].shape[2] == 2:
+            return column.args[0], "pairs"
+    if not is_call(angles, aten.cat.default) or angles.args[1:] not in ((-1,), (1,)) or len(angles.args[0]) != 2:
+        return "the angles are not two equal halves"
+    first, second = angles.args[0]
+    if first is not second or not is_call(first, aten.mul.Tensor):
+        return "the two halves of the angles differ"
+    return first, "halves"
 
 
 def _column_of(column: Any) -> fx.Node | None:

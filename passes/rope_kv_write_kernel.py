@@ -15,71 +15,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.triton_rotation import rounded, weighted
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.rope_steps import load_pairs, normed_and_rotated, places, store_pairs
 
 # A thread holds 16 bytes of each half of a head in half precision; a program has up to four warps of such threads.
 ELEMENTS_PER_WARP = 32 * 16
 MAX_WARPS = 4
-
-
-@triton.jit
-def _load_halves(
-    ptr: tl.tensor, offsets_HP: tl.tensor, mask_HP: tl.tensor, HALF: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    first_HP = tl.load(ptr + offsets_HP, mask=mask_HP, other=0.0)
-    second_HP = tl.load(ptr + offsets_HP + HALF, mask=mask_HP, other=0.0)
-    return first_HP, second_HP
-
-
-@triton.jit
-def _store_halves(
-    ptr: tl.tensor,
-    offsets_HP: tl.tensor,
-    mask_HP: tl.tensor,
-    first_HP: tl.tensor,
-    second_HP: tl.tensor,
-    HALF: tl.constexpr,
-) -> None:
-    tl.store(ptr + offsets_HP, first_HP, mask=mask_HP)
-    tl.store(ptr + offsets_HP + HALF, second_HP, mask=mask_HP)
-
-
-@triton.jit
-def _normed_and_rotated(
-    ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    cos_ptr: tl.tensor,
-    sin_ptr: tl.tensor,
-    offsets_HP: tl.tensor,
-    pair_HP: tl.tensor,
-    mask_HP: tl.tensor,
-    eps: tl.tensor,
-    HALF: tl.constexpr,
-    OFFSET: tl.constexpr,
-    WIDE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Both halves of the heads at ptr + offsets; weight_ptr None leaves the norm out."""
-    dtype: tl.constexpr = ptr.dtype.element_ty
-    first_HP, second_HP = _load_halves(ptr, offsets_HP, mask_HP, HALF)
-    cos_first_HP, cos_second_HP = _load_halves(cos_ptr, pair_HP, mask_HP, HALF)
-    sin_first_HP, sin_second_HP = _load_halves(sin_ptr, pair_HP, mask_HP, HALF)
-    first_HP = first_HP.to(tl.float32)
-    second_HP = second_HP.to(tl.float32)
-    if weight_ptr is not None:
-        weight_first_HP, weight_second_HP = _load_halves(weight_ptr, pair_HP, mask_HP, HALF)
-        squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
-        scale_H1 = tl.rsqrt(squares_H / (2 * HALF) + eps)[:, None]
-        first_HP = weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
-        second_HP = weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
-    first_cos_HP = rounded(first_HP * cos_first_HP.to(tl.float32), dtype)
-    second_cos_HP = rounded(second_HP * cos_second_HP.to(tl.float32), dtype)
-    first_sin_HP = rounded(first_HP * sin_second_HP.to(tl.float32), dtype)
-    second_sin_HP = rounded(second_HP * sin_first_HP.to(tl.float32), dtype)
-    return (first_cos_HP - second_sin_HP).to(dtype), (second_cos_HP + first_sin_HP).to(dtype)
 
 
 @quick_launches
@@ -116,6 +60,10 @@ def rope_kv_write_kernel(
     TILE_P: tl.constexpr,
     OFFSET: tl.constexpr,
     WIDE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    OF_PAIRS: tl.constexpr,
+    ROPE_WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program for TILE_H heads of q of one token, or for as many of k and v. The strides are those of tokens."""
@@ -131,51 +79,59 @@ def rope_kv_write_kernel(
     cos_ptr += tl.multiple_of(token * cos_stride, STRIDE_MULTIPLE)
     sin_ptr += tl.multiple_of(token * sin_stride, STRIDE_MULTIPLE)
     pair_HP = tl.broadcast_to(tl.arange(0, TILE_P)[None, :], (TILE_H, TILE_P))
+    one_HP, other_HP = places(pair_HP, HEAD_DIM, ROTARY, INTERLEAVED)
     if tile < Q_TILES:
         head_H1 = tile * TILE_H + tl.arange(0, TILE_H)[:, None]
         mask_HP = (head_H1 < NUM_HEADS) & (pair_HP < HALF)
         q_ptr += tl.multiple_of(token * q_stride, STRIDE_MULTIPLE)
-        first_HP, second_HP = _normed_and_rotated(
+        one_q_HP, other_q_HP = normed_and_rotated(
             q_ptr,
             q_weight_ptr,
             cos_ptr,
             sin_ptr,
-            head_H1 * Q_HEAD_STRIDE + pair_HP,
+            head_H1 * Q_HEAD_STRIDE,
             pair_HP,
             mask_HP,
             eps,
-            HALF,
+            HEAD_DIM,
             OFFSET,
             WIDE,
+            ROTARY,
+            INTERLEAVED,
+            OF_PAIRS,
+            ROPE_WIDE,
         )
         out_ptr += token * (NUM_HEADS * HEAD_DIM)
-        _store_halves(out_ptr, head_H1 * HEAD_DIM + pair_HP, mask_HP, first_HP, second_HP, HALF)
+        store_pairs(out_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_q_HP, other_q_HP)
     else:
         head_H1 = (tile - Q_TILES) * TILE_H + tl.arange(0, TILE_H)[:, None]
         mask_HP = (head_H1 < NUM_KV_HEADS) & (pair_HP < HALF)
         slot = tl.load(slot_mapping_ptr + token)
         k_ptr += tl.multiple_of(token * k_stride, STRIDE_MULTIPLE)
         v_ptr += tl.multiple_of(token * v_stride, STRIDE_MULTIPLE)
-        v_first_HP, v_second_HP = _load_halves(v_ptr, head_H1 * V_HEAD_STRIDE + pair_HP, mask_HP, HALF)
-        first_HP, second_HP = _normed_and_rotated(
+        one_v_HP, other_v_HP = load_pairs(v_ptr, head_H1 * V_HEAD_STRIDE, one_HP, other_HP, mask_HP)
+        one_k_HP, other_k_HP = normed_and_rotated(
             k_ptr,
             k_weight_ptr,
             cos_ptr,
             sin_ptr,
-            head_H1 * K_HEAD_STRIDE + pair_HP,
+            head_H1 * K_HEAD_STRIDE,
             pair_HP,
             mask_HP,
             eps,
-            HALF,
+            HEAD_DIM,
             OFFSET,
             WIDE,
+            ROTARY,
+            INTERLEAVED,
+            OF_PAIRS,
+            ROPE_WIDE,
         )
         if slot >= 0:
             cache_ptr += (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
-            offsets_HP = head_H1 * HEAD_DIM + pair_HP
-            _store_halves(cache_ptr, offsets_HP, mask_HP, first_HP, second_HP, HALF)
+            store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_k_HP, other_k_HP)
             cache_ptr += BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
-            _store_halves(cache_ptr, offsets_HP, mask_HP, v_first_HP, v_second_HP, HALF)
+            store_pairs(cache_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_v_HP, other_v_HP)
 
 
 def launch(
@@ -191,8 +147,11 @@ def launch(
     slot_mapping_T: torch.Tensor,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    rope_wide: bool = False,
 ) -> torch.Tensor:
-    """What `compiled_engine.passes.rope_kv_write.rope_kv_write` says, on CUDA. Compiled once for a model.
+    """What `compiled_engine.passes.rope_kv_write.rope_form_kv_write` says, on CUDA. Compiled once for a model.
 
     Raises ValueError where the cache is not contiguous, or the elements of a head or of an angle are not in a row.
     """
@@ -218,6 +177,10 @@ def launch(
         **constants,
         OFFSET=norm_offset,
         WIDE=norm_wide,
+        ROTARY=rotary_dim or head_dim,
+        INTERLEAVED=interleaved,
+        OF_PAIRS=cos_T1d.shape[-1] < (rotary_dim or head_dim),
+        ROPE_WIDE=rope_wide,
         **dependent_launch(q_THd.device),
     )
     return out_THd

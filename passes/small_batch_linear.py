@@ -148,7 +148,7 @@ def _take_in_norm(
         linear = linears[user]
         linears[user] = replace(linear, x=x, norm_weight=weight, eps=eps, norm_offset=offset, norm_wide=wide)
     else:
-        user.args = (x, *user.args[1:7], *norm[1:], user.args[11])
+        user.args = (x, *user.args[1:12], *norm[1:], user.args[16])
         changed_experts.setdefault(user, user)
 
 

@@ -14,7 +14,7 @@ class Structure:
     of these those that several read. sum_norms, norms: root mean square norms of whole tokens, of sums of two values
     (with that of an addend, where it has one) and of others. angles: cosines of positions. turned_attentions: calls of
     attention whose queries come from such. gated_products: activations of tokens that are multiplied with another
-    value. routers: choices of the largest probabilities. scalings_by_one: what it says.
+    value. routers: choices of the most probable ones. scalings_by_one: what it says.
     """
 
     batched_values: int

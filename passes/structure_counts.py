@@ -6,6 +6,7 @@ does not know counts as well, and then the pass falls short of its contract and 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import fx
 
 from compiled_engine.attention.value_op import ATTENTION, ATTENTION_VALUE
 from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.matching import arg, aten, factors, is_call, only_user, through_cast
+from compiled_engine.passes.matching import arg, aten, factors, is_call, only_user, through_cast, user_through_cast
 from compiled_engine.passes.structure import Structure
 
 _ACTIVATIONS = (aten.silu.default, aten.gelu.default)
@@ -47,9 +48,7 @@ def structure_of(graph: fx.Graph) -> Structure:
         angles=sum(1 for node in calls if is_call(node, aten.cos.default)),
         turned_attentions=sum(1 for node in attentions if _is_turned(arg(node, 0))),
         gated_products=sum(1 for node in calls if is_call(node, *_ACTIVATIONS) and _is_gate(node)),
-        routers=sum(
-            1 for node in calls if is_call(node, aten.topk.default) and is_call(arg(node, 0), aten._softmax.default)
-        ),
+        routers=sum(1 for node in calls if is_call(node, aten.topk.default) and _is_router(node)),
         scalings_by_one=sum(1 for node in calls if is_call(node, aten.mul.Tensor) and node.args[1:] == (1.0,)),
     )
 
@@ -123,6 +122,12 @@ def _is_gate(activation: fx.Node) -> bool:
     return product is not None and any(
         found is activation and other is not activation for found, other in factors(product)
     )
+
+
+def _is_router(topk: fx.Node) -> bool:
+    """Whether it chooses among probabilities, or what it chooses becomes probabilities."""
+    values = [item for item in topk.users if is_call(item, operator.getitem) and item.args[1] == 0]
+    return any(is_call(node, aten._softmax.default) for node in (arg(topk, 0), *map(user_through_cast, values)))
 
 
 def _is_turned(query: Any) -> bool:

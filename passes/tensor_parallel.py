@@ -3,8 +3,8 @@
 Why: a model, or its speed, that one device has no room for. The model file is traced in the shape that one rank has;
 this pass puts the collectives in: a sum over the ranks after each linear whose input is divided among them (attention's
 output and the second linear of the MLP) and after the embedding, whose vocabulary is divided. Everything between two of
-them is computed by each rank on its own. The logits are gathered outside of the graph. Which rank it is, is not in the
-graph: all ranks run the same code.
+them is computed by each rank on its own. The logits stay divided, and sampling takes them so. Which rank it is, is not
+in the graph: all ranks run the same code.
 
 It changes what the graph means to a device, so it runs first and cannot be switched off.
 """

@@ -10,7 +10,8 @@ import torch
 
 @dataclass(frozen=True)
 class Case:
-    """A layer of experts. gemma: the norm is Gemma's, and the gate a gelu."""
+    """A layer of experts. gemma: the norm is Gemma's, and the gate a gelu. gpt_oss: biases, and a clamped gate of rows
+    that are gate and up in turn."""
 
     num_tokens: int
     num_experts: int
@@ -21,6 +22,7 @@ class Case:
     norm: bool = False
     residual: bool = False
     gemma: bool = False
+    gpt_oss: bool = False
 
 
 CASES = (
@@ -34,7 +36,11 @@ CASES = (
     Case(64, 4, 2),
     Case(65, 16, 2, residual=True),
     Case(150, 3, 1),
+    Case(1, 32, 4, hidden_size=72, width=40, norm=True, residual=True, gpt_oss=True),
+    Case(7, 32, 4, hidden_size=72, width=40, norm=True, residual=True, gpt_oss=True),
+    Case(70, 4, 2, gpt_oss=True),
 )
+ALPHA, LIMIT = 1.702, 1.5
 
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
@@ -51,9 +57,12 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
         (places_TE / 16).to(device, dtype),
         normal(E, 2 * I, D) / D**0.5,
         normal(E, D, I) / I**0.5,
+        normal(E, 2 * I) if case.gpt_oss else None,
+        normal(E, D) if case.gpt_oss else None,
         case.top_k,
         case.renormalise,
         "gelu_tanh" if case.gemma else "silu",
+        *((ALPHA, LIMIT, True) if case.gpt_oss else (0.0, 0.0, False)),
         normal(D) / 4 if case.norm else None,
         1e-5,
         1.0 if case.gemma else 0.0,
@@ -65,16 +74,23 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
 def expected(arguments: tuple[Any, ...]) -> torch.Tensor:
     """In float64, every expert on every token, and weights of 0 for those that are not chosen."""
     tensors = [a.double().cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
-    x, logits, gate_up, down, top_k, renormalise, activation, norm, eps, offset, _, residual = tensors
+    x, logits, gate_up, down, gate_up_bias, down_bias, top_k, renormalise, activation, *others = tensors
+    alpha, limit, interleaved, norm, eps, offset, _, residual = others
     if norm is not None:
         x = x * (x.pow(2).mean(-1, keepdim=True) + eps) ** -0.5 * (norm + offset)
     powers = logits.exp()
     least = logits.sort(-1, descending=True).values[:, top_k - 1 : top_k]
     chosen = powers * (logits >= least)
     weights = chosen / (chosen if renormalise else powers).sum(-1, keepdim=True)
-    gate, up = torch.einsum("td,end->ten", x, gate_up).chunk(2, -1)
+    product = torch.einsum("td,end->ten", x, gate_up) + (0 if gate_up_bias is None else gate_up_bias)
+    gate, up = (product[..., ::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
     gelu = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh")}
-    y = torch.einsum("tei,edi,te->td", gelu[activation](gate) * up, down, weights)
+    hidden = gelu[activation](gate) * up
+    if limit:
+        gate = torch.minimum(gate, torch.tensor(limit))
+        hidden = gate / (1 + (-alpha * gate).exp()) * (1 + up.clip(-limit, limit))
+    made = torch.einsum("tei,edi->ted", hidden, down) + (0 if down_bias is None else down_bias)
+    y = (made * weights[..., None]).sum(1)
     return y if residual is None else y + residual
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Sequence
+from types import FrameType
 
 import torch
 
@@ -15,6 +18,8 @@ from compiled_engine.collectives.group import current_group
 NAME = "faulty_rank:FaultyRank"
 FAILS_TO_START = "faulty_rank:FailsToStart"
 SLOW_TO_START = "faulty_rank:SlowToStart"
+FAILS_INSIDE = "faulty_rank:FailsInside"
+INSIDE, DEED = "FAULTY_RANK_INSIDE", "FAULTY_RANK_DEED"
 RANK = 1
 
 
@@ -64,3 +69,30 @@ class SlowToStart(FaultyRank):
         with open(f"starting{current_group().rank}", "w") as file:
             file.write(str(os.getpid()))
         time.sleep(60)
+
+
+class FailsInside(FaultyRank):
+    """Kills or stops a process that comes to a function while it starts: rank 1, or whichever compiles.
+
+    Environment variables: INSIDE names the function; DEED the signal.
+    """
+
+    def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
+        super().__init__(max_num_rows=max_num_rows, vocab_size=vocab_size, device=device)
+        function = os.environ[INSIDE]
+        if function == "compile_pieces" or current_group().rank == RANK:
+            threading.Thread(target=_watch, args=(function, signal.Signals[os.environ[DEED]]), daemon=True).start()
+
+
+def _watch(function: str, deed: signal.Signals) -> None:
+    while not any(function in names for names in map(_callers, sys._current_frames().values())):
+        time.sleep(0.0005)
+    os.kill(os.getpid(), deed)
+
+
+def _callers(frame: FrameType | None) -> set[str]:
+    names = set()
+    while frame is not None:
+        names.add(frame.f_code.co_name)
+        frame = frame.f_back
+    return names

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +14,16 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_engine.bench.families import family as bench_family
 from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.checkpoint.foreign_config import foreign_model
+from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
+from compiled_engine.passes.lowering import lower
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
 
@@ -43,6 +48,7 @@ class Family:
     rope: RopeConfig = PLAIN_ROPE
     last_window: int | None = None
     changes: tuple[tuple[str, Any], ...] = ()
+    foreign: str = ""  # a family of bench.families: the code is that of transformers
 
     def __str__(self) -> str:
         return (
@@ -62,11 +68,19 @@ GEMMA3 = Family("Gemma3ForCausalLM", sliding_window=8, changes=(("local_rope_the
 GEMMA2 = Family("Gemma2ForCausalLM", changes=(("attention_soft_cap", 5.0), ("logit_soft_cap", 9.0)))
 PHI3 = Family("Phi3ForCausalLM", tied=False)
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", tied=False)
+GPT_OSS = Family("GptOssForCausalLM", foreign="gpt_oss")
+GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 
 
 @cache
 def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[ModelConfig, TracedGraph]:
+    if family.foreign:
+        values = bench_family(family.foreign).config() | {"num_hidden_layers": num_layers}
+        values |= {"architectures": [family.architecture], "model_type": family.foreign}
+        config = tiny_config()
+        config = replace(config, model=foreign_model(JsonFields("config.json", values), Path("."), dtype, None)[0])
+        return config.model, trace(without_storage(build_model(config.model), CPU), example_inputs(config))
     shape: dict[str, Any] = {
         "num_heads": 6,
         "rms_norm_eps": 3e-4,
@@ -96,6 +110,8 @@ def run_all(
     passes = registered_passes() if passes is None else passes
     names = [graph_pass.name for graph_pass in passes]
     graph = graphs.for_range(compile_range).graph
+    if family.foreign:
+        lower(graph, compile_range, CPU)
     return run_passes(graph, passes, names, compile_range, CPU, strict=True, verify=verify)
 
 

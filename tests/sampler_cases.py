@@ -12,6 +12,7 @@ from compiled_engine.sampling.logprobs import NO_LOGPROBS, batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 64
@@ -33,13 +34,17 @@ def sample(sampler: Sampler, logits_SV: torch.Tensor, rows: np.ndarray, position
 
 
 def logprob_entries(
-    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs_S: np.ndarray | None, triton: bool | None = None
+    logits_SV: torch.Tensor,
+    token_ids_S: torch.Tensor,
+    num_logprobs_S: np.ndarray | None,
+    triton: bool | None = None,
+    vocabulary: VocabularySlice | None = None,
 ) -> list[TokenLogprobs | None]:
     """What batch_logprobs has for each row, cut to what that asks for, once it has come from the device."""
     entries: list[TokenLogprobs | None] = [None] * len(logits_SV)
     if num_logprobs_S is None:
         return entries
-    found = batch_logprobs(logits_SV, token_ids_S.int().clamp(min=0), num_logprobs_S, triton)
+    found = batch_logprobs(logits_SV, token_ids_S.int().clamp(min=0), num_logprobs_S, triton, vocabulary)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     few = [] if found.few_SW is None else [*LogprobRows.of_array(found.few_SW.numpy())]
@@ -50,7 +55,7 @@ def logprob_entries(
             (entry,) = LogprobRows.of_array(found.many[index].numpy())
         else:
             entry = few[index]
-        count = 1 + (logits_SV.shape[1] if wanted == -1 else wanted)
+        count = 1 + ((vocabulary.whole_size if vocabulary else logits_SV.shape[1]) if wanted == -1 else wanted)
         entries[index] = TokenLogprobs(entry.token_ids[:count], entry.logprobs[:count], entry.rank)
     return entries
 

@@ -119,6 +119,7 @@ PERTURBED: dict[str, Any] = {
     "graph.background": True,
     "parallel.tensor_parallel_size": 2,
     "parallel.executor": "multiprocess",
+    "parallel.data_parallel_size": 2,
     "attention_backend": "triton",
     "reasons": {"device": "another"},
 }

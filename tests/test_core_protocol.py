@@ -16,9 +16,9 @@ from small_engines import PROMPTS
 from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
 from compiled_engine.core_process.api_process import frames_of
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_client import wait_started
 from compiled_engine.core_process.foreign_core import ForeignCore
 from compiled_engine.core_process.frames import FrameReader, MessageTooLargeError, frame
+from compiled_engine.core_process.started import wait_started
 from compiled_engine.core_process.wire import Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
 

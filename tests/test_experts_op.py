@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.passes import experts_grouped, experts_one_token, experts_op, experts_routing
-from compiled_engine.passes.experts_op import GroupedTiles, grouped_tiles
+from compiled_engine.passes.experts_tiles import GroupedTiles, grouped_tiles
 from tests.experts_cases import CASES, Case, arguments_of, error
 from tests.small_batch_linear_cases import nan_in_new_tensors
 
@@ -67,6 +67,7 @@ def compiled(kernel: Any, constants: dict[str, Any], num_warps: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+GATE: dict[str, Any] = {"ACTIVATION": "silu", "ALPHA": 1.702, "LIMIT": 7.0, "INTERLEAVED": True}
 # Of Qwen3-30B-A3B.
 ROUTE: dict[str, Any] = {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
 
@@ -76,7 +77,7 @@ ROUTE: dict[str, Any] = {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOP_K": 8}
 def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> None:
     tiles = grouped_tiles(num_tokens, torch.bfloat16)
     constants = {"K": 2048, "NUM_ROWS": 1536} if gated else {"K": 768, "NUM_ROWS": 2048}
-    constants |= {"TOP_K": 8, "GATED": gated, "ACTIVATION": "silu", "TOKENS": tiles.tokens, "ROWS": tiles.rows}
+    constants |= GATE | {"TOP_K": 8, "GATED": gated, "TOKENS": tiles.tokens, "ROWS": tiles.rows}
     program = compiled(
         experts_grouped.grouped_kernel,
         constants | {"BLOCK_K": tiles.block_k, "NUM_STAGES": tiles.num_stages},
@@ -88,11 +89,12 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
 
 
 def test_the_other_kernels_compiled_for_hopper() -> None:
-    shape = {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ACTIVATION": "silu", "ROWS": 4, "BLOCK_K": 2048}
+    shape = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 2048}
     for kernel, constants, num_warps in (
         (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": True}, 1),
         (experts_routing.place_kernel, {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOKENS": 16, "PLACED": 128}, 4),
-        (experts_one_token.one_token_gate_up_kernel, ROUTE | shape | {"RENORMALISE": True}, 8),
+        (experts_one_token.one_token_route_kernel, ROUTE | {"RENORMALISE": True}, 1),
+        (experts_one_token.one_token_gate_up_kernel, shape, 8),
         (
             experts_one_token.one_token_down_kernel,
             {"HIDDEN_SIZE": 2048, "WIDTH": 768, "TOP_K": 8, "ROWS": 4, "BLOCK_K": 1024},
@@ -108,6 +110,8 @@ ON_A_GPU = (
     Case(8, 128, 8, 2048, 768, norm=True, residual=True),
     Case(700, 128, 8, 512, 256),
     Case(3000, 16, 4),
+    Case(1, 32, 4, 2880, 2880, norm=True, residual=True, gpt_oss=True),
+    Case(8, 32, 4, 2880, 2880, gpt_oss=True),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiled_engine import LLM
-from compiled_engine.bench.families import family, write_checkpoint
+from compiled_engine.bench.families import family, load_oracle, write_checkpoint
+from compiled_engine.bench.family_comparison import difference_after_passes, fused_model
 from compiled_engine.models.foreign.conversion import plan_weights
 from compiled_engine.models.foreign.placement import WeightPlan
 
@@ -77,3 +80,37 @@ def test_tensors_that_do_not_fit_are_named(edit: Any, parts: tuple[str, ...], ch
         LLM(tmp_path, mode="eager", device="cpu", max_model_len=32, progress=False)
     for part in parts:
         assert part in str(error.value)
+
+
+def packed_experts(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random blocks and scales of weights [E, R, C]."""
+    generator = torch.Generator().manual_seed(0)
+    experts, rows, columns = shape
+    blocks = torch.randint(256, (experts, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
+    return blocks, torch.randint(118, 124, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_mxfp4_is_decoded_as_transformers_decodes_it(tmp_path: Path) -> None:
+    whole, packed = tmp_path / "whole", tmp_path / "packed"
+    write_checkpoint(whole, family("gpt_oss"))
+    tensors, values = load_file(whole / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors[name].shape
+        blocks, scales = packed_experts((experts, rows, columns))
+        values[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+        assert values[name].shape == tensors.pop(name).shape
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    packed.mkdir()
+    config = json.loads((whole / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (packed / "config.json").write_text(json.dumps(config))
+    save_file(tensors, packed / "model.safetensors")
+    model = fused_model(packed, {"device": "cpu"})
+    oracle = load_oracle(whole, torch.float32)
+    oracle.load_state_dict(oracle.state_dict() | values)
+    assert difference_after_passes(model, oracle).is_right(torch.float32)
+
+    tensors["model.layers.1.mlp.experts.down_proj_scales"] = torch.zeros(6, 64, 1, dtype=torch.uint8)
+    save_file(tensors, packed / "model.safetensors")
+    with pytest.raises(ValueError, match=r"of another shape: model\.layers\.1\.mlp\.experts\.down_proj_blocks"):
+        LLM(packed, mode="eager", device="cpu", max_model_len=32, progress=False)

@@ -48,6 +48,7 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("async_scheduling", False, {"async_scheduling": False}),
     ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
     ("tensor_parallel_size", 2, {"tensor_parallel_size": 2}),
+    ("data_parallel_size", 2, {"data_parallel_size": 2}),
     ("model_impl", "vllm", {}),
     ("model_impl", "transformers", {"model_impl": "transformers"}),
     ("distributed_executor_backend", "mp", {"distributed_executor": "multiprocess"}),

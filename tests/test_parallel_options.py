@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
+from compiled_engine.core_process.start_cores import gpus_of_replica
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
@@ -30,6 +32,8 @@ CPU = torch.device("cpu")
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; allowed: an integer from 1"),
+        ({"data_parallel_size": 0}, "data_parallel_size is 0; allowed: an integer from 1"),
+        ({"data_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size is 3, which does not divide the 640 rows"),
         ({"tensor_parallel_size": 8}, "tensor_parallel_size is 8, which does not divide the model's 4 attention heads"),
         ({"tensor_parallel_size": 2, "distributed_executor": "in_process"}, "distributed_executor is 'in_process'"),
@@ -67,6 +71,24 @@ def test_gpus_that_do_not_suffice(
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)
     with pytest.raises(ValueError, match=message):
         resolve(EngineOptions(device=device, tensor_parallel_size=2, mode="eager", attention_backend="torch"))
+
+
+def test_gpus_are_divided_among_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("is_available", True), ("device_count", 5), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5,3,1,0")
+    config = resolve(EngineOptions(device="cpu", tensor_parallel_size=2, data_parallel_size=2))
+    on_gpus = replace(config, device=torch.device("cuda", 0))
+    assert [gpus_of_replica(on_gpus, number) for number in (0, 1)] == [["7", "5"], ["3", "1"]]
+    with pytest.raises(ValueError, match=r"data_parallel_size is 3, with 2 GPUs .* visible; allowed: at most 2"):
+        resolve(EngineOptions(device="cuda", tensor_parallel_size=2, data_parallel_size=3))
+
+
+def test_replicas_are_shown() -> None:
+    arguments = ["config", "--device", "cpu", "--data-parallel-size", "2"]
+    shown = CliRunner().invoke(app, arguments)
+    assert "2 replicas, each in processes of its own: replica 0 on the CPU; replica 1 on the CPU" in shown.stdout
+    assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["replicas"] == [["the CPU"]] * 2
 
 
 def test_the_plan_is_shown() -> None:

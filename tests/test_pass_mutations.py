@@ -14,6 +14,8 @@ from pass_cases import (
     DTYPES,
     FAMILIES,
     GEMMA2,
+    GLM4,
+    GPT_OSS,
     LLAMA,
     QWEN2,
     QWEN3,
@@ -40,6 +42,7 @@ ours = torch.ops.compiled_engine
 NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
 ROPE_ATTEND = ours.rope_attend.default
+ROPE_FORM = ours.rope_form_kv_write.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
 
 Edit = Callable[[fx.Graph], None]
@@ -220,15 +223,24 @@ MUTATIONS = (
     Mutation("merge_linears", "gate and up swapped", swap_results(aten.split_with_sizes.default)),
     Mutation("merge_linears", "biases in another order", reverse_packed("bias"), QWEN2),
     Mutation("merge_linears", "no bias", drop_bias, QWEN2),
-    Mutation("experts", "one expert fewer", set_argument(EXPERTS, 4, lambda count: count - 1), QWEN3_MOE),
-    Mutation("experts", "weights that are no shares", set_argument(EXPERTS, 5, lambda shares: not shares), QWEN3_MOE),
-    Mutation("experts", "another activation", set_argument(EXPERTS, 6, lambda name: "gelu"), QWEN3_MOE),
+    Mutation("experts", "one expert fewer", set_argument(EXPERTS, 6, lambda count: count - 1), QWEN3_MOE),
+    Mutation("experts", "weights that are no shares", set_argument(EXPERTS, 7, lambda shares: not shares), QWEN3_MOE),
+    Mutation("experts", "another activation", set_argument(EXPERTS, 8, lambda name: "gelu"), QWEN3_MOE),
+    Mutation("experts", "no bias of gate and up", set_argument(EXPERTS, 4, none), GPT_OSS),
+    Mutation("experts", "no bias of the second product", set_argument(EXPERTS, 5, none), GPT_OSS),
+    Mutation("experts", "another alpha", set_argument(EXPERTS, 9, ten_times), GPT_OSS),
+    Mutation("experts", "another limit", set_argument(EXPERTS, 10, lambda limit: limit / 10), GPT_OSS),
+    Mutation("experts", "gate and up as halves", set_argument(EXPERTS, 11, lambda in_turn: False), GPT_OSS),
+    Mutation("rope_angles", "cos and sin of pairs swapped", swap_results(ANGLES), GPT_OSS),
+    Mutation("rope_kv_write", "cos and sin of pairs swapped", swap_arguments(ROPE_FORM, 6, 7), GPT_OSS),
+    Mutation("rope_kv_write", "halves for neighbours", set_argument(ROPE_FORM, 13, lambda pairs: not pairs), GLM4),
+    Mutation("rope_kv_write", "neighbours for halves", set_argument(ROPE_FORM, 13, lambda pairs: not pairs), GPT_OSS),
     Mutation("residual_rms_norm", "no offset", set_argument(SUM_NORM, 4, lambda offset: 0.0), GEMMA2),
     Mutation("residual_rms_norm", "no norm inside", set_argument(SUM_NORM, 6, none), GEMMA2),
     Mutation("silu_mul", "silu for gelu", set_argument(SILU_MUL, 1, lambda name: "silu"), GEMMA2),
     Mutation("small_batch_linear", "no offset", set_argument(LINEAR, 8, lambda offset: offset - 1), GEMMA2),
-    Mutation("small_batch_linear", "no residual beside experts", set_argument(EXPERTS, 11, none), QWEN3_MOE),
-    Mutation("small_batch_linear", "no norm before experts", set_argument(EXPERTS, 7, none), QWEN3_MOE),
+    Mutation("small_batch_linear", "no residual beside experts", set_argument(EXPERTS, 16, none), QWEN3_MOE),
+    Mutation("small_batch_linear", "no norm before experts", set_argument(EXPERTS, 12, none), QWEN3_MOE),
     Mutation("residual_rms_norm", "wrong eps", set_argument(SUM_NORM, 3, ten_times)),
     Mutation("residual_rms_norm", "the weight of another norm", take_from_next(SUM_NORM, 2)),
     Mutation("residual_rms_norm", "no residual in the sum", forget_residual),
@@ -248,7 +260,7 @@ MUTATIONS = (
     Mutation("rope_kv_write", "slots off by one", slots_off_by_one),
     Mutation("rope_kv_write", "another layer's cache", take_from_next(ROPE, 8)),
     Mutation("rope_kv_write", "written a second time", write_twice),
-    Mutation("rope_attend", "wrong scale", set_argument(ROPE_ATTEND, 12, ten_times)),
+    Mutation("rope_attend", "wrong scale", set_argument(ROPE_ATTEND, 15, ten_times)),
     Mutation("rope_attend", "another layer's cache", take_from_next(ROPE_ATTEND, 8)),
     Mutation("rope_attend", "cos and sin swapped", swap_arguments(ROPE_ATTEND, 6, 7)),
     Mutation("rope_attend", "k and v swapped", swap_arguments(ROPE_ATTEND, 1, 2)),

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
+from compiled_engine.collectives.group import StandIn
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import rehearsal
 from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.rehearsal import rehearse
+from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
+from compiled_engine.runner.warm_up import start_up_batches
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
@@ -41,6 +45,26 @@ def test_it_leaves_no_trace(options: dict[str, int]) -> None:
         rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
         runner.pending.lose_count()  # what ran were steps
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}])
+def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[object] = []
+    monkeypatch.setattr(rehearsal, "ways_of_sampling", lambda *arguments: [lambda: ways.append(arguments)])
+    attended: list[torch.Size] = []
+    attend = TORCH.attend
+
+    def counted(q_THd: torch.Tensor, *arguments: Any) -> None:
+        attended.append(q_THd.shape)
+        attend(q_THd, *arguments)
+
+    with LLM(mode="eager", attention_backend="torch", progress=False, num_blocks=20, **options) as llm:
+        monkeypatch.setattr(TORCH, "attend", counted)
+        rehearse_ahead(llm.config, StandIn(), KernelWorkers(0, None))
+        heads = llm.config.model.heads_of(0)
+    assert len(ways) == 1
+    tokens = [shape.num_tokens for shape in start_up_batches(llm.config)]
+    assert attended == [torch.Size((count, heads.num_heads, heads.head_dim)) for count in tokens]
 
 
 def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

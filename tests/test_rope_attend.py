@@ -17,6 +17,7 @@ import torch
 from attention_cases import CASES, PADDING, Case, Request, build, decodes
 from test_rope_kv_write import traced_model
 
+from compiled_engine.attention.inputs import Rotation, Scoring
 from compiled_engine.attention.op import attend
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_attend as op
@@ -25,6 +26,7 @@ from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
+from compiled_engine.passes.rope_match import RopeForm
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Splits that one, several and all programs find keys for, a tile and more than one, both sides of a window's border.
@@ -63,7 +65,21 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str, normed: bool, garb
     out = torch.full_like(batch.q_THd, math.nan)
     norm = (0.5, True) if normed and len(case.requests) % 2 else (0.0, False)
     inputs = replace(batch.inputs, backend="triton")
-    return [q, k, v, *weights, 3e-4, cos, sin, batch.kv_cache_N2PKd, out, *norm, *batch.scoring, *inputs.flat()]
+    return [
+        q,
+        k,
+        v,
+        *weights,
+        3e-4,
+        cos,
+        sin,
+        batch.kv_cache_N2PKd,
+        out,
+        *norm,
+        *RopeForm(),
+        *batch.scoring,
+        *inputs.flat(),
+    ]
 
 
 def copied(arguments: list[Any]) -> list[Any]:
@@ -77,7 +93,7 @@ def difference(arguments: list[Any]) -> str | None:
         return "there was no kernel for both"
     op.in_two(attend, *two)
     tolerance = TOLERANCE[arguments[9].dtype]
-    slots = arguments[19]
+    slots = op.inputs_of(tuple(arguments)).slot_mapping_T
     for what, index in (("cache", 8), ("output", 9)):
         found, expected = one[index].double(), two[index].double()
         if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=what == "cache"):
@@ -86,9 +102,9 @@ def difference(arguments: list[Any]) -> str | None:
 
 
 def in_one(arguments: list[Any]) -> bool:
-    q, k, v, *others, cache, out, offset, wide = arguments[:12]
-    scoring, inputs = op.Scoring(*arguments[12:16]), op.inputs_of(tuple(arguments))
-    rotation = op.Rotation(*others, offset, wide)
+    q, k, v, *others, cache, out = arguments[:10]
+    scoring, inputs = Scoring(*arguments[15:19]), op.inputs_of(tuple(arguments))
+    rotation = Rotation(*others, *arguments[10:15])
     return get_backend("triton").attend_unrotated(q, k, v, rotation, cache, out, inputs, scoring)
 
 
@@ -98,7 +114,7 @@ def depends_on_garbage(case: Case, device: str, dtype: torch.dtype) -> bool:
     for garbage in (math.nan, 1e4):
         arguments = arguments_of(case, dtype, device, True, garbage)
         op.rope_attend(*arguments)
-        outputs.append(arguments[9][arguments[19] >= 0])
+        outputs.append(arguments[9][op.inputs_of(tuple(arguments)).slot_mapping_T >= 0])
     return not torch.equal(*outputs)
 
 
@@ -176,7 +192,7 @@ def test_other_batches_take_both_ways() -> None:
     inputs = replace(batch.inputs, backend="torch")
     op.rope_attend(
         *(q, batch.k_TKd, batch.v_TKd, None, None, 0.0, cos, sin, batch.kv_cache_N2PKd, out, 0.0, False),
-        *(*batch.scoring, *inputs.flat()),
+        *(*RopeForm(), *batch.scoring, *inputs.flat()),
     )
     torch.testing.assert_close(out.double(), batch.expected_THd, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(batch.kv_cache_N2PKd, batch.expected_cache_N2PKd, rtol=0, atol=0, equal_nan=True)

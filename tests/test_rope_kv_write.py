@@ -35,6 +35,7 @@ from compiled_engine.passes.rope_kv_write import RopeKVWrite
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default
 FUSED = torch.ops.compiled_engine.rope_kv_write.default
+FUSED_FORM = torch.ops.compiled_engine.rope_form_kv_write.default
 CPU = torch.device("cpu")
 YARN = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64)
 
@@ -238,11 +239,51 @@ def turned(change: str) -> Rotation:
 
 
 def partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return torch.cat((rotate(x[..., :8], cos[..., :8], sin[..., :8]), x[..., 8:]), dim=-1)
+    return torch.cat((rotate(x[..., :8], cos, sin), x[..., 8:]), dim=-1)
+
+
+def overlapping(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rotate(x[..., :8], cos, sin), x[..., 4:12]), dim=-1)
+
+
+def cast(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return rotate(x, cos, sin).float().to(x.dtype)
 
 
 def in_fp32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return rotate(x.float(), cos.float(), sin.float()).to(x.dtype)
+    return rotate(x.float(), cos, sin).to(x.dtype)
+
+
+def in_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """By angles of pairs, as GPT-OSS."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def partial_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """In fp32, a part of each head, neighbours together."""
+    return torch.cat((interleaved(x[..., :8].float(), cos, sin).to(x.dtype), x[..., 8:]), dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("rotation", "angles", "form"),
+    [
+        (interleaved, 16, (0, True, False)),
+        (partial, 8, (8, False, False)),
+        (in_fp32, 16, (0, False, True)),
+        (in_halves, 8, (0, False, False)),
+        (partial_pairs, 8, (8, True, True)),
+    ],
+)
+@pytest.mark.parametrize("norm", [textbook_norm, unnormed])
+def test_other_forms_of_rotation(norm: Norm, rotation: Rotation, angles: int, form: tuple[int, bool, bool]) -> None:
+    shapes = {"cos": (7, 1, angles), "sin": (7, 1, angles)}
+    module = attention_graph(torch.bfloat16, norm, norm, rotation, rotation, **shapes)
+    expected = run(module)
+    assert RopeKVWrite().run(module.graph).matches == 1
+    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED_FORM)
+    assert fused.args[-3:] == form
+    assert_same(run(module), expected)
 
 
 def twice(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -266,7 +307,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"rotate_q": interleaved, "rotate_k": interleaved}, "q: it is not x \\* cos"),
+        ({"rotate_q": interleaved}, "rotated in different ways"),
         ({"rotate_q": turned("back")}, "q: it is not x \\* cos"),
         ({"rotate_k": turned("back")}, "k: it is not x \\* cos"),
         ({"rotate_q": turned("heads")}, "q: it is not x \\* cos"),
@@ -274,8 +315,11 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_q": turned("other parts")}, "q: it is not x \\* cos"),
         ({"rotate_q": twice}, "q: it is not rotated"),
         ({"rotate_k": lambda x, cos, sin: x}, "k: it is not rotated"),
-        ({"rotate_q": partial, "rotate_k": partial}, "only a part of each head"),
-        ({"rotate_q": in_fp32, "rotate_k": in_fp32}, "a cast follows"),
+        (
+            {"rotate_q": overlapping, "rotate_k": overlapping, "cos": (7, 1, 8), "sin": (7, 1, 8)},
+            "not the rest of each head",
+        ),
+        ({"rotate_q": cast, "rotate_k": cast}, "q: it is not rotated"),
         ({"rotate_v": rotate}, "v is rotated too"),
         ({"rotate_k": lambda x, cos, sin: rotate(x, sin, cos)}, "different angles"),
         ({"rotate_k": lambda x, cos, sin: rotate(x, cos * 2, sin)}, "different angles"),

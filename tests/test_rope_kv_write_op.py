@@ -22,6 +22,9 @@ from compiled_engine.passes.rope_kv_write import rope_kv_write
 # Tokens, query heads, K/V heads, head size: small models' shapes, odd counts, head sizes that are no power of two.
 SHAPES = [(1, 16, 8, 128), (5, 14, 2, 64), (3, 4, 4, 80), (7, 6, 1, 96), (2, 8, 2, 192), (4, 5, 5, 256), (9, 3, 3, 20)]
 SHAPES += [(130, 3, 1, 64)]
+# Head size and form (RopeForm), and whether cos and sin are those of pairs.
+FORMS = [(64, (0, False, False), True), (64, (0, True, True), False), (80, (32, False, False), False)]
+FORMS += [(20, (10, True, False), True), (96, (48, False, True), True), (32, (0, True, False), True)]
 
 
 Arguments = tuple[Any, ...]
@@ -54,22 +57,32 @@ def random_arguments(
 
 
 def expected_of(arguments: Arguments, guarded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(q, guarded cache) by the formulas of transformers, token by token."""
-    q, k, v, q_weight, k_weight, eps, cos, sin, cache, slots = arguments
+    """(q, guarded cache) by the formulas of transformers, pair by pair."""
+    q, k, v, q_weight, k_weight, eps, cos, sin, cache, slots, *_norm, rotary_dim, interleaved, wide_rope = (
+        *arguments,
+        *(() if len(arguments) > 10 else (0.0, False, 0, False, False)),
+    )
+    rotary_dim = rotary_dim or q.shape[-1]
 
-    def rotated(x_Hd: torch.Tensor, weight: torch.Tensor | None, token: int) -> torch.Tensor:
+    def rotated(x_THd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         if weight is not None:
-            wide_Hd = x_Hd.float()
-            x_Hd = weight * (wide_Hd / (wide_Hd.square().mean(-1, keepdim=True) + eps).sqrt()).to(x_Hd.dtype)
-        half = x_Hd.shape[1] // 2
-        return x_Hd * cos[token] + torch.cat((-x_Hd[:, half:], x_Hd[:, :half]), 1) * sin[token]
+            wide = x_THd.float()
+            x_THd = weight * (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x_THd.dtype)
+        y_THd = x_THd.clone()
+        for pair in range(rotary_dim // 2):
+            i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary_dim // 2)
+            at = (i, j) if cos.shape[-1] == rotary_dim else (pair, pair)
+            x_TH, y_TH = (x_THd[..., place].float() if wide_rope else x_THd[..., place] for place in (i, j))
+            y_THd[..., i] = (x_TH * cos[..., at[0]] - y_TH * sin[..., at[0]]).to(x_THd.dtype)
+            y_THd[..., j] = (y_TH * cos[..., at[1]] + x_TH * sin[..., at[1]]).to(x_THd.dtype)
+        return y_THd
 
-    guarded, block_size = guarded.clone(), cache.shape[2]
+    guarded, block_size, rotated_k = guarded.clone(), cache.shape[2], rotated(k, k_weight)
     for token, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            guarded[1 + slot // block_size, 0, slot % block_size] = rotated(k[token], k_weight, token)
+            guarded[1 + slot // block_size, 0, slot % block_size] = rotated_k[token]
             guarded[1 + slot // block_size, 1, slot % block_size] = v[token]
-    return torch.stack([rotated(row, q_weight, token) for token, row in enumerate(q)]), guarded
+    return rotated(q, q_weight), guarded
 
 
 def check(op: Callable[..., torch.Tensor], arguments: Arguments, guarded: torch.Tensor) -> None:
@@ -82,6 +95,32 @@ def check(op: Callable[..., torch.Tensor], arguments: Arguments, guarded: torch.
     normed = arguments[3] is not None
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[rotated.dtype] if normed else 0.0
     torch.testing.assert_close((rotated, guarded), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def in_form(
+    form: tuple[int, tuple[int, bool, bool], bool], dtype: torch.dtype, normed: bool, device: str = "cpu"
+) -> tuple[Arguments, torch.Tensor]:
+    """Arguments of the op that has a form."""
+    head_dim, (rotary_dim, interleaved, wide), of_pairs = form
+    arguments, guarded = random_arguments((5, 6, 2, head_dim), dtype, normed, device)
+    width = (rotary_dim or head_dim) // (2 if of_pairs else 1)
+    angles = [angles[..., :width] for angles in arguments[6:8]]
+    return (*arguments[:6], *angles, *arguments[8:], 0.0, False, rotary_dim, interleaved, wide), guarded
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_on_a_cpu(form: Any, dtype: torch.dtype, normed: bool) -> None:
+    check(torch.ops.compiled_engine.rope_form_kv_write, *in_form(form, dtype, normed))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms_on_a_gpu(form: Any, dtype: torch.dtype, normed: bool) -> None:
+    check(torch.ops.compiled_engine.rope_form_kv_write, *in_form(form, dtype, normed, "cuda"))
 
 
 @pytest.mark.parametrize("merged", [True, False])
@@ -99,6 +138,9 @@ def check_interpreted() -> None:
         for dtype in (torch.float32, torch.float16):
             for normed in (True, False):
                 check(rope_kv_write_kernel.launch, *random_arguments(shape, dtype, normed, merged=shape[0] % 2 == 1))
+    for form in FORMS:
+        for dtype in (torch.float32, torch.float16):
+            check(rope_kv_write_kernel.launch, *in_form(form, dtype, normed=dtype == torch.float32))
 
 
 def test_the_kernel_interpreted() -> None:
@@ -123,6 +165,7 @@ def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, nor
     constants: dict[str, Any] = {name: d for name in kernel.arg_names if name.endswith("_HEAD_STRIDE")}
     constants |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": d, "BLOCK_SIZE": 16, "STRIDE_MULTIPLE": 8}
     constants |= {"TILE_H": tile_h, "TILE_P": tile_p, "DEPENDENT_LAUNCH": True, "OFFSET": 0.0, "WIDE": False}
+    constants |= {"ROTARY": d, "INTERLEAVED": False, "OF_PAIRS": False, "ROPE_WIDE": False}
     constants |= {} if normed else {"q_weight_ptr": None, "k_weight_ptr": None}
     types = {"slot_mapping_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature, attributes = {}, {}

@@ -20,6 +20,7 @@ from compiled_engine.sampling.history import History, penalty_bytes
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 EOS_ID = cases.EOS
 CHI_SQUARE_PARAMS: list[dict[str, Any]] = [
@@ -100,14 +101,14 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from compiled_engine.sampling import edits_triton, filters_triton, gumbel_triton, logprobs_triton
+from compiled_engine.sampling import best_of_ranks_triton, edits_triton, filters_triton, gumbel_triton, logprobs_triton
 
 TYPES = {
     "row_index_ptr": "*i32", "positions_ptr": "*i64", "seeds_ptr": "*i64", "best_token_ptr": "*i32",
     "token_ids_ptr": "*i64", "top_k_ptr": "*i32", "additions_ptr": "*i32", "prefixes_ptr": "*i32",
     "additions_start_ptr": "*i32", "additions_count_ptr": "*i32", "prefixes_start_ptr": "*i32", "tail_ptr": "*i32",
     "counts_ptr": "*i16", "above_ptr": "*i32", "rows_ptr": "*i32", "masks_ptr": "*i32", "mask_index_ptr": "*i32",
-    "logits_stride": "i32", "tail_length": "i32",
+    "logits_stride": "i32", "tail_length": "i32", "first_token": "i32",
 }
 
 def compile_for_hopper(kernel, num_warps=4, types={}, **constants):
@@ -132,6 +133,9 @@ for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
         compile_for_hopper(logprobs_triton.block_logprobs_kernel, 4, types, **large)
         compile_for_hopper(logprobs_triton.row_logprobs_kernel, 8, types, NUM_BLOCKS=75, TILE_B=128, **large)
 compile_for_hopper(gumbel_triton.row_best_kernel, NUM_BLOCKS=75, TILE_B=128)
+push = {"addresses_ptr": "*i64", "epochs_ptr": "*i32"}
+push |= dict.fromkeys(("rank", "num_ranks", "num_slots", "data_offset", "row_bytes"), "i32")
+compile_for_hopper(best_of_ranks_triton.best_of_ranks_kernel, types=push, NUM_BLOCKS=38, TILE_B=64)
 for vocab in (151_936, 4099):
     compile_for_hopper(edits_triton.forbid_kernel, VOCAB_SIZE=vocab, BLOCK_V=edits_triton.BLOCK_V)
 compile_for_hopper(edits_triton.penalise_kernel, VOCAB_SIZE=151_936, BLOCK_V=edits_triton.BLOCK_V)
@@ -210,7 +214,7 @@ def test_one_request_may_have_several_rows_of_logits() -> None:
 
 
 def test_penalties_take_memory_when_they_are_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(16, 40, torch.device("cpu"))
+    history = History(16, VocabularySlice.of(40, None), torch.device("cpu"))
     history.start_tail(0, [1], 2)
     assert history.counts_NV is None
     history.start_counts(1, [1], [])

@@ -103,7 +103,7 @@ def test_the_death_of_the_core_ends_the_server(config: Path) -> None:
     ("arguments", "message"),
     [
         (["--tensor-parallel-size", "3"], "tensor_parallel_size is 3, which does not divide"),
-        (["--data-parallel-size", "2"], "data_parallel_size"),
+        (["--data-parallel-size", "0"], "data_parallel_size"),
         (["--tool-call-parser", "none-such"], "tool_call_parser"),
         (["--max-completions", "0"], "max_completions"),
         (["--max-num-seqs", "0"], "max_num_seqs"),

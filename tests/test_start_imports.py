@@ -55,6 +55,11 @@ def test_the_command_line_imports_what_it_runs() -> None:
     assert not (NEVER - {"rich", "pygments"}) & modules
 
 
+def test_the_engine_itself_imports_no_compiler() -> None:
+    modules = modules_of_a_start("def main():\n    import compiled_engine.core.engine_core")
+    assert not COMPILERS & modules
+
+
 @pytest.mark.gpu
 def test_a_warm_start_on_a_gpu_imports_no_compiler(tmp_path: Path) -> None:
     for _ in range(2):

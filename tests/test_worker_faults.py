@@ -10,12 +10,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from faulty_rank import FAILS_TO_START, NAME, SLOW_TO_START
+from faulty_rank import DEED, FAILS_INSIDE, FAILS_TO_START, INSIDE, NAME, SLOW_TO_START
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, SamplingParams
@@ -35,6 +36,16 @@ def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
     return [process for process in found if any("worker_main" in part for part in process.cmdline())]
 
 
+def of_this_test(temporary: Path) -> list[int]:
+    """Processes that were started meanwhile, whoever is their parent now: temporary files of theirs go there."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(temporary):
+                found.append(process.pid)
+    return found
+
+
 def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
@@ -51,7 +62,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(temporary))
     before = psutil.Process().num_fds()
     yield temporary
-    wait_until(lambda: not workers(), SOON_S)
+    wait_until(lambda: not of_this_test(temporary), SOON_S)
     wait_until(lambda: not list(temporary.glob("compiled*")), SOON_S)
     assert psutil.Process().num_fds() <= before + 4
 
@@ -69,6 +80,8 @@ def test_a_rank_that_fails_in_a_step(fault: str, message: str) -> None:
     """Within seconds every call says why; closing leaves nothing; the next engine starts."""
     llm = LLM(**ENGINE, logits_processors=[NAME])
     before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    # What they share has no name that could outlive them.
+    assert not any(part.path.startswith("/dev/shm") for worker in workers() for part in worker.memory_maps())
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
         llm.generate(PROMPTS, with_fault(fault), use_tqdm=False)
@@ -112,6 +125,29 @@ def test_a_rank_that_is_killed_while_it_starts(tmp_path: Path, monkeypatch: pyte
     killer.join()
 
 
+@pytest.mark.parametrize(
+    ("function", "deed", "message"),
+    [
+        ("load_model", "SIGSTOP", "rank 1 of 2 has given no sign of life"),
+        ("warm_up", "SIGKILL", "rank 1 of 2 was killed by SIGKILL"),
+        ("compile_pieces", "SIGKILL", "rank [01] of 2 was killed by SIGKILL"),
+    ],
+)
+def test_a_rank_that_fails_inside_its_start(
+    function: str, deed: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others end with it, and so do processes that compile for it; the next engine starts in the same folders."""
+    for name, value in ((INSIDE, function), (DEED, deed), ("COMPILED_ENGINE_CACHE_DIR", str(tmp_path / "cache"))):
+        monkeypatch.setenv(name, value)
+    options = ENGINE | {"mode": "compiled" if function == "compile_pieces" else "eager"}
+    with pytest.raises(WorkerError, match=message):
+        LLM(**options, logits_processors=[FAILS_INSIDE])
+    assert not workers()
+    if function == "compile_pieces":
+        with LLM(**options) as again:
+            assert again.generate(PROMPTS, SHORT, use_tqdm=False)[0].outputs[0].token_ids
+
+
 SCRIPT = """
 import sys
 from small_engines import PROMPTS
@@ -119,20 +155,25 @@ from test_worker_faults import ENGINE, SHORT
 from compiled_engine import LLM
 
 if __name__ == "__main__":
-    llm = LLM(**ENGINE)
+    llm = LLM(**ENGINE, logits_processors=sys.argv[1:])
     llm.generate(PROMPTS, SHORT, use_tqdm=False)
     print("ready", flush=True)
     sys.stdin.read()
 """
 
 
-def test_the_driver_is_killed() -> None:
+@pytest.mark.parametrize("starting", [False, True])
+def test_the_driver_is_killed(starting: bool, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-c", SCRIPT, *([SLOW_TO_START] if starting else [])]
     with subprocess.Popen(
-        [sys.executable, "-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
     ) as driver:
         assert driver.stdout is not None
-        assert driver.stdout.readline() == "ready\n"
+        if starting:
+            wait_until(lambda: all((tmp_path / f"starting{rank}").exists() for rank in range(2)))
+        else:
+            assert driver.stdout.readline() == "ready\n"
         ranks = workers(psutil.Process(driver.pid))
         assert len(ranks) == 2
         driver.kill()

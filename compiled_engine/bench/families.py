@@ -54,6 +54,13 @@ class Family:
 
 
 _NO_HEADS = ("head_dim", "num_key_value_heads")
+_SHORT_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FAMILIES: tuple[Family, ...] = (
@@ -101,10 +108,15 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3_moe", _EXPERTS | {"norm_topk_prob": True, "moe_intermediate_size": 48}),
     Family("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     Family("olmoe", _EXPERTS, ("head_dim",)),
+    Family(
+        "gpt_oss",
+        {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW, "rope_parameters": _SHORT_YARN}
+        | {"swiglu_limit": 1.0},
+    ),
 )
 # Of what the ops of all the others are variants: textbook; offset norms, soft caps, windows of some layers; packed
-# weights; norms behind blocks; partial interleaved rope; layer norms and no gate.
-IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2")
+# weights; norms behind blocks; partial interleaved rope; layer norms and no gate; sinks and experts of all kinds.
+IN_TESTS = ("qwen3", "gemma3_text", "phi3", "olmo2", "glm4", "starcoder2", "gpt_oss")
 
 
 def family(name: str) -> Family:

@@ -17,7 +17,8 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.logits_head import read_logits_head, write_logits_head
+from compiled_engine.graphs.compiler.logits_head import read_logits_head
+from compiled_engine.graphs.compiler.logits_head_writer import write_logits_head
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.split import make_plan, split

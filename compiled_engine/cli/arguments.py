@@ -160,7 +160,8 @@ ENGINE_ARGUMENTS = (
     Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
     Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
-    Argument("distributed_executor", str, "auto, in_process or multiprocess: who runs the devices."),
+    Argument("data_parallel_size", int, "Replicas of the model, each on devices of its own."),
+    Argument("distributed_executor", str, "auto, in_process, multiprocess or ray: who runs the devices."),
     Argument(
         "logits_processors",
         list[str],

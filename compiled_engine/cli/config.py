@@ -44,16 +44,29 @@ def config(
         from compiled_engine.resolve.engine import resolve
 
         resolved = resolve(make_options(engine))
+    replicas = replica_plan(resolved)
     plan = rank_plan(resolved) if resolved.parallel.tensor_parallel_size > 1 else None
     if as_json:
-        ranks = {} if plan is None else {"ranks": plan.as_json()}
-        typer.echo(json.dumps(json_value(resolved) | ranks, indent=2))
+        plans: dict[str, Any] = {} if plan is None else {"ranks": plan.as_json()}
+        plans |= {"replicas": replicas} if len(replicas) > 1 else {}
+        typer.echo(json.dumps(json_value(resolved) | plans, indent=2))
     else:
         # Without a terminal nothing says how wide the output may be: wide enough for paths and reasons.
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(config_table(resolved))
+        if len(replicas) > 1:
+            where = (f"replica {number} on {', '.join(devices)}" for number, devices in enumerate(replicas))
+            console.print(f"{len(replicas)} replicas, each in processes of its own: {'; '.join(where)}")
         if plan is not None:
             console.print(rank_table(plan))
+
+
+def replica_plan(config: EngineConfig) -> list[list[str]]:
+    """The devices of each replica."""
+    from compiled_engine.core_process.start_cores import gpus_of_replica
+
+    gpus = [gpus_of_replica(config, number) for number in range(config.parallel.data_parallel_size)]
+    return [[f"GPU {name}" for name in names] or ["the CPU"] for names in gpus]
 
 
 def config_table(config: EngineConfig) -> Table:

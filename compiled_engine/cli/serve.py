@@ -98,9 +98,9 @@ def serve(
 
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
     """The engine. Its core's process imports what it needs while this one does."""
-    from compiled_engine.core_process.core_child import CoreChild
+    from compiled_engine.core_process.core_child import CoreChild, device_of_core
 
-    core = CoreChild(str(engine.get("device", "auto")))
+    core = CoreChild(device_of_core(engine))
     try:
         with bad_input_is_reported():
             from compiled_engine.async_llm import AsyncLLM

@@ -66,7 +66,4 @@ LIMIT_ARGUMENTS = (
 )
 
 # What the engine says of these is whether it can run on so many GPUs.
-PARALLEL_ARGUMENTS = (
-    Argument("pipeline_parallel_size", int, "GPUs that share the layers."),
-    Argument("data_parallel_size", int, "Copies of the model."),
-)
+PARALLEL_ARGUMENTS = (Argument("pipeline_parallel_size", int, "GPUs that share the layers."),)

@@ -75,11 +75,6 @@ def current_group() -> Group:
         raise RuntimeError("a collective was called outside of a group of ranks") from None
 
 
-def gather_columns(x_TV: torch.Tensor) -> torch.Tensor:
-    """See Group; of whichever group is current when it is called."""
-    return current_group().gather_columns(x_TV)
-
-
 @contextmanager
 def in_group(group: Group) -> Iterator[None]:
     """The collectives that this thread calls inside go to `group`."""

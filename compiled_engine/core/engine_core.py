@@ -27,7 +27,11 @@ class EngineCore:
 
     num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
     launch, masks, wait and output. start_s: seconds that the start took.
+
+    bell: None, as nothing happens between its steps that one would have to be woken for.
     """
+
+    bell: int | None = None
 
     def __init__(self, config: EngineConfig, executor: Executor, clock: StepClock, start_s: float = 0.0):
         self.config = config
@@ -151,6 +155,10 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Let no later request find what the prefix cache holds now; requests that run go on as they are."""
         self._scheduler.reset_prefix_cache()
+
+    def can_step(self) -> bool:
+        """Whether a step has something to do."""
+        return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished() or len(self._grammars) > 0

@@ -8,7 +8,9 @@ import signal
 import socket
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from compiled_engine.process.child import start_process
 
@@ -20,13 +22,14 @@ _BACKLOG = 128
 class CoreChild:
     """See RunningCore. The process begins to import what it needs at once, and waits for `start`.
 
-    device: the engine's option; on a GPU the process makes its context meanwhile.
+    device: the engine's option; on a GPU the process makes its context meanwhile. environment: variables that the
+    process has beside the caller's, or instead of them.
 
     Callers connect to a socket that only this user may open, in a folder that only this user may enter. Nobody
     inherits a connection, so a caller's death closes its own.
     """
 
-    def __init__(self, device: str = "auto") -> None:
+    def __init__(self, device: str = "auto", environment: Mapping[str, str] | None = None) -> None:
         self._folder = _private_folder()
         self.address = str(self._folder / "core.socket")
         self.socket = socket.socket(socket.AF_UNIX)
@@ -37,7 +40,7 @@ class CoreChild:
                 os.chmod(self.address, 0o600)
                 listener.listen(_BACKLOG)
                 self.socket.connect(self.address)  # it waits there until the core takes it
-                self._process = _spawn(listener, self._folder, device)
+                self._process = _spawn(listener, self._folder, device, environment)
         except BaseException:
             self.socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -51,6 +54,10 @@ class CoreChild:
         """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch."""
         self._started = True
         self.socket.sendall(frame)
+
+    def clock_ahead_s(self) -> float:
+        """Of this machine's time.perf_counter: none, as the core is here."""
+        return 0.0
 
     def how_it_ended(self, timeout_s: float) -> str:
         try:
@@ -74,6 +81,11 @@ class CoreChild:
         shutil.rmtree(self._folder, ignore_errors=True)  # it does so itself, unless it was killed
 
 
+def device_of_core(options: Mapping[str, Any]) -> str:
+    """The device that the core's process will use; none of its own where replicas have the devices."""
+    return "cpu" if options.get("data_parallel_size", 1) != 1 else str(options.get("device", "auto"))
+
+
 def _private_folder() -> Path:
     """A new folder of mode 0700, whose path is short enough for a socket's address."""
     folder = tempfile.mkdtemp(prefix="compiled-engine-")
@@ -83,5 +95,8 @@ def _private_folder() -> Path:
     return Path(folder)
 
 
-def _spawn(listener: socket.socket, folder: Path, device: str) -> subprocess.Popen[bytes]:
-    return start_process(_MAIN, [str(listener.fileno()), str(folder), device], [listener.fileno()])
+def _spawn(
+    listener: socket.socket, folder: Path, device: str, environment: Mapping[str, str] | None
+) -> subprocess.Popen[bytes]:
+    arguments = [str(listener.fileno()), str(folder), device]
+    return start_process(_MAIN, arguments, [listener.fileno()], environment=environment)

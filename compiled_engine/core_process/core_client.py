@@ -13,6 +13,7 @@ import msgspec
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.running_core import RunningCore
+from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.core_process.wire import (
     Abort,
     Add,
@@ -24,16 +25,11 @@ from compiled_engine.core_process.wire import (
     Stepped,
     ToApi,
     ToCore,
-    decode_to_api,
     encode,
 )
 from compiled_engine.messages import EngineRequest, GrammarVocabulary, StepOutputs
 
 _EXIT_S = 2.0
-
-
-class EngineDeadError(RuntimeError):
-    """The engine core has ended; the text says why. What was under way is lost, and a new engine is needed."""
 
 
 class CoreClient:
@@ -187,18 +183,3 @@ class CoreClient:
             self._loop.remove_reader(self._connection.fileno())
             self._loop.remove_writer(self._connection.fileno())
         self._loop = None
-
-
-def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
-    """Wait for the core's first message. Raises what the start raised; EngineDeadError if the core just ended."""
-    connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
-    try:
-        while not (messages := connection.receive()):
-            connection.wait_readable()
-    except (EOFError, OSError) as error:
-        raise EngineDeadError(f"the engine core did not start: {core.how_it_ended(_EXIT_S)}") from error
-    (message,) = messages
-    if isinstance(message, Failed):
-        raise message.as_exception("the engine core")
-    assert isinstance(message, Started)
-    return connection, message

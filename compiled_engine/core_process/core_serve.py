@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.running_core import run_core
+from compiled_engine.core_process.run_core import run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
 from compiled_engine.process.garbage_collection import leave_alone_what_is_there
 

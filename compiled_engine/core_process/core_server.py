@@ -15,6 +15,7 @@ import msgspec
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core_process.api_process import ApiProcess
 from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.replicas import Replicas
 from compiled_engine.core_process.wire import (
     Abort,
     Add,
@@ -47,7 +48,7 @@ class CoreServer:
 
     def __init__(
         self,
-        core: EngineCore,
+        core: EngineCore | Replicas,
         frontend: FrontendOptions,
         starter: Connection[ToCore],
         listener: socket.socket | None = None,
@@ -64,6 +65,8 @@ class CoreServer:
         if listener is not None:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
+        if core.bell is not None:
+            self._selector.register(core.bell, selectors.EVENT_READ, core)
         self._starter = self._welcome(starter)
 
     def run(self) -> None:
@@ -71,8 +74,8 @@ class CoreServer:
         core = self._core
         try:
             while self._starter in self._api_processes:
-                self._serve_sockets(None if not core.has_unfinished() else 0)
-                if core.has_unfinished():
+                self._serve_sockets(0 if core.can_step() else None)
+                if core.can_step():
                     self._hand_out(core.step())
         except BaseException as error:
             self._say_farewell(Failed.of(error))
@@ -88,6 +91,7 @@ class CoreServer:
             api_process = key.data
             if api_process is None:
                 self._accept()
+            if not isinstance(api_process, ApiProcess):
                 continue
             try:
                 if events & selectors.EVENT_WRITE:
@@ -172,13 +176,15 @@ class CoreServer:
                 self._release(output.request_id)
 
     def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
-        """By API process."""
+        """By API process; what is said of requests that nobody has any more is dropped."""
         columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
         others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
         for index, request_id in enumerate(outputs.request_ids):
-            columns[self._owners[request_id].number].append(index)
+            if (owner := self._owners.get(request_id)) is not None:
+                columns[owner.number].append(index)
         for output in outputs.others:
-            others[self._owners[output.request_id].number].append(output)
+            if (owner := self._owners.get(output.request_id)) is not None:
+                others[owner.number].append(output)
         own = [
             (process, outputs.part(columns[process.number], others[process.number])) for process in self._api_processes
         ]

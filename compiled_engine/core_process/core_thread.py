@@ -8,7 +8,7 @@ import threading
 from collections.abc import MutableMapping
 
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.running_core import GivenProcessors, run_core
+from compiled_engine.core_process.run_core import GivenProcessors, run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
 from compiled_engine.sampling.token_mask import TokenMask
 

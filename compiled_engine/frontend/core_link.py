@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_client import CoreClient, EngineDeadError
+from compiled_engine.core_process.core_client import CoreClient
 from compiled_engine.core_process.running_core import RunningCore
+from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.core_process.wire import ToApi
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.messages import StepOutputs

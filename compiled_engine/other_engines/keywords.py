@@ -76,6 +76,7 @@ HONOURED: dict[str, Row] = {
             "async_scheduling",
             "logits_processors",
             "tensor_parallel_size",
+            "data_parallel_size",
         )
     },
     "dtype": Honoured("`dtype`; half, float and a `torch.dtype` as well", _dtype),
@@ -99,7 +100,7 @@ HONOURED: dict[str, Row] = {
         {
             "mp": {"distributed_executor": "multiprocess"},
             "uni": {"distributed_executor": "in_process"},
-            **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess")},
+            **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess", "ray")},
         },
     ),
     "model_impl": choice(

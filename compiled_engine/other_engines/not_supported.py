@@ -7,9 +7,8 @@ from compiled_engine.other_engines.rows import Row, only
 NOT_SUPPORTED: dict[str, Row] = {
     **only(
         "this way to use several GPUs",
-        "give tensor_parallel_size, or run one engine for each GPU with a share of the prompts",
+        "give tensor_parallel_size or data_parallel_size",
         pipeline_parallel_size=1,
-        data_parallel_size=1,
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,

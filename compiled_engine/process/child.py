@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 def start_process(
-    module: str, arguments: Sequence[str], descriptors: Sequence[int], *, has_input: bool = False
+    module: str,
+    arguments: Sequence[str],
+    descriptors: Sequence[int],
+    *,
+    has_input: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """A process that runs `main()` of a module, with the caller's import path and these open file descriptors.
 
-    It has a session of its own: Ctrl-C is the caller's business. has_input: its stdin is a pipe.
+    It has a session of its own: Ctrl-C is the caller's business. has_input: its stdin is a pipe. environment: variables
+    that it has beside the caller's, or instead of them.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-c", f"from {module} import main; main()", *arguments],
         stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
     )

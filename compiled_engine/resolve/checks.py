@@ -10,7 +10,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.folders import check_folders
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
-EXECUTORS = ("auto", "in_process", "multiprocess")
+EXECUTORS = ("auto", "in_process", "multiprocess", "ray")
 MODES = ("auto", "eager", "compiled", "graphed")
 # Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
 MOST = {
@@ -20,6 +20,7 @@ MOST = {
     "max_prefill_tokens": 1 << 20,
     "num_blocks": 2**31 - 1,
     "tensor_parallel_size": 1024,
+    "data_parallel_size": 1024,
 }
 
 

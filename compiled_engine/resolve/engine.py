@@ -5,6 +5,7 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 
 import torch
@@ -30,6 +31,8 @@ from compiled_engine.resolve.folders import (
     resolve_tokenizer_folder,
 )
 from compiled_engine.resolve.parallel import resolve_parallel
+
+log = logging.getLogger("compiled_engine")
 
 DEFAULT_LIMITS = {"cuda": (256, 8192), "cpu": (64, 2048)}
 
@@ -84,6 +87,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         attention_backend=backend,
         reasons=reasons,
     )
+
+
+def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
+    """Log it if nothing can be compiled here, unless that was asked for."""
+    if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
+        log.warning("mode is eager, which is slower: %s", obstacle)
 
 
 def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import torch
 
 from compiled_engine.config import ModelConfig, ParallelConfig
@@ -15,7 +17,7 @@ def resolve_parallel(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> ParallelConfig:
     """Raises ValueError naming the field, its value and what is allowed."""
-    size, executor = options.tensor_parallel_size, options.distributed_executor
+    size, replicas, executor = options.tensor_parallel_size, options.data_parallel_size, options.distributed_executor
     if executor == "auto":
         executor = "in_process" if size == 1 else "multiprocess"
         reasons["parallel.executor"] = "one device" if size == 1 else f"one process for each of {size} devices"
@@ -27,10 +29,21 @@ def resolve_parallel(
     _check_model(model, size)
     if model.vocab_size % size:
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
-    if executor == "multiprocess":
-        _check_executor(options)
-        _check_devices(options, device, size)
-    return ParallelConfig(size, executor)
+    parallel = ParallelConfig(size, executor, replicas)
+    if executor == "ray" and find_spec("ray") is None:
+        raise ValueError(
+            "distributed_executor is 'ray', but the package ray is not installed: "
+            "python -m pip install 'compiled-engine[ray]'; allowed without it: auto, in_process, multiprocess"
+        )
+    if executor != "in_process" or replicas > 1:
+        _check_processors(options)
+        _check_devices(options, device, parallel)
+    if (executor == "multiprocess" or size > 1) and options.background_capture:
+        raise ValueError(
+            "background_capture is True, but ranks in processes of their own capture together, before the first "
+            "request; allowed with distributed_executor='multiprocess': False"
+        )
+    return parallel
 
 
 def _check_model(model: ModelConfig, size: int) -> None:
@@ -63,34 +76,35 @@ def _check_model(model: ModelConfig, size: int) -> None:
             )
 
 
-def _check_executor(options: EngineOptions) -> None:
-    if options.background_capture:
-        raise ValueError(
-            "background_capture is True, but ranks in processes of their own capture together, before the first "
-            "request; allowed with distributed_executor='multiprocess': False"
-        )
+def _check_processors(options: EngineOptions) -> None:
     for index, given in enumerate(options.logits_processors):
         if not isinstance(given, str):
             raise ValueError(
                 f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed with "
-                "distributed_executor='multiprocess': 'package.module:Name'"
+                "distributed_executor='multiprocess' or several replicas: 'package.module:Name'"
             )
 
 
-def _check_devices(options: EngineOptions, device: torch.device, size: int) -> None:
+def _check_devices(options: EngineOptions, device: torch.device, parallel: ParallelConfig) -> None:
+    size, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
     if not torch.distributed.is_available():
         raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no torch.distributed; allowed: 1")
     if device.type != "cuda":
         return
     if ":" in options.device:
         raise ValueError(
-            f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with "
+            f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with several replicas or "
             "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
         )
-    if size > torch.cuda.device_count():
+    visible = torch.cuda.device_count()
+    if parallel.executor == "ray":
+        visible = size * replicas  # what the cluster has, it says itself
+    if size > visible:
+        raise ValueError(f"tensor_parallel_size is {size}, but {visible} GPUs are visible; allowed: at most {visible}")
+    if replicas * parallel.devices_per_replica > visible:
         raise ValueError(
-            f"tensor_parallel_size is {size}, but {torch.cuda.device_count()} GPUs are visible; "
-            f"allowed: at most {torch.cuda.device_count()}"
+            f"data_parallel_size is {replicas}, with {parallel.devices_per_replica} GPUs for each replica, but "
+            f"{visible} GPUs are visible; allowed: at most {visible // parallel.devices_per_replica}"
         )
     if size > 1 and not torch.distributed.is_nccl_available():
         raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no NCCL; allowed on GPUs: 1")

@@ -19,7 +19,7 @@ ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch
 
 @dataclass(frozen=True)
 class ForwardOutput:
-    """The hidden states or the logits of every token, [T, D] or [T, V]."""
+    """The hidden states or the logits of every token, [T, D] or [T, V], V columns of a rank."""
 
     tensor: torch.Tensor
     is_logits: bool
@@ -29,7 +29,6 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
-    gather: makes whole rows of logits of the ranks' columns; None where each rank has whole rows.
     """
 
     def __init__(
@@ -38,9 +37,7 @@ class ModelForward:
         compiled: CompiledModel | None,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None,
-        gather: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
-        self._gather = gather
         if compiled:
             self._whole = self._parts = compiled.bind(parameters)
             if on_attention is not None:
@@ -49,8 +46,7 @@ class ModelForward:
             self._whole = self._parts = Forwards(model)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
-        logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
-        self.logits = logits if gather is None else lambda hidden_RD: gather(logits(hidden_RD))
+        self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Whether the forward for so many tokens returns logits unless it is told otherwise."""
@@ -68,8 +64,7 @@ class ModelForward:
         forwards = self._parts if around_attention else self._whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
-            logits_TV = small(*arguments)
-            return ForwardOutput(logits_TV if self._gather is None else self._gather(logits_TV), is_logits=True)
+            return ForwardOutput(small(*arguments), is_logits=True)
         return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
 
     def close(self) -> None:

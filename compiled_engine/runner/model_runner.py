@@ -10,15 +10,16 @@ from torch import nn
 
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
-from compiled_engine.collectives.group import Group, StandIn, gather_columns, in_group, stand_in_for
+from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
-from compiled_engine.messages import NewRequest, SchedulerOutput, TokenMasks
+from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -33,8 +34,9 @@ from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import load_model
-from compiled_engine.runner.rehearsal import rehearse
+from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.row_updates import update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.runner.warm_up import warm_up
@@ -67,6 +69,7 @@ class Runner:
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or StandIn()
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
+        self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
@@ -74,11 +77,11 @@ class Runner:
             is_first = self._group.rank == 0
             if is_first and kernels is not None and not any(kernels.iterdir()):
                 workers.start()
-            self._load(progress, logits_processors, workers)
-            # The first rank compiles the kernels that are new to any of them; the others find them then.
-            if not self._group.least(not self._is_new) and is_first:
-                workers.start()
             with kernels_in(kernels):
+                self._load(progress, logits_processors, workers)
+                # The first rank compiles the kernels that are new to any of them; the others find them then.
+                if not self._group.least(not self._is_new) and is_first:
+                    workers.start()
                 self._start(progress, workers)
 
     def _load(
@@ -94,9 +97,11 @@ class Runner:
             self._is_new = True
             if self._group.rank == 0:
                 workers.start()  # what is new to the compile cache has kernels that are new
+                if on_gpu:
+                    self._ahead = InBackground(lambda: rehearse_ahead(config, self._group, workers))
             return build_model(config.local_model)
 
-        self._is_new = False
+        self._is_new, on_gpu = False, config.device.type == "cuda"
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             self._compiled = compile_model(config, model_to_trace, progress, timeline)
@@ -105,10 +110,14 @@ class Runner:
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        gather = gather_columns if config.local_model.vocab_size != config.model.vocab_size else None
-        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None, gather)
-
-        self.sampler = Sampler(scheduler.max_num_seqs, config.model.vocab_size, config.device, processors=processors)
+        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None)
+        self.sampler = Sampler(
+            scheduler.max_num_seqs,
+            config.model.vocab_size,
+            config.device,
+            processors=processors,
+            group=self._group if config.local_model.vocab_size != config.model.vocab_size else None,
+        )
         self.states = RequestStates(
             scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
         )
@@ -145,13 +154,15 @@ class Runner:
     def _start(self, progress: Progress, workers: KernelWorkers) -> None:
         if workers.started and self._config.device.type == "cuda":
             with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
+                if self._ahead is not None:
+                    self._ahead.result()
                 rehearse(self._config, self.step, workers, progress)
         workers.close()
         self._group.least(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
-        set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self._config.model.vocab_size)
+        set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self.sampler.vocabulary.size)
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
         graphs, graph_bytes = self.captured.graphs, 0
@@ -178,7 +189,7 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            self._update_rows(step)
+            update_rows(step, self.states, self.sampler)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
             if self._unsampled is None and self.captured.capture_next():  # a capture may overwrite the logits
@@ -233,7 +244,7 @@ class Runner:
             else:
                 output = self.captured.replay(batch)
             if hidden_wanted:
-                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model)
+                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model, self.sampler.vocabulary)
             count = batch.num_requests  # padding rows need no logits here
             if not batch.samples.any():
                 nobody_R = self.buffers.sample_positions_R
@@ -251,37 +262,6 @@ class Runner:
             self._unsampled = unsampled
             return unsampled
         return self._sampling.finish(unsampled)
-
-    def _update_rows(self, step: SchedulerOutput) -> None:
-        for request_id in step.removed:
-            row = self.states.remove(request_id)
-            if row is not None:
-                self.sampler.remove_row(row)
-        if step.new:
-            starts = dict(zip(step.request_ids, step.starts, strict=True))
-            for request in step.new:
-                self._add_row(request, starts[request.request_id])
-        for request_id, block_ids in step.new_block_ids.items():
-            self.states.append_blocks(self.states.row(request_id), block_ids)
-
-    def _add_row(self, request: NewRequest, num_computed: int) -> None:
-        """A row in the states and in the sampler, or in neither."""
-        row = self.states.add(request, num_computed)
-        params = request.sampling_params
-        assert params.seed is not None  # the engine core fills it in
-        try:
-            self.sampler.add_row(
-                row,
-                params,
-                params.seed,
-                request.token_ids,
-                request.num_prompt_tokens,
-                request.eos_token_ids,
-                masked=request.masked,
-            )
-        except BaseException:
-            self.states.remove(request.request_id)
-            raise
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""

@@ -11,6 +11,7 @@ from compiled_engine.runner.pending_steps import PromptLogprobs
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.logprobs import logprob_rows
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 # Positions whose logits are there at once.
 CHUNK = 256
@@ -26,7 +27,11 @@ def owes_prompt_logprobs(step: SchedulerOutput, states: RequestStates) -> bool:
 
 
 def launch_prompt_logprobs(
-    batch: InputBatch, hidden_TD: torch.Tensor, states: RequestStates, forward: ModelForward
+    batch: InputBatch,
+    hidden_TD: torch.Tensor,
+    states: RequestStates,
+    forward: ModelForward,
+    vocabulary: VocabularySlice,
 ) -> dict[str, PromptLogprobs]:
     """For the requests that want them and are in their prompt: the tokens after those of this step."""
     found: dict[str, PromptLogprobs] = {}
@@ -43,7 +48,7 @@ def launch_prompt_logprobs(
         for begin in range(0, count, CHUNK):
             end = min(count, begin + CHUNK)
             logits_TV = forward.logits(hidden_TD[start + begin : start + end])
-            num_top = logits_TV.shape[1] if wanted == -1 else wanted
-            chunks.append(logprob_rows(logits_TV, targets_T[begin:end], num_top))
+            num_top = vocabulary.whole_size if wanted == -1 else wanted
+            chunks.append(logprob_rows(logits_TV, targets_T[begin:end], num_top, vocabulary=vocabulary))
         found[request_id] = PromptLogprobs(first + 1, chunks)
     return found

@@ -1,18 +1,24 @@
 """Compiles the Triton kernels of a cold start side by side: a warm-up would compile one after the other.
 
-A step would wait for each of its kernels in turn; here it goes on without them.
+A step would wait for each of its kernels in turn; here it goes on without them. Kernels that no model's code has a part
+in are compiled while that is traced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.registry import get_backend
+from compiled_engine.collectives.group import Group, stand_in_for
 from compiled_engine.config import EngineConfig
-from compiled_engine.kernels.compile_ahead import compiled_by
+from compiled_engine.kernels.compile_ahead import AskedKernels, compiled_by
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.process.progress import Progress
 from compiled_engine.runner.advance import advance
@@ -20,44 +26,90 @@ from compiled_engine.runner.input_batch import empty_batch, prepare
 from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.runner.warm_up import BatchShape, start_up_batches
 from compiled_engine.sampling.kernel_warm_up import ways_of_sampling
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
+
+
+def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
+    """Go through sampling and attention once, beside the trace. Raises what a part raises; leaves only kernels."""
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)  # it has a thread of its own
+    with _asked(config, workers) as (threads, kernels):
+        sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), threads)
+        for shape in start_up_batches(config):  # what takes the longest to compile is for the first, the largest
+            _attention(config, shape)
+        for job in as_completed([*sampling, *kernels.load()]):
+            job.result()
 
 
 def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
+    with _asked(config, workers) as (threads, kernels):
+        sampling = _sampling(config, step.sampler.vocabulary, threads)
+        largest, *others = start_up_batches(config)
+        _attention(config, largest)  # no other kernel differs for it
+        for shape in others:
+            _forward(config, step, shape)
+        _inputs(config, step)
+        jobs = [*sampling, *kernels.load()]
+        with progress.stage("compile kernels", total=len(jobs)) as progressed:
+            for job in as_completed(jobs):
+                job.result()
+                progressed(1)
+
+
+@contextmanager
+def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[tuple[ThreadPoolExecutor, AskedKernels]]:
+    """Threads, and the kernels that are asked for in this context. What raises does not wait for what is left."""
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(config.device,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
-                # Sampling is launched, each way by a thread: it indexes with what its kernels have computed.
-                ways = ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device)
-                sampling: list[Future[Any]] = [threads.submit(way) for way in ways]
-                for shape in start_up_batches(config)[1:]:  # the first is the largest, but has no kernel of its own
-                    _forward(config, step, shape)
-                _inputs(config, step)
-                jobs = [*sampling, *kernels.load()]
-                with progress.stage("compile kernels", total=len(jobs)) as progressed:
-                    for job in as_completed(jobs):
-                        job.result()
-                        progressed(1)
+                yield threads, kernels
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 
 
+def _sampling(config: EngineConfig, vocabulary: VocabularySlice, threads: ThreadPoolExecutor) -> list[Future[Any]]:
+    """Sampling is launched, each way by a thread: it indexes with what its kernels have computed."""
+    alone = replace(vocabulary, group=stand_in_for(vocabulary.group))  # the other ranks do not rehearse
+    return [threads.submit(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
+
+
+@torch.inference_mode()
+def _attention(config: EngineConfig, shape: BatchShape) -> None:
+    """Of each kind of layer, on tensors of its own."""
+    model, backend = config.local_model, get_backend(config.attention_backend)
+    kv_shapes = model.kv_shapes(1, config.cache.block_size)
+    inputs = _empty_inputs(config, shape, num_blocks=1)
+    kinds = {(model.heads_of(layer), window): layer for layer, window in enumerate(model.sliding_windows)}
+    for (heads, window), layer in kinds.items():
+        q_THd = torch.zeros(shape.num_tokens, heads.num_heads, heads.head_dim, dtype=model.dtype, device=config.device)
+        kv_cache = torch.zeros(kv_shapes[layer], dtype=model.dtype, device=config.device)
+        sinks_H = q_THd.new_zeros(heads.num_heads) if model.attention_sinks else None
+        scale = model.attention_scale or heads.head_dim**-0.5
+        scoring = Scoring(scale, window or 0, model.attention_soft_cap, sinks_H)
+        backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
+
+
 @torch.inference_mode()
 def _forward(config: EngineConfig, step: PaddedStep, shape: BatchShape) -> None:
     """Requests without slots and with empty contexts, on tensors of its own."""
+    inputs = _empty_inputs(config, shape, step.buffers.block_table_RB.shape[1])
+    zeros_T = torch.zeros(shape.num_tokens, dtype=torch.int64, device=config.device)
+    step.model.run(shape.num_tokens, (zeros_T, zeros_T, inputs, step.kv_caches))
+
+
+def _empty_inputs(config: EngineConfig, shape: BatchShape, num_blocks: int) -> AttentionInputs:
     num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
     starts_R1 = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * (num_tokens // num_requests)
-    inputs = AttentionInputs(
+    return AttentionInputs(
         query_start_loc_R1=starts_R1,
         seq_lens_R=torch.zeros(num_requests, dtype=torch.int32, device=device),
-        block_table_RB=torch.zeros_like(step.buffers.block_table_RB[:num_requests]),
+        block_table_RB=torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device),
         slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
         host_3=torch.tensor(shape.host_3, dtype=torch.int32, device="cpu"),
         backend=config.attention_backend,
     )
-    zeros_T = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    step.model.run(num_tokens, (zeros_T, zeros_T, inputs, step.kv_caches))
 
 
 @torch.inference_mode()

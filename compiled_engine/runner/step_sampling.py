@@ -50,7 +50,8 @@ class StepSampling:
         positions_R = self._buffers.sample_positions_R[:count]
         step_masks = None
         if masks is not None and masks.request_ids:
-            step_masks = StepMasks.of(*masks_of_batch(masks, batch.request_ids), self._device)
+            words_MW, index_R = masks_of_batch(masks, batch.request_ids)
+            step_masks = StepMasks.of(self._sampler.vocabulary.own_words(words_MW), index_R, self._device)
         token_ids_R = self._sampler.sample(logits_RV[:count], rows_R, row_index_R, positions_R, step_masks)
         decodes_only = batch.decodes_only
         advance(self._states, self._buffers, token_ids_R, batch.num_rows, decodes_only=decodes_only, again=True)
@@ -63,4 +64,4 @@ class StepSampling:
             return None
         count = batch.num_requests
         token_ids_R = self._states.last_token_S.index_select(0, self._buffers.rows_R[:count])
-        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R)
+        return batch_logprobs(logits_RV[:count], token_ids_R, num_logprobs_R, vocabulary=self._sampler.vocabulary)

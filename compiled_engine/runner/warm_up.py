@@ -38,8 +38,8 @@ class BatchShape(NamedTuple):
 def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     """Batches in which every kernel of a step runs: the largest, then prompts, then, on a GPU, decodes of many sizes.
 
-    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, and by the bound of the
-    contexts; those of passes where the passes say so.
+    Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
+    contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
     scheduler = config.scheduler
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -50,7 +50,12 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
         return [BatchShape(1, 1, longest), *prompts]
     counts = kernel_token_counts(config.compile.passes)
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
-    prompts = [BatchShape(num_tokens, num_requests, bound) for bound in (1, longest) if max_tokens > 1]
+    few_tokens = min(max_tokens, PROMPT_TOKENS)
+    prompts = [
+        BatchShape(count, num_requests, bound)
+        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest))
+        if max_tokens > 1
+    ]
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
     return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes]
@@ -71,7 +76,7 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
-    for sample in ways_of_sampling(config.model.vocab_size, config.model.dtype, config.device):
+    for sample in ways_of_sampling(step.sampler.vocabulary, config.model.dtype, config.device):
         sample()
     torch.cuda.empty_cache()
     return peak
@@ -89,5 +94,5 @@ def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
     if step.model.ends_at_logits(num_tokens):
         logits_RV = step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
     sample_and_advance(logits_RV, step.sampler, states, buffers, batch, num_requests)
-    token_ids_R = sample_once(MOST_MEMORY, logits_RV)
+    token_ids_R = sample_once(MOST_MEMORY, logits_RV, step.sampler.vocabulary)
     advance(states, buffers, token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)

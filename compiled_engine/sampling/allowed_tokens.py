@@ -11,20 +11,21 @@ from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import BITS, num_words
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 
-def mask_of(token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
+def mask_of(token_ids: Sequence[int] | np.ndarray, vocab_size: int) -> np.ndarray:
     """The mask (see TokenMask) that allows these tokens: int32 [num_words]."""
     bits = np.zeros(num_words(vocab_size) * BITS, np.uint8)
-    bits[np.array(token_ids)] = 1
+    bits[np.asarray(token_ids, dtype=np.int64)] = 1
     return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
 class AllowedTokens:
     """The masks are allocated, an eighth of a byte for each row and token, when the first request needs one."""
 
-    def __init__(self, num_rows: int, vocab_size: int, table: RowTable, device: torch.device) -> None:
-        self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+    def __init__(self, num_rows: int, vocabulary: VocabularySlice, table: RowTable, device: torch.device) -> None:
+        self._num_rows, self._vocabulary, self._device = num_rows, vocabulary, device
         self._table = table
         self._masks_NW: torch.Tensor | None = None
 
@@ -34,9 +35,10 @@ class AllowedTokens:
         if token_ids is None:
             return
         if self._masks_NW is None:
-            shape = (self._num_rows, num_words(self._vocab_size))
+            shape = (self._num_rows, num_words(self._vocabulary.size))
             self._masks_NW = torch.zeros(shape, dtype=torch.int32, device=self._device)
-        self._masks_NW[row].copy_(upload(mask_of(token_ids, self._vocab_size), self._device))
+        mask_W = mask_of(self._vocabulary.own(token_ids), self._vocabulary.size)
+        self._masks_NW[row].copy_(upload(mask_W, self._device))
 
     def of(self, row_index_R: torch.Tensor) -> StepMasks:
         """The masks of these rows (int32 [R], on the device, none of them padding), at least one of which has one."""

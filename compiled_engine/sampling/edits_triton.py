@@ -127,13 +127,17 @@ def penalise_kernel(
 
 
 @quick_launches
-@triton.jit(do_not_specialize=["tail_length"], do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"])
+@triton.jit(
+    do_not_specialize=["tail_length", "first_token"],
+    do_not_specialize_on_alignment=["row_index_ptr", "token_ids_ptr"],
+)
 def record_kernel(
     row_index_ptr: tl.tensor,
     token_ids_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     tail_ptr: tl.tensor,
     tail_length: tl.tensor,
+    first_token: tl.tensor,
     VOCAB_SIZE: tl.constexpr,
     TILE_L: tl.constexpr,
 ) -> None:
@@ -143,10 +147,12 @@ def record_kernel(
     token_id = tl.load(token_ids_ptr + sample)
     if (row >= 0) & (token_id >= 0):
         if counts_ptr is not None:
-            word_ptr = counts_ptr + row * VOCAB_SIZE + token_id
-            word = tl.load(word_ptr).to(tl.int32)
+            column = token_id - first_token
+            inside = (column >= 0) & (column < VOCAB_SIZE)
+            word_ptr = counts_ptr + row * VOCAB_SIZE + column
+            word = tl.load(word_ptr, mask=inside, other=0).to(tl.int32)
             word += tl.where((word & _MAX_COUNT) < _MAX_COUNT, 1, 0)
-            tl.store(word_ptr, word.to(tl.int16))
+            tl.store(word_ptr, word.to(tl.int16), mask=inside)
         if tail_ptr is not None:
             slots = tl.arange(0, TILE_L)
             tail = tail_ptr + row * tail_length
@@ -213,6 +219,7 @@ def record_(
     token_ids_S: torch.Tensor,
     counts_NV: torch.Tensor | None,
     tail_NL: torch.Tensor | None,
+    first_token: int = 0,
 ) -> None:
     tail_length = 0 if tail_NL is None else tail_NL.shape[1]
     record_kernel[(len(row_index_S),)](
@@ -221,6 +228,7 @@ def record_(
         counts_NV,
         tail_NL,
         tail_length,
+        first_token,
         VOCAB_SIZE=0 if counts_NV is None else counts_NV.shape[1],
         TILE_L=next_power_of_2(max(tail_length, 16)),  # hardly ever compiled again
     )

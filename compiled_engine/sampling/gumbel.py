@@ -8,6 +8,7 @@ import torch
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import gumbel, splitmix64
 from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.vocabulary_slice import Best
 
 # Noise is made for so many logits at a time: 0.25 MB of hashes, which stay in a core's cache.
 MAX_NOISE_ELEMENTS = 1 << 15
@@ -21,6 +22,7 @@ def sample(
     seeds_N: torch.Tensor,
     threshold_S: torch.Tensor | None,
     token_ids_S: torch.Tensor,
+    best: Best | None = None,
 ) -> None:
     """Draw a token for each row of logits from softmax(logits / temperature), over those not below its threshold.
 
@@ -29,12 +31,14 @@ def sample(
     inverse_temperature_N: float32 [N], 0 to take the most likely token instead. seeds_N: int64 [N].
     threshold_S: float32 [S] in units of the logits; minus infinity keeps every token, as do NaN and None.
     token_ids_S: int64 [S], written. The lowest token id wins a tie. Where a logit that may be drawn is NaN, or all are
-    minus infinity, it is what no_token.py has for that.
+    minus infinity, it is what no_token.py has for that. best: of a rank that has some columns alone.
     """
     row_index = row_index_S.numpy()
     present = np.flatnonzero(row_index >= 0)
     token_ids = token_ids_S.numpy()
     token_ids[:] = 0
+    if best is not None:
+        best.scores_S.fill_(-torch.inf)
     if len(present) == 0:
         return
     state_rows = row_index[present]
@@ -44,19 +48,26 @@ def sample(
     inverse_temperature = inverse_temperature_N.numpy()[state_rows]
     keys = splitmix64(seeds_N.numpy()[state_rows].view(np.uint64), positions)
     threshold = None if threshold_S is None else threshold_S.numpy()[present]
-    token_ids[present] = _choose(logits, inverse_temperature, keys, threshold)
+    first_token = 0 if best is None else best.first_token
+    token_ids[present], scores = _choose(logits, inverse_temperature, keys, threshold, first_token)
+    if best is not None:
+        best.scores_S.numpy()[present] = scores
 
 
 def _choose(
-    logits: np.ndarray, inverse_temperature: np.ndarray, keys: np.ndarray, threshold: np.ndarray | None
-) -> np.ndarray:
-    """Token ids [R] for logits [R, V]; keys: uint64 [R], the noise's at each position."""
+    logits: np.ndarray,
+    inverse_temperature: np.ndarray,
+    keys: np.ndarray,
+    threshold: np.ndarray | None,
+    first_token: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids [R] for logits [R, V], and their scores; keys: uint64 [R], the noise's at each position."""
     token_ids = logits.argmax(axis=-1)  # NaN counts as the largest
     best_scores = np.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
     random = inverse_temperature > 0
     filtered = np.zeros_like(random) if threshold is None else threshold > -np.inf
     whole = np.flatnonzero(random & ~filtered)
-    vocab_ids = np.arange(logits.shape[1], dtype=np.uint64)
+    vocab_ids = np.arange(first_token, first_token + logits.shape[1], dtype=np.uint64)
     for chunk in row_chunks(len(whole), logits.shape[1], MAX_NOISE_ELEMENTS):
         rows = whole[chunk]
         scores = gumbel(splitmix64(keys[rows, None], vocab_ids))
@@ -70,14 +81,15 @@ def _choose(
         kept = ~(logits[rows] < threshold[rows, None])
         segments, kept_ids = np.divmod(np.flatnonzero(kept), logits.shape[1])
         kept_rows = rows[segments]
-        scores = gumbel(splitmix64(keys[kept_rows], kept_ids.view(np.uint64)))
+        scores = gumbel(splitmix64(keys[kept_rows], (kept_ids + first_token).view(np.uint64)))
         with np.errstate(over="ignore"):
             scores += logits[kept_rows, kept_ids] * inverse_temperature[kept_rows]
         best = _segment_argmax(scores, segments, len(rows))
         token_ids[rows], best_scores[rows] = kept_ids[best], scores[best]
+    token_ids += first_token
     token_ids[np.isnan(best_scores)] = NOT_A_NUMBER
     token_ids[best_scores == -np.inf] = NOTHING_ALLOWED
-    return token_ids
+    return token_ids, best_scores
 
 
 def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int) -> np.ndarray:

@@ -81,7 +81,7 @@ struct Search {
     Best result() const {
         Best found{-__builtin_inff(), NOTHING_ALLOWED};
         for (int lane = 0; lane < LANES; ++lane) {
-            if (nan[lane]) return {0, NOT_A_NUMBER};
+            if (nan[lane]) return {__builtin_nanf(""), NOT_A_NUMBER};
             const bool tie = best[lane] == found.score && found.token >= 0 && token[lane] < found.token;
             if (best[lane] > found.score || tie) found = {best[lane], token[lane]};
         }
@@ -90,7 +90,8 @@ struct Search {
 };
 
 template <bool RANDOM, bool FILTERED>
-int64_t choose(const float* logits, int64_t vocab, float inverse_temperature, uint64_t key, float threshold) {
+Best choose(const float* logits, int64_t vocab, int64_t first_token, float inverse_temperature, uint64_t key,
+            float threshold) {
     Search search;
     Ints tokens;
     for (int lane = 0; lane < LANES; ++lane) tokens[lane] = lane;
@@ -104,37 +105,44 @@ int64_t choose(const float* logits, int64_t vocab, float inverse_temperature, ui
         }
         if (RANDOM) {
             Ints dropped = scores < threshold;
-            scores = scores * inverse_temperature + gumbel(splitmix64(Longs{} + key, __builtin_convertvector(tokens, Longs)));
+            const Longs index = __builtin_convertvector(tokens, Longs) + (uint64_t)first_token;
+            scores = scores * inverse_temperature + gumbel(splitmix64(Longs{} + key, index));
             if (FILTERED) scores = dropped ? Floats{} - __builtin_inff() : scores;
         }
         search.look(scores, tokens);
         tokens += LANES;
     }
-    return search.result().token;
+    Best found = search.result();
+    if (found.token >= 0) found.token += first_token;
+    return found;
 }
 
 }  // namespace
 
-// Arguments as in gumbel.py; thresholds may be null. Rows whose index is negative get token 0.
+// Arguments as in gumbel.py; thresholds and scores may be null. Rows whose index is negative get token 0.
 extern "C" void sample(const float* logits, int64_t row_stride, const int32_t* row_index, const int64_t* positions,
                        const float* inverse_temperature, const int64_t* seeds, const float* thresholds, int64_t* tokens,
-                       int64_t rows, int64_t vocab, int64_t threads) {
+                       float* scores, int64_t first_token, int64_t rows, int64_t vocab, int64_t threads) {
 #pragma omp parallel for schedule(dynamic) num_threads((int)threads) if (threads > 1)
     for (int64_t row = 0; row < rows; ++row) {
         const int32_t state = row_index[row];
         if (state < 0) {
             tokens[row] = 0;
+            if (scores) scores[row] = -__builtin_inff();
             continue;
         }
         const float* of_row = logits + row * row_stride;
         const float scale = inverse_temperature[state];
         const float threshold = thresholds ? thresholds[row] : -__builtin_inff();
         const uint64_t key = splitmix64((uint64_t)seeds[state], (uint64_t)positions[row]);
+        Best found;
         if (!(scale > 0))
-            tokens[row] = choose<false, false>(of_row, vocab, scale, key, threshold);
+            found = choose<false, false>(of_row, vocab, first_token, scale, key, threshold);
         else if (threshold > -__builtin_inff())
-            tokens[row] = choose<true, true>(of_row, vocab, scale, key, threshold);
+            found = choose<true, true>(of_row, vocab, first_token, scale, key, threshold);
         else
-            tokens[row] = choose<true, false>(of_row, vocab, scale, key, threshold);
+            found = choose<true, false>(of_row, vocab, first_token, scale, key, threshold);
+        tokens[row] = found.token;
+        if (scores) scores[row] = found.score;
     }
 }

@@ -12,6 +12,7 @@ import torch
 
 from compiled_engine.kernels.cpp_library import CannotCompile, load_library
 from compiled_engine.sampling import gumbel
+from compiled_engine.sampling.vocabulary_slice import Best
 
 SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
 
@@ -33,6 +34,7 @@ def sample(
     seeds_N: torch.Tensor,
     threshold_S: torch.Tensor | None,
     token_ids_S: torch.Tensor,
+    best: Best | None = None,
 ) -> None:
     """See gumbel.sample. The tokens are the same, but for scores that differ by the rounding of a logarithm alone."""
     num_samples, vocab_size = logits_SV.shape
@@ -45,6 +47,8 @@ def sample(
         seeds_N.data_ptr(),
         None if threshold_S is None else threshold_S.data_ptr(),
         token_ids_S.data_ptr(),
+        None if best is None else best.scores_S.data_ptr(),
+        0 if best is None else best.first_token,
         num_samples,
         vocab_size,
         torch.get_num_threads(),
@@ -55,6 +59,6 @@ def sample(
 def _kernel() -> Any:
     kernel = load_library(SOURCE).sample
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = [pointer, integer, *[pointer] * 6, *[integer] * 3]
+    kernel.argtypes = [pointer, integer, *[pointer] * 7, *[integer] * 4]
     kernel.restype = None
     return kernel

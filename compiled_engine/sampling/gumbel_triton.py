@@ -14,6 +14,7 @@ import triton.language as tl
 
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.sampling.best_of_ranks_triton import best_of_ranks
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import (
     GOLDEN_GAMMA,
@@ -25,6 +26,7 @@ from compiled_engine.sampling.noise import (
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import BITS
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 _GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIER_1)
@@ -58,7 +60,10 @@ def gumbel(bits: tl.tensor) -> tl.tensor:
 
 
 @quick_launches
-@triton.jit(do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr", "mask_index_ptr"])
+@triton.jit(
+    do_not_specialize=["first_token"],
+    do_not_specialize_on_alignment=["row_index_ptr", "positions_ptr", "threshold_ptr", "mask_index_ptr"],
+)
 def block_best_kernel(
     logits_ptr: tl.tensor,
     logits_stride: tl.tensor,
@@ -71,13 +76,14 @@ def block_best_kernel(
     mask_index_ptr: tl.tensor,
     best_score_ptr: tl.tensor,
     best_token_ptr: tl.tensor,
+    first_token: tl.tensor,
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
     """Program (logits row, block): the best of BLOCK_V consecutive tokens, and its score.
 
-    best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks]. Other
-    arguments: see sample.
+    best_score_ptr: float32 [S, blocks], infinity where a score is NaN; best_token_ptr: int32 [S, blocks].
+    first_token: the id of the first column's. Other arguments: see sample.
     """
     sample = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -98,7 +104,7 @@ def block_best_kernel(
         if inverse_temperature > 0:
             seed = tl.load(seeds_ptr + row).to(tl.uint64)
             key = splitmix64(seed, tl.load(positions_ptr + sample).to(tl.uint64))
-            noise = gumbel(splitmix64(key, token_ids.to(tl.uint64)))
+            noise = gumbel(splitmix64(key, (first_token + token_ids).to(tl.uint64)))
             scores = logits * inverse_temperature + noise
             if threshold_ptr is not None:
                 scores = tl.where(logits < tl.load(threshold_ptr + sample), -float("inf"), scores)
@@ -108,7 +114,7 @@ def block_best_kernel(
         best_score, best = tl.max(scores, axis=0, return_indices=True)
         slot = sample * tl.num_programs(1) + block
         tl.store(best_score_ptr + slot, best_score)
-        tl.store(best_token_ptr + slot, block * BLOCK_V + best)
+        tl.store(best_token_ptr + slot, first_token + block * BLOCK_V + best)
 
 
 @quick_launches
@@ -144,9 +150,10 @@ def sample(
     threshold_S: torch.Tensor | None,
     token_ids_S: torch.Tensor,
     masks: StepMasks | None = None,
+    vocabulary: VocabularySlice | None = None,
 ) -> None:
     """As gumbel.sample, but logits_SV may be of any floating dtype and may have a row stride. masks: what they forbid
-    is not drawn, nor is it read.
+    is not drawn, nor is it read. vocabulary: whose columns these are; None for all. The ranks choose together.
 
     Nothing depends on values on the host, so this may be captured in a CUDA graph.
     """
@@ -169,9 +176,13 @@ def sample(
         None if masks is None else masks.mask_index_S,
         best_score_SB,
         best_token_SB,
+        0 if vocabulary is None else vocabulary.first,
         VOCAB_SIZE=vocab_size,
         BLOCK_V=BLOCK_V,
     )
+    if vocabulary is not None and vocabulary.is_divided:
+        best_of_ranks(best_score_SB, best_token_SB, row_index_S, token_ids_S, vocabulary.group)
+        return
     row_best_kernel[(num_samples,)](
         best_score_SB,
         best_token_SB,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from compiled_engine.sampling.async_copies import upload
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 # A count and, in the sign bit, whether the prompt has the token: int16. Counts stay at the largest once there.
 IN_PROMPT = -(2**15)
@@ -24,25 +25,24 @@ def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
 
 
 class History:
-    """`counts_NV`: int16 [N, V]; `tail_NL`: int32 [N, L], the last L generated tokens, -1 where there are fewer.
-
-    None until a row needs it.
+    """`counts_NV`: int16 [N, V], V columns of a rank; `tail_NL`: int32 [N, L], the last L generated tokens, -1 where
+    there are fewer. None until a row needs it.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._num_rows, self._vocab_size, self._device = num_rows, vocab_size, device
+    def __init__(self, num_rows: int, vocabulary: VocabularySlice, device: torch.device) -> None:
+        self._num_rows, self._vocabulary, self._device = num_rows, vocabulary, device
         self.counts_NV: torch.Tensor | None = None
         self.tail_NL: torch.Tensor | None = None
 
     def start_counts(self, row: int, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
         """Count a request's tokens so far; `penalty_bytes` are allocated the first time."""
         if self.counts_NV is None:
-            shape = (self._num_rows, self._vocab_size)
+            shape = (self._num_rows, self._vocabulary.size)
             self.counts_NV = torch.zeros(shape, dtype=torch.int16, device=self._device)
-        counts_V = np.zeros(self._vocab_size, dtype=np.int16)
-        token_ids, counts = np.unique(np.array(output_ids, dtype=np.int64), return_counts=True)
+        counts_V = np.zeros(self._vocabulary.size, dtype=np.int16)
+        token_ids, counts = np.unique(self._vocabulary.own(output_ids), return_counts=True)
         counts_V[token_ids] = np.minimum(counts, MAX_COUNT)
-        counts_V[np.array(prompt_ids, dtype=np.int64)] |= np.int16(IN_PROMPT)
+        counts_V[self._vocabulary.own(prompt_ids)] |= np.int16(IN_PROMPT)
         self.counts_NV[row].copy_(upload(counts_V, self._device))
 
     def start_tail(self, row: int, output_ids: Sequence[int], length: int) -> None:
@@ -64,15 +64,19 @@ def record_(
     token_ids_S: torch.Tensor,
     counts_NV: torch.Tensor | None,
     tail_NL: torch.Tensor | None,
+    first_token: int = 0,
 ) -> None:
     """Take each row's sampled token (int64 [S]) into its history, on the CPU.
 
     row_index_S: int32 [S]; -1 is padding, and no other row may come twice. What is no token (no_token.py) is left out.
+    first_token: the id of the counts' first column.
     """
     taken_S = (row_index_S >= 0) & (token_ids_S >= 0)
     rows, token_ids = row_index_S[taken_S].long(), token_ids_S[taken_S]
     if counts_NV is not None:
-        words = counts_NV[rows, token_ids]
-        counts_NV[rows, token_ids] = torch.where((words & MAX_COUNT) < MAX_COUNT, words + 1, words)
+        own = (token_ids >= first_token) & (token_ids < first_token + counts_NV.shape[1])
+        places = rows[own], token_ids[own] - first_token
+        words = counts_NV[places]
+        counts_NV[places] = torch.where((words & MAX_COUNT) < MAX_COUNT, words + 1, words)
     if tail_NL is not None:
         tail_NL[rows] = torch.cat([tail_NL[rows, 1:], token_ids[:, None].int()], dim=1)

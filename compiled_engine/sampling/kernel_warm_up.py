@@ -13,6 +13,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 FILTERED = SamplingParams(top_k=20, top_p=0.9)
 # A bias makes the logits float32 copies, to be edited.
@@ -29,40 +30,49 @@ WAYS = (
 MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
 
 
-def ways_of_sampling(vocab_size: int, dtype: torch.dtype, device: torch.device) -> Iterator[Callable[[], object]]:
+def ways_of_sampling(
+    vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[], object]]:
     """Each samples once, from one row of such logits; what takes the longest to compile comes first.
 
     Filters of float32 logits are those of edited ones, which would ask for them last.
     """
     yield from (
-        partial(_sample_zeros, FILTERED, vocab_size, each, device) for each in dict.fromkeys((torch.float32, dtype))
+        partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
     )
-    yield from (partial(_sample_zeros, params, vocab_size, dtype, device) for params in WAYS)
-    yield partial(_sample_zeros, SamplingParams(), vocab_size, dtype, device, masked=True)
+    yield from (partial(_sample_zeros, params, vocabulary, dtype, device) for params in WAYS)
+    yield partial(_sample_zeros, SamplingParams(), vocabulary, dtype, device, masked=True)
 
 
 def _sample_zeros(
-    params: SamplingParams, vocab_size: int, dtype: torch.dtype, device: torch.device, *, masked: bool = False
+    params: SamplingParams,
+    vocabulary: VocabularySlice,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    masked: bool = False,
 ) -> torch.Tensor:
-    return sample_once(params, torch.zeros(1, vocab_size, dtype=dtype, device=device), masked=masked)
+    logits_1V = torch.zeros(1, vocabulary.size, dtype=dtype, device=device)
+    return sample_once(params, logits_1V, vocabulary, masked=masked)
 
 
 @torch.inference_mode()
-def sample_once(params: SamplingParams, logits_RV: torch.Tensor, *, masked: bool = False) -> torch.Tensor:
+def sample_once(
+    params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
+) -> torch.Tensor:
     """With a sampler of its own, so that nobody hears of its rows. masked, or with a bias: the first row has a mask."""
-    num_rows, vocab_size = logits_RV.shape
-    device = logits_RV.device
-    sampler = Sampler(num_rows, vocab_size, device)
+    num_rows, device = len(logits_RV), logits_RV.device
+    sampler = Sampler(num_rows, vocabulary.whole_size, device, group=vocabulary.group)
     for row in range(num_rows):
         sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=(), masked=masked)
     masks = None
     if masked or params.logit_bias:
-        every_token = np.full((1, num_words(vocab_size)), -1, np.int32)
+        every_token = np.full((1, num_words(vocabulary.size)), -1, np.int32)
         masks = StepMasks.of(every_token, np.where(np.arange(num_rows), -1, 0), device)
     rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)
     token_ids_R = sampler.sample(
         logits_RV, np.arange(num_rows), rows_R, torch.ones_like(rows_R, dtype=torch.int64), masks
     )
     if (num_logprobs_R := sampler.num_logprobs(np.arange(num_rows))) is not None:
-        batch_logprobs(logits_RV, token_ids_R.int().clamp(min=0), num_logprobs_R)
+        batch_logprobs(logits_RV, token_ids_R.int().clamp(min=0), num_logprobs_R, vocabulary=vocabulary)
     return token_ids_R

@@ -16,6 +16,7 @@ import torch
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_table import RowTable
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 ALWAYS = 2**31 - 1
 # Columns of an addition: token id; bits of the float32 to add; the position before which it holds; where the tokens
@@ -29,6 +30,14 @@ class RowAdditions(NamedTuple):
     additions_NC: np.ndarray
     prefixes_P: np.ndarray
     longest_prefix: int
+
+    def of(self, vocabulary: VocabularySlice) -> RowAdditions:
+        """Those to a rank's columns, tokens counted from its first; prefixes stay as they are."""
+        columns = self.additions_NC[:, 0] - vocabulary.first
+        own = (columns >= 0) & (columns < vocabulary.size)
+        additions_NC = self.additions_NC[own]
+        additions_NC[:, 0] = columns[own]
+        return self._replace(additions_NC=additions_NC)
 
 
 def row_additions(

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from compiled_engine.sampling.async_copies import download, upload
+from compiled_engine.sampling.ranks_logprobs import logprob_rows_of_ranks
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.token_logprobs import row_width
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 # In `num_logprobs` of a batch; -1 asks for the whole vocabulary.
 NO_LOGPROBS = -2
@@ -22,14 +24,20 @@ FEW_TOKENS = 64
 
 
 def logprob_rows(
-    logits_RV: torch.Tensor, token_ids_R: torch.Tensor, num_top: int, triton: bool | None = None
+    logits_RV: torch.Tensor,
+    token_ids_R: torch.Tensor,
+    num_top: int,
+    triton: bool | None = None,
+    vocabulary: VocabularySlice | None = None,
 ) -> torch.Tensor:
     """Rows as in LogprobRows, int32 [R, 3 + 2 * num_top], to be read once the current stream has come this far.
 
     logits_RV: of any floating dtype, consecutive within a row; computed with in float32. token_ids_R: the chosen
     tokens, int32 [R]. triton: whether to launch kernels, by default on CUDA. Temporary memory is bounded (see
-    row_chunks.py).
+    row_chunks.py). vocabulary: whose columns these are; None for all.
     """
+    if vocabulary is not None and vocabulary.is_divided:
+        return logprob_rows_of_ranks(logits_RV, token_ids_R, num_top, vocabulary)
     num_rows, vocab_size = logits_RV.shape
     triton = logits_RV.device.type == "cuda" if triton is None else triton
     if triton and num_top <= FEW_TOKENS:
@@ -61,22 +69,27 @@ class BatchLogprobs:
 
 
 def batch_logprobs(
-    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, num_logprobs_S: np.ndarray, triton: bool | None = None
+    logits_SV: torch.Tensor,
+    token_ids_S: torch.Tensor,
+    num_logprobs_S: np.ndarray,
+    triton: bool | None = None,
+    vocabulary: VocabularySlice | None = None,
 ) -> BatchLogprobs:
     """Of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
 
     Other arguments: see `logprob_rows`.
     """
-    counts_S = np.where(num_logprobs_S == -1, logits_SV.shape[1], num_logprobs_S)
+    num_tokens = logits_SV.shape[1] if vocabulary is None else vocabulary.whole_size
+    counts_S = np.where(num_logprobs_S == -1, num_tokens, num_logprobs_S)
     most_of_few = int(counts_S[counts_S <= FEW_TOKENS].max(initial=NO_LOGPROBS))
     few_SW = None
     if most_of_few != NO_LOGPROBS:
-        few_SW = logprob_rows(logits_SV, token_ids_S, most_of_few, triton)
+        few_SW = logprob_rows(logits_SV, token_ids_S, most_of_few, triton, vocabulary)
     many: dict[int, torch.Tensor] = {}
     for count in np.unique(counts_S[counts_S > FEW_TOKENS]).tolist():
         indices = np.flatnonzero(counts_S == count)
         index_R = upload(indices, logits_SV.device)
         chosen_R = token_ids_S.index_select(0, index_R)
-        rows_RW = logprob_rows(logits_SV.index_select(0, index_R), chosen_R, count, triton)
+        rows_RW = logprob_rows(logits_SV.index_select(0, index_R), chosen_R, count, triton, vocabulary)
         many |= zip(indices.tolist(), rows_RW.split(1), strict=True)
     return BatchLogprobs(few_SW, many)

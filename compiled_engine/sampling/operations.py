@@ -16,7 +16,8 @@ from compiled_engine.sampling.row_table import RowTable
 @dataclass(frozen=True)
 class SamplingOperations:
     """In the order of sampling: arguments are those of logit_additions.add_, step_masks.forbid_, penalties.penalise_,
-    gumbel.sample and history.record_; `thresholds` takes logits, row indices and the table.
+    gumbel.sample and history.record_; `thresholds` takes logits, row indices and the table. `choose` may take
+    a Best as well on the CPU, and a VocabularySlice on a GPU, where it ends with the choice of all ranks.
     """
 
     add_: Callable[..., None]

@@ -11,6 +11,7 @@ import torch
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.logits_processor import LogitsProcessor, processor_name
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 
 class ProcessedRows:
@@ -46,9 +47,27 @@ class ProcessedRows:
             raise failure
 
     def apply_(
+        self,
+        logits_RV: torch.Tensor,
+        rows_R: np.ndarray,
+        row_index_R: torch.Tensor,
+        positions_R: torch.Tensor,
+        vocabulary: VocabularySlice,
+    ) -> None:
+        """Have the logits of each row edited in place; arguments are those of Sampler.sample, without padding.
+
+        vocabulary: whose columns these are. Processors edit whole rows, which are gathered for them.
+        """
+        if vocabulary.is_divided:
+            whole_RV = vocabulary.gathered(logits_RV)
+            self._apply(whole_RV, rows_R, row_index_R, positions_R)
+            logits_RV.copy_(vocabulary.of_whole(whole_RV))
+        else:
+            self._apply(logits_RV, rows_R, row_index_R, positions_R)
+
+    def _apply(
         self, logits_RV: torch.Tensor, rows_R: np.ndarray, row_index_R: torch.Tensor, positions_R: torch.Tensor
     ) -> None:
-        """Have the logits of each row edited in place; arguments are those of Sampler.sample, without padding."""
         for processor, applies_N in self._processors:
             chosen = np.flatnonzero(applies_N[rows_R])
             if len(chosen) == len(rows_R):

@@ -4,16 +4,21 @@ The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad 
 processors, which greedy rows have as well; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Allowed tokens and
 token masks come before the penalties, so that no processor lets through what they forbid. Only what some row of the
 batch asks for is computed. The host never waits for the device, nor does it have to know what was sampled before.
+
+Where the vocabulary is divided, each rank does all of this with its own columns, and few numbers a row are exchanged.
+Whole rows are gathered for logits processors, and for the thresholds of top-p without a top-k.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from compiled_engine.collectives.group import Group
 from compiled_engine.sampling.allowed_tokens import AllowedTokens
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.filters import filter_fields, has_filters
@@ -25,9 +30,11 @@ from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.penalties import has_penalties
 from compiled_engine.sampling.processed_rows import ProcessedRows
+from compiled_engine.sampling.ranks_choice import choose_of_ranks, filter_candidates
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.row_table import RowTable
 from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 
 class SamplerClass(enum.Enum):
@@ -45,7 +52,8 @@ class Sampler:
 
     A row's tokens depend on its own logits, parameters, seed and positions alone. `device` is where the logits
     are. triton: whether to launch kernels, by default on CUDA; the same is done in numpy otherwise. processors: the
-    user's, in the order of their calls. `table` and `additions`: the rows' parameters.
+    user's, in the order of their calls. group: the ranks among which the vocabulary is divided; None if it is not.
+    `vocabulary`: the columns that logits have here. `table` and `additions`: the rows' parameters.
     """
 
     def __init__(
@@ -55,9 +63,12 @@ class Sampler:
         device: torch.device | str,
         triton: bool | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        group: Group | None = None,
     ) -> None:
         self._device = torch.device(device)
         self._vocab_size = vocab_size
+        self.vocabulary = VocabularySlice.of(vocab_size, group)
+        self.num_exchanges = 0  # with the other ranks that were begun, but for those in graphs
         self._triton = self._device.type == "cuda" if triton is None else triton
         self._operations = sampling_operations(self._triton)
         self._num_rows = max_num_rows
@@ -77,8 +88,8 @@ class Sampler:
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
         self.table = RowTable(max_num_rows, self._device)
         self.additions = LogitAdditions(self.table, self._device)
-        self._allowed = AllowedTokens(max_num_rows, vocab_size, self.table, self._device)
-        self._history = History(max_num_rows, vocab_size, self._device)
+        self._allowed = AllowedTokens(max_num_rows, self.vocabulary, self.table, self._device)
+        self._history = History(max_num_rows, self.vocabulary, self._device)
         self._processors = ProcessedRows(max_num_rows, processors)
 
     def add_row(
@@ -109,7 +120,7 @@ class Sampler:
             self._history.start_counts(row, token_ids[:num_prompt_tokens], output_ids)
         if longest_prefix > 0:
             self._history.start_tail(row, output_ids, longest_prefix)
-        self.additions.set_row(row, additions)
+        self.additions.set_row(row, additions.of(self.vocabulary) if additions else None)
         self._allowed.set_row(row, params.allowed_token_ids)
         signed_seed = (int(seed) + 2**63) % 2**64 - 2**63
         self.table.set_row(
@@ -170,10 +181,7 @@ class Sampler:
         Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
         captured; on a CPU the logits have to be float32.
         """
-        fields = self.table.device
-        self._operations.choose(
-            logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], None, token_ids_S
-        )
+        self._choose_above(None, logits_SV, row_index_S, positions_S, token_ids_S)
 
     def sample(
         self,
@@ -187,17 +195,17 @@ class Sampler:
 
         Returns int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py).
 
-        logits_SV: [S, V], of any floating dtype, left as they are. rows_S: int [S], on the host: logits_SV[i] belongs
-        to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the device. positions_S:
-        int64 [S] on the device, the position that each token will have in its request. masks: for rows that
-        are masked. A row may come repeatedly unless it has penalties or bad words, whose history
-        takes one token a step. Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
+        logits_SV: [S, V], the columns of `vocabulary`, of any floating dtype, left as they are. rows_S: int [S], on the
+        host: logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
+        device. positions_S: int64 [S] on the device, the position that each token will have in its request. masks:
+        for rows that are masked. A row may come repeatedly unless it has penalties or bad words, whose history takes
+        one token a step. Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
         num_samples = len(rows_S)
         lengths = (len(row_index_S), len(positions_S))
-        if logits_SV.shape != (num_samples, self._vocab_size) or lengths != (num_samples, num_samples):
+        if logits_SV.shape != (num_samples, self.vocabulary.size) or lengths != (num_samples, num_samples):
             raise ValueError(
-                f"logits_SV must be [{num_samples}, {self._vocab_size}] for as many rows and positions, "
+                f"logits_SV must be [{num_samples}, {self.vocabulary.size}] for as many rows and positions, "
                 f"got {list(logits_SV.shape)}, {lengths[0]} row indices and {lengths[1]} positions"
             )
         self.publish()
@@ -212,14 +220,15 @@ class Sampler:
             if len(edited) < num_samples:
                 others_S = row_index_S.index_fill(0, edited_E, -1)
                 self._choose(logits_SV, rows_S, others_S, positions_S, token_ids_S, masks)
-            for chunk in row_chunks(len(edited), self._vocab_size):
+            for chunk in row_chunks(len(edited), self.vocabulary.size):
                 index_R = edited_E[chunk]
                 part = tuple(each.index_select(0, index_R) for each in (logits_SV, row_index_S, positions_S))
                 part_masks = masks.select(index_R) if masks else None
                 token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2], part_masks)
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
         if self._remembered_N[rows_S].any():
-            self._operations.record_(row_index_S, token_ids_S, self._history.counts_NV, self._history.tail_NL)
+            histories = self._history.counts_NV, self._history.tail_NL
+            self._operations.record_(row_index_S, token_ids_S, *histories, self.vocabulary.first)
         return token_ids_S
 
     def _choose_edited(
@@ -235,7 +244,8 @@ class Sampler:
             tail_NL = self._history.tail_NL
             self._operations.add_(logits_RV, row_index_R, positions_R, self.additions, tail_NL, self.table)
         if self._processed_N[rows_R].any():
-            self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R)
+            self.num_exchanges += 1
+            self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R, self.vocabulary)
         if self._limited_N[rows_R].any():
             self._operations.forbid_(logits_RV, self._allowed.of(row_index_R))
         if masks is not None:
@@ -259,10 +269,30 @@ class Sampler:
         """masks: to be applied meanwhile; on a CPU they have been."""
         threshold_S = None
         if self._filtered_N[rows_S].any():
-            threshold_S = self._operations.thresholds(logits_SV, row_index_S, self.table)
+            filtered = rows_S[self._filtered_N[rows_S]]
+            top_k, top_p = (self.table.host[name][filtered] for name in ("top_k", "top_p"))
+            self.num_exchanges += 1
+            candidates_SC = filter_candidates(logits_SV, top_k, top_p, self.vocabulary)
+            threshold_S = self._operations.thresholds(candidates_SC, row_index_S, self.table)
+        self.num_exchanges += 1
+        self._choose_above(threshold_S, logits_SV, row_index_S, positions_S, token_ids_S, masks)
+
+    def _choose_above(
+        self,
+        threshold_S: torch.Tensor | None,
+        logits_SV: torch.Tensor,
+        row_index_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        token_ids_S: torch.Tensor,
+        masks: StepMasks | None = None,
+    ) -> None:
         fields = self.table.device
-        arguments = (logits_SV, row_index_S, positions_S, fields["inverse_temperature"], fields["seed"], threshold_S)
-        if masks is not None and self._triton:
-            self._operations.choose(*arguments, token_ids_S, masks)
+        parameters = (fields["inverse_temperature"], fields["seed"], threshold_S)
+        arguments = (logits_SV, row_index_S, positions_S, *parameters, token_ids_S)
+        if self._triton:
+            self._operations.choose(*arguments, masks, self.vocabulary)
+        elif self.vocabulary.is_divided:
+            choose = partial(self._operations.choose, *arguments)
+            choose_of_ranks(choose, self.vocabulary, row_index_S, token_ids_S)
         else:
-            self._operations.choose(*arguments, token_ids_S)
+            self._operations.choose(*arguments)

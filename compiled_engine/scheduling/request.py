@@ -91,7 +91,7 @@ class Request:
         made = cls(
             request_id=request.request_id,
             order=order,
-            token_ids=list(request.prompt_token_ids),
+            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
             num_prompt_tokens=num_prompt_tokens,
             sampling_params=request.sampling_params,
             eos_token_ids=request.eos_token_ids,
@@ -99,8 +99,9 @@ class Request:
             max_num_tokens=num_prompt_tokens + rule.max_tokens,
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             constraint=constraint,
-            num_tokens=num_prompt_tokens,
+            num_tokens=num_prompt_tokens + len(request.output_token_ids),
             prefix_root=salt_root(request.cache_salt),
+            next_prompt_logprob=request.next_prompt_logprob,
         )
         made.set_steady_limits()
         return made

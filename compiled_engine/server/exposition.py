@@ -49,6 +49,21 @@ LABELLED = {
     "graph_fallbacks_by_reason": ("graph_fallbacks", "reason", "Batches that ran without a CUDA graph, and why."),
 }
 
+# Of several replicas together, by key of the engine's metrics.
+FOR_REPLICAS = {
+    "requests_queued": ("requests_queued", "Completions that wait for room at a replica.", GaugeMetricFamily),
+    "requests_rerun": ("requests_rerun", "Completions that went on when their replica died.", CounterMetricFamily),
+}
+# Of each of several replicas, with the label "replica": the same, and whether they count something.
+OF_REPLICAS = {
+    "lives": ("replica_up", "Whether the replica takes requests.", GaugeMetricFamily),
+    "running": ("replica_requests_running", "Completions that run there.", GaugeMetricFamily),
+    "waiting": ("replica_requests_waiting", "Completions that wait there.", GaugeMetricFamily),
+    "kv_usage": ("replica_kv_cache_usage_perc", "Share of its KV cache's blocks that is held.", GaugeMetricFamily),
+    "generated_tokens": ("replica_generation_tokens", "Tokens generated there.", CounterMetricFamily),
+    "prefix_hits": ("replica_prefix_cache_hits", "Prompt tokens found in its prefix cache.", CounterMetricFamily),
+}
+
 
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
@@ -80,6 +95,7 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
         for value, count in engine.get(key, {}).items():
             labelled.add_metric([*values, value], count)
         families.append(labelled)
+    families += _of_replicas(engine, labels)
     matches = GaugeMetricFamily(PREFIX + "pass_matches", "Matches of FX passes.", labels=[*names, "range", "pass"])
     for compile_range, passes in engine.get("passes", {}).items():
         for name, counts in passes.items():
@@ -90,6 +106,23 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
     cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
     return [*families, matches, stages, cache]
+
+
+def _of_replicas(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:
+    """Without a sample where there is one engine core."""
+    families: list[Metric] = []
+    for key, (name, text, make) in FOR_REPLICAS.items():
+        family = make(PREFIX + name, text, labels=list(labels))
+        if key in engine:
+            family.add_metric(list(labels.values()), engine[key])
+        families.append(family)
+    for key, (name, text, make) in OF_REPLICAS.items():
+        family = make(PREFIX + name, text, labels=[*labels, "replica"])
+        for replica in engine.get("replicas", ()):
+            if key in replica:
+                family.add_metric([*labels.values(), str(replica["replica"])], replica[key])
+        families.append(family)
+    return families
 
 
 def _admission(serving: Serving) -> list[Metric]:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias, TypeVar
 
-from compiled_engine.core_process.core_client import EngineDeadError
+from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind

@@ -41,6 +41,7 @@ class Monitor:
         self._failed_steps: dict[int, dict[int, StepFailed]] = {}
         self._step_failed = threading.Condition(self._lock)
         self._closing = False
+        self._stopped_since: dict[int, float] = {}  # ranks that stand still before they are ready
         self._overdue_s = 0.0  # by when a result should be there, in seconds of time.monotonic; 0: whenever
         self.failure: Exception | None = None
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -159,9 +160,19 @@ class Monitor:
 
     def _look_for_stopped(self) -> None:
         for rank in range(len(self._workers)):
-            if self._heartbeats.age_s(rank) > _STOPPED_S:
+            if self._silent_s(rank) > _STOPPED_S:
                 name = self._layout.name(rank)
                 self.fail(WorkerError(f"the worker of {name} has given no sign of life for {_STOPPED_S:.0f} s"))
                 return
         if 0.0 < self._overdue_s < time.monotonic():
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
+
+    def _silent_s(self, rank: int) -> float:
+        """Seconds since a rank's last sign of life; while it starts, and may run foreign code for long, since it was
+        found to stand still."""
+        if self._ready[rank].done():
+            return self._heartbeats.age_s(rank)
+        if not self._workers[rank].is_stopped():
+            self._stopped_since.pop(rank, None)
+            return 0.0
+        return time.monotonic() - self._stopped_since.setdefault(rank, time.monotonic())

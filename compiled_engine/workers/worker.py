@@ -152,7 +152,8 @@ class Worker:
             self._failure = error
             runner = self.executor.runner
             between = runner.runs_begun == runner.runs_ended
-            send(self._connection, StepFailed(number, Failed.of(error), between, runner.runs_begun))
+            place = runner.runs_begun + runner.sampler.num_exchanges
+            send(self._connection, StepFailed(number, Failed.of(error), between, place))
             return _Raised(error)
 
     def _hand_over(self, pending: PendingOutput) -> None:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
+import psutil
+
 from compiled_engine.workers.ring import RingDescriptors
 
 _MAIN = "compiled_engine.workers.worker_main"
@@ -68,6 +70,13 @@ class WorkerChild:
             return f"has ended with status {status}"
         name = signal.Signals(-status).name
         return f"was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")
+
+    def is_stopped(self) -> bool:
+        """Whether it stands still, as after SIGSTOP."""
+        try:
+            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        except psutil.NoSuchProcess:
+            return False
 
     def kill(self) -> None:
         self._process.kill()

@@ -71,7 +71,8 @@ class Stop(msgspec.Struct, tag=True, frozen=True):
 
 
 class StepFailed(msgspec.Struct, tag=True, frozen=True):
-    """A step failed, by its number. between_runs: no collective was under way; num_runs: of the model, so far."""
+    """A step failed, by its number. between_runs: no collective was under way; num_runs: of the model, and
+    exchanges between ranks while sampling, so far."""
 
     step: int
     failed: Failed

@@ -14,7 +14,7 @@ from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.logits_head import write_logits_head
+from compiled_engine.graphs.compiler.logits_head_writer import write_logits_head
 from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_tree, phases_since, write_trace
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source

@@ -66,9 +66,12 @@ def read_model_config(
     fields = JsonFields.from_file(path / "config.json")
     textbook = _is_textbook(fields, model_impl, reasons)
     if "quantization_config" in fields:
-        raise ValueError(
-            f"{fields.source}: quantization_config is present, but quantized checkpoints are not supported"
-        )
+        method = fields.section("quantization_config").values.get("quant_method")
+        if textbook or method != "mxfp4":
+            raise ValueError(
+                f"{fields.source}: quantization_config with quant_method {method!r} is not supported; allowed: mxfp4, "
+                "which is decoded when it is loaded, for models that run through transformers' code"
+            )
     if load_format == "auto":
         load_format, reasons["model.load_format"] = "safetensors", "the one checkpoint format that is read"
     if load_format == "safetensors" and hub_name is None:
@@ -129,7 +132,7 @@ def _auto_dtype(
             f"allowed: {', '.join(DTYPES)}"
         )
     tensors = map_tensors(path)
-    first = next(iter(tensors))
+    first = next((name for name, tensor in tensors.items() if tensor.is_floating_point()), next(iter(tensors)))
     stored = str(tensors[first].dtype).removeprefix("torch.")
     if stored not in DTYPES:
         raise ValueError(f"{path}: {first} is stored as {stored}; it must be one of {', '.join(DTYPES)}")

@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.mxfp4 import BYTES, Mxfp4Tensor
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
 from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.models.foreign.weights import find_weight_plan
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+Pair = tuple[torch.Tensor | Mxfp4Tensor, torch.Tensor]
 RECOMPUTED = "inv_freq"  # the last part of names of buffers that old checkpoints hold; the model computes its own
 
 
@@ -42,7 +43,8 @@ def match_foreign(
     covered = Counter(dict.fromkeys(first.values(), 0))
     for placement in placements:
         covered[owners[placement.target]] += _elements(placement.placed)
-    misfits = [p for p in placements if not _fits(p, parameters)]
+    misfits = [p for p in placements if not _fits(p, parameters, tensors)]
+    packed = {name for p in placements if p.scales for name in (p.source, p.scales)}
     problems = {
         "missing": [name for name, count in covered.items() if count < parameters[name].numel()],
         "unexpected": [name for name in plan.unexpected if name.rpartition(".")[2] != RECOMPUTED],
@@ -50,18 +52,30 @@ def match_foreign(
             f"{p.source} ({list(shapes[p.source])} instead of {list(parameters[p.target].shape)})" for p in misfits
         ],
         "of a dtype that is not supported": [
-            f"{name} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in STORED_DTYPES
+            f"{name} ({tensor.dtype})"
+            for name, tensor in tensors.items()
+            if tensor.dtype not in ((torch.uint8,) if name in packed else STORED_DTYPES)
         ],
     }
     lines = [f"{len(names)} {kind}: {name_some(names)}" for kind, names in problems.items() if names]
     if lines:
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     order = {name: place for place, name in enumerate(tensors)}
-    return [p.pair(tensors, parameters) for p in sorted(placements, key=lambda p: order[p.source])]
+    return [_pair(p, tensors, parameters) for p in sorted(placements, key=lambda p: order[p.source])]
 
 
-def _fits(placement: Placement, parameters: dict[str, torch.Tensor]) -> bool:
+def _pair(placement: Placement, tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> Pair:
+    if not placement.scales:
+        return placement.pair(tensors, parameters)
+    return Mxfp4Tensor(tensors[placement.source], tensors[placement.scales]), parameters[placement.target].mT
+
+
+def _fits(placement: Placement, parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> bool:
     shape = parameters[placement.target].shape
+    if placement.scales:
+        blocks = tensors[placement.source].shape
+        if len(blocks) != 4 or blocks[3] != BYTES or blocks[:3] != tensors[placement.scales].shape:
+            return False
     inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
     return len(shape) == len(placement.placed) and inside
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.checkpoint.foreign_tensors import match_foreign
+from compiled_engine.models.checkpoint.foreign_tensors import Pair, match_foreign
+from compiled_engine.models.checkpoint.mxfp4 import Mxfp4Tensor
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors, name_some
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
@@ -47,19 +49,26 @@ def load_weights(
 
         download_weights(config.hub_name, config.path, progress)
     tensors = map_tensors(config.path)
+    pairs: Sequence[Pair]
     if config.transformers is None:
         pairs = _match(tensors, model, config, share)
     else:
         pairs = match_foreign(tensors, model, config, cache_dir)
     device = next(model.parameters()).device
     with progress.stage("load weights", len(pairs)) as advance:
-        if device.type == "cuda":
-            plain = [pair for pair in pairs if all(tensor.is_contiguous() for tensor in pair)]
-            copy_to_device(plain, device, advance)
-            pairs = [pair for pair in pairs if not all(tensor.is_contiguous() for tensor in pair)]
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for source, target in pairs:
-            target.copy_(source)
+            if isinstance(source, Mxfp4Tensor):
+                source.decode_into(target)
+            elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
+                plain.append((source, target))
+                continue
+            else:
+                # The device is the faster one to exchange dimensions.
+                target.copy_(source.to(device) if source.is_contiguous() else source)
             advance(1)
+        if plain:
+            copy_to_device(plain, device, advance)
 
 
 def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -42,7 +42,7 @@ def materialize(model: nn.Module, packed: Mapping[str, Sequence[str]], device: t
         if name in members_of_any:
             continue
         if id(parameter) not in placed:
-            tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            tensor = torch.empty_like(parameter, device=device)  # with its strides
             placed[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
         tensors[name] = placed[id(parameter)]
 

@@ -15,6 +15,7 @@ from compiled_engine.models.foreign.compat import Conversions, in_natural_order,
 from compiled_engine.models.foreign.placement import Placement, Span, WeightPlan, whole
 
 Shape = tuple[int, ...]
+_BLOCKS = "_blocks"  # what the name of packed values ends in
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,12 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
     placements: list[Placement] = []
     unexpected: list[str] = []
     groups: dict[tuple[str, int], tuple[Any, dict[str, list[str]]]] = {}
-    for name in in_natural_order(shapes):
+    packed = {name: other for name in shapes if (other := _scales_of(name)) in shapes}
+    for name in in_natural_order(shapes.keys() - set(packed.values())):
+        if name in packed:
+            target, _, _ = conversions.target(name.removesuffix(_BLOCKS))
+            placements.append(_decoded(name, packed[name], target, shapes[name]))
+            continue
         target, converter, pattern = conversions.target(name)
         if converter is not None:
             _, sources = groups.setdefault((target, id(converter)), (converter, defaultdict(list)))
@@ -75,6 +81,18 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
                 raise ValueError(f"{name} would be of shape {list(value.shape)} instead of {list(parameters[name])}")
             placements += [Placement(p.source, p.taken, name, p.placed, p.transposed) for p in value.pieces]
     return WeightPlan(tuple(placements), tuple(unexpected))
+
+
+def _scales_of(name: str) -> str:
+    """The name that the scales of packed values have; empty for a name that is not that of such."""
+    return name.removesuffix(_BLOCKS) + "_scales" if name.endswith(_BLOCKS) else ""
+
+
+def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
+    """Packed rows [E, R, G, 16], of 32 values in 16 bytes, as a parameter [E, 32 G, R]."""
+    experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
+    placed = tuple((0, size) for size in (experts, 2 * groups * num_bytes, rows))
+    return Placement(source, tuple((0, size) for size in shape), target, placed, transposed=True, scales=scales)
 
 
 def _converted(

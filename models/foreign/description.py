@@ -28,13 +28,15 @@ class UnknownArchitectureError(ValueError):
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """A parameter, or a buffer with its `values`. `tied`: the name of the parameter that it is, or empty."""
+    """A parameter, or a buffer with its `values`. `tied`: the name of the parameter that it is, or empty. `by_columns`:
+    of its last two dimensions the first has its elements in a row."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     tied: str = ""
     persistent: bool = True
+    by_columns: bool = False
     values: Any = None
 
 
@@ -113,6 +115,8 @@ def skeleton(description: Description) -> Skeleton:
     for item in description.parameters:
         if not item.tied:
             empty = torch.empty(item.shape, dtype=getattr(torch, item.dtype), device="meta")
+            if item.by_columns:
+                empty = empty.mT.contiguous().mT
             made[item.name] = nn.Parameter(empty, requires_grad=False)
         owner, _, attribute = item.name.rpartition(".")
         _submodule(model, owner).register_parameter(attribute, made[item.tied or item.name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ NAME = "compiled_engine"
 
 
 class UnknownExpertsError(ValueError):
-    """Experts that are more than gated MLPs of linears without biases; the message says what they have."""
+    """Experts that are more than gated MLPs; the message says what they have."""
 
 
 def all_experts(
@@ -22,19 +23,39 @@ def all_experts(
 
     Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
     """
-    has = [name for name in ("has_bias", "is_transposed", "has_post_expert_norm") if getattr(module, name, False)]
-    own_gate = type(module)._apply_gate.__module__ != ExpertsInterface.__module__
-    if has or own_gate or not getattr(module, "has_gate", True):
-        what = [*has, *(["a gate of their own"] if own_gate else []), *([] if module.has_gate else ["no gate"])]
-        raise UnknownExpertsError(f"the experts have {', '.join(what)}; allowed: act(gate) * up of plain linears")
-    num_experts = module.gate_up_proj.shape[0]
+    _require_known(module)
+    gate_up, down = module.gate_up_proj, module.down_proj
+    if not module.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    num_experts = gate_up.shape[0]
     none_TE = top_k_weights.new_zeros((top_k_weights.shape[0], num_experts))
     weights_TE = none_TE.scatter(-1, top_k_index, top_k_weights).to(hidden_states.dtype)
-    x_ETD = hidden_states.expand(num_experts, -1, -1)
-    gate_ETI, up_ETI = torch.bmm(x_ETD, module.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
-    activation: nn.Module = module.act_fn
-    y_ETD = torch.bmm(activation(gate_ETI) * up_ETI, module.down_proj.transpose(1, 2))
+    gate_up_ETI = torch.bmm(hidden_states.expand(num_experts, -1, -1), gate_up)
+    if module.has_bias:
+        gate_up_ETI = gate_up_ETI + module.gate_up_proj_bias.unsqueeze(1)
+    y_ETD = torch.bmm(module._apply_gate(gate_up_ETI), down)
+    if module.has_bias:
+        y_ETD = y_ETD + module.down_proj_bias.unsqueeze(1)
     return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
+
+
+def experts_by_columns(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """(module, name) of weights [E, in, out]: the kernels want [E, out, in] in memory, whatever the shape is."""
+    for module in model.modules():
+        if getattr(module, "is_transposed", False) and hasattr(module, "gate_up_proj"):
+            yield from ((module, name) for name in ("gate_up_proj", "down_proj"))
+
+
+def _require_known(module: Any) -> None:
+    own_gate = type(module)._apply_gate.__module__ != ExpertsInterface.__module__
+    clamped = hasattr(module, "alpha") and hasattr(module, "limit")
+    has = [
+        *(["a norm behind each"] if getattr(module, "has_post_expert_norm", False) else []),
+        *(["a gate of their own"] if own_gate and not clamped else []),
+        *([] if getattr(module, "has_gate", True) else ["no gate"]),
+    ]
+    if has:
+        raise UnknownExpertsError(f"the experts have {', '.join(has)}; allowed: act(gate) * up, and GPT-OSS's gate")
 
 
 ExpertsInterface.register(NAME, all_experts)

@@ -20,6 +20,7 @@ class Placement:
     """Part `taken` of tensor `source` is part `placed` of parameter `target`; a part is a (start, end) a dimension.
 
     transposed: the last two dimensions of the source are exchanged. Parts have as many elements, in the same order.
+    scales: for a source of packed values, the whole of it, the name of the tensor with their scales; else empty.
     """
 
     source: str
@@ -27,6 +28,7 @@ class Placement:
     target: str
     placed: tuple[Span, ...]
     transposed: bool = False
+    scales: str = ""
 
     def pair(
         self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]

@@ -26,6 +26,7 @@ from compiled_engine.models.foreign.description import (
     UnknownArchitectureError,
 )
 from compiled_engine.models.foreign.experts_interface import NAME as EXPERTS_NAME
+from compiled_engine.models.foreign.experts_interface import experts_by_columns
 from compiled_engine.models.foreign.observation import Observation, UnsupportedModelError, observe
 from compiled_engine.models.foreign.step import Step
 
@@ -132,6 +133,9 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
             f"{name} cannot be run through transformers' code: {type(error).__name__}: {error}"
         ) from error
     fill_buffers(model)
+    for module, attribute in experts_by_columns(model):
+        transposed = getattr(module, attribute).mT.contiguous().mT
+        setattr(module, attribute, nn.Parameter(transposed, requires_grad=False))
     _adapt(model, observation)
     return model, observation
 
@@ -163,7 +167,8 @@ def describe_model(config_json: str, dtype: torch.dtype) -> Description:
 
 
 def _described(name: str, tensor: torch.Tensor, **others: Any) -> TensorDescription:
-    return TensorDescription(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), **others)
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return TensorDescription(name, shape, dtype, by_columns=not tensor.is_contiguous(), **others)
 
 
 def _one_integer(value: Any) -> int:

@@ -128,11 +128,12 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Of decodes alone, up to one request and K/V head a multiprocessor."""
+        """Of decodes alone, up to one request and K/V head a multiprocessor, with the usual form of rotation."""
         num_kv_heads = kv_cache_N2PKd.shape[3]
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
-        if facts.listed or facts.num_requests * num_kv_heads > num_sms:
+        is_plain = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
+        if facts.listed or facts.num_requests * num_kv_heads > num_sms or not is_plain:
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)

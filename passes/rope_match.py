@@ -1,0 +1,187 @@
+"""Finds out how a query or key was rotated: which part of its heads, in which pairs, by which angles."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.matching import always_equal, arg, aten, factors, is_call, through_cast
+from compiled_engine.passes.rms_norm import match_rms_norm
+
+
+class RopeForm(NamedTuple):
+    """How heads are rotated; the last arguments of the op `rope_form_kv_write`.
+
+    rotary_dim: so many elements of a head, its first; 0 for all. interleaved: pairs are neighbours, not elements half a
+    head apart. wide: products and sum are in fp32 and rounded once, not each.
+    """
+
+    rotary_dim: int = 0
+    interleaved: bool = False
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Rotated:
+    """What a rotated value was made of; without a norm, norm_weight is None. how: eps, offset and wide of the norm.
+
+    cos, sin: one for each element that is rotated, or one for each pair.
+    """
+
+    x: fx.Node
+    norm_weight: fx.Node | None
+    how: tuple[float, float, bool]
+    cos: fx.Node
+    sin: fx.Node
+    form: RopeForm
+
+
+class _Turn(NamedTuple):
+    x: fx.Node
+    cos: fx.Node
+    sin: fx.Node
+    interleaved: bool
+
+
+def match_rotation(value: fx.Node) -> Rotated | str:
+    """What the value is a rotation of, or why it is none that is known."""
+    whole, rotary_dim = _whole_and_rest(value)
+    turned = through_cast(whole)
+    wide = turned is not whole
+    if wide and turned.meta["val"].dtype != torch.float32:
+        return "a cast follows the rotation"
+    turns = [*_as_sum(turned), *_as_halves(turned)]
+    if not turns:
+        rotation = is_call(turned, aten.add.Tensor) and not turned.kwargs
+        return "it is not x * cos + (-second half, first half) * sin of one x" if rotation else "it is not rotated"
+    x, cos, sin, interleaved = turns[0]
+    if wide and through_cast(x) is x:
+        return "a cast follows the rotation"
+    x = through_cast(x) if wide else x
+    if rotary_dim:
+        part, x = x, arg(x, 0) if is_call(x, aten.slice.Tensor) else x
+        if not _is_slice(part, x, 0, rotary_dim) or not _is_slice(arg(value, 0)[1], x, rotary_dim, None):
+            return "what is not rotated is not the rest of each head"
+    if interleaved:
+        cos, sin = _of_pairs(cos), _of_pairs(sin)
+    form = RopeForm(rotary_dim, interleaved, wide)
+    normed = match_rms_norm(x)
+    if isinstance(normed, str):
+        return normed
+    if normed is None:
+        return Rotated(x, None, (0.0, 0.0, False), cos, sin, form)
+    return Rotated(normed.x, normed.weight, normed[2:], cos, sin, form)
+
+
+def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
+    """(rotated part, its size) of a part and the rest of each head side by side; (value, 0) for anything else."""
+    if is_call(value, aten.cat.default) and len(value.args) == 2 and len(arg(value, 0)) == 2:
+        part, rest = arg(value, 0)
+        if is_last(arg(value, 1), value) and is_call(rest, aten.slice.Tensor):
+            return part, part.meta["val"].shape[-1]
+    return value, 0
+
+
+def _as_sum(value: fx.Node) -> Iterator[_Turn]:
+    """x * cos + turned(x) * sin, where turned(x) is (-second half, first half) or (-second, first) of each pair."""
+    if not is_call(value, aten.add.Tensor) or value.kwargs:
+        return
+    for straight, turned in (value.args, value.args[::-1]):
+        for turned_x, sin in factors(turned):
+            for x, cos in factors(straight):
+                for interleaved in (False, True):
+                    if _turned_from(turned_x, interleaved) is x:
+                        yield _Turn(x, cos, sin, interleaved)
+
+
+def _as_halves(value: fx.Node) -> Iterator[_Turn]:
+    """(first * cos - second * sin, second * cos + first * sin), where cos and sin are those of pairs."""
+    if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
+        return
+    difference, total = arg(value, 0)
+    is_pair = is_call(difference, aten.sub.Tensor) and is_call(total, aten.add.Tensor)
+    if not is_pair or difference.kwargs or total.kwargs or not is_last(arg(value, 1), value):
+        return
+    for first, cos in factors(difference.args[0]):
+        for second, sin in factors(difference.args[1]):
+            x = half_of(first, 0)
+            wanted = [{second, cos}, {first, sin}]
+            found = [set(product.all_input_nodes) for product in total.args if is_call(product, aten.mul.Tensor)]
+            if x is not None and half_of(second, 1) is x and found in (wanted, wanted[::-1]):
+                yield _Turn(x, cos, sin, False)
+
+
+def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
+    """The x of which the node is what the sine is multiplied with."""
+    if interleaved:
+        node = node.args[0] if is_call(node, aten.view.default, aten.reshape.default) else None
+    target = aten.stack.default if interleaved else aten.cat.default
+    if not is_call(node, target) or len(node.args) != 2 or len(arg(node, 0)) != 2:
+        return None
+    (negated, first), dim = node.args
+    if not is_call(negated, aten.neg.default) or not is_last(dim, node):
+        return None
+    piece = every_second if interleaved else half_of
+    x = piece(first, 0)
+    return x if x is not None and piece(arg(negated, 0), 1) is x else None
+
+
+def half_of(node: Any, index: int) -> fx.Node | None:
+    """The x of whose last dimension the node is the first (index 0) or second half, as chunk or slices give it."""
+    if is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
+        x, size, *dim = node.args[0].args
+        if node.args[1] == index and dim and is_last(dim[0], x) and 2 * size == x.meta["val"].shape[-1]:
+            return x
+    if is_call(node, aten.slice.Tensor) and len(node.args) == 4:
+        x, dim, start, end = node.args
+        size = x.meta["val"].shape[-1]
+        if is_last(dim, x) and (start, min(end, size)) == ((0, size // 2), (size // 2, size))[index]:
+            return x
+    return None
+
+
+def every_second(node: Any, index: int) -> fx.Node | None:
+    """The x of whose last dimension the node is every second element, from the first (index 0) or second on."""
+    if not is_call(node, aten.slice.Tensor) or len(node.args) != 5:
+        return None
+    x, dim, start, end, step = node.args
+    return x if is_last(dim, x) and (start, step) == (index, 2) and end >= x.meta["val"].shape[-1] else None
+
+
+def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
+    """Whether the node is x[..., start:end]."""
+    if not is_call(node, aten.slice.Tensor) or len(node.args) != 4 or node.args[0] is not x:
+        return False
+    size = x.meta["val"].shape[-1]
+    return is_last(node.args[1], x) and (node.args[2], min(node.args[3], size)) == (start, size if end is None else end)
+
+
+def _of_pairs(angles: fx.Node) -> fx.Node:
+    """The [T, 1, r / 2] of which the value repeats each element, or else the value."""
+    view = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
+    clone = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
+    expand = clone.args[0] if is_call(clone, aten.clone.default) else None
+    column = expand.args[0] if is_call(expand, aten.expand.default) else None
+    if not (is_call(column, aten.unsqueeze.default) and column.args[1] == 2 and column.args[0].meta["val"].dim() == 2):
+        return angles
+    pairs: Any = column.args[0]
+    if expand.meta["val"].shape[2] != 2 or not always_equal(pairs.meta["val"].stride(-1), 1):
+        return angles
+    known = (user for user in pairs.users if is_call(user, aten.unsqueeze.default) and user.args[1] == 1)
+    found = next(known, None)
+    if found is not None:
+        return found
+    graph = pairs.graph
+    with graph.inserting_after(pairs):
+        found = graph.call_function(aten.unsqueeze.default, (pairs, 1))
+    found.meta["val"] = pairs.meta["val"].unsqueeze(1)
+    return found
+
+
+def is_last(dim: int, x: fx.Node) -> bool:
+    return dim in (-1, x.meta["val"].dim() - 1)

@@ -1,0 +1,109 @@
+"""Steps of the Triton kernel that norms and rotates heads: pairs of elements in and out, and what happens to them.
+
+They round where the textbook rounds: after the norm, after its weight, after each of the two products with cos and sin,
+and after their sum.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from compiled_engine.attention.backends.triton_rotation import rounded, weighted
+
+
+@triton.jit
+def places(
+    pair_P: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The two elements of each pair. Pairs from ROTARY / 2 on, which are not rotated, are of the rest of the head."""
+    if INTERLEAVED:
+        return 2 * pair_P, 2 * pair_P + 1
+    HALF: tl.constexpr = ROTARY // 2
+    if ROTARY == HEAD_DIM:
+        return pair_P, pair_P + HALF
+    else:
+        rest_P = pair_P + HALF
+        return (
+            tl.where(pair_P < HALF, pair_P, rest_P),
+            tl.where(pair_P < HALF, rest_P, rest_P + (HEAD_DIM - ROTARY) // 2),
+        )
+
+
+@triton.jit
+def load_pairs(
+    ptr: tl.tensor, offsets: tl.tensor, first: tl.tensor, second: tl.tensor, mask: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    return (
+        tl.load(ptr + offsets + first, mask=mask, other=0.0),
+        tl.load(ptr + offsets + second, mask=mask, other=0.0),
+    )
+
+
+@triton.jit
+def store_pairs(
+    ptr: tl.tensor,
+    offsets: tl.tensor,
+    first: tl.tensor,
+    second: tl.tensor,
+    mask: tl.tensor,
+    one: tl.tensor,
+    other: tl.tensor,
+) -> None:
+    tl.store(ptr + offsets + first, one, mask=mask)
+    tl.store(ptr + offsets + second, other, mask=mask)
+
+
+@triton.jit
+def normed_and_rotated(
+    ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    head_H1: tl.tensor,
+    pair_HP: tl.tensor,
+    mask_HP: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROTARY: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    OF_PAIRS: tl.constexpr,
+    ROPE_WIDE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Both elements of the pairs of heads at ptr + head; weight_ptr None leaves the norm out."""
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    one_HP, other_HP = places(pair_HP, HEAD_DIM, ROTARY, INTERLEAVED)
+    turned_HP = mask_HP if ROTARY == HEAD_DIM else mask_HP & (pair_HP < ROTARY // 2)
+    first_HP, second_HP = load_pairs(ptr, head_H1, one_HP, other_HP, mask_HP)
+    if OF_PAIRS:
+        cos_first_HP = tl.load(cos_ptr + pair_HP, mask=turned_HP, other=0.0)
+        sin_first_HP = tl.load(sin_ptr + pair_HP, mask=turned_HP, other=0.0)
+        cos_second_HP = cos_first_HP
+        sin_second_HP = sin_first_HP
+    else:
+        cos_first_HP, cos_second_HP = load_pairs(cos_ptr, 0, one_HP, other_HP, turned_HP)
+        sin_first_HP, sin_second_HP = load_pairs(sin_ptr, 0, one_HP, other_HP, turned_HP)
+    first_HP = first_HP.to(tl.float32)
+    second_HP = second_HP.to(tl.float32)
+    if weight_ptr is not None:
+        weight_first_HP, weight_second_HP = load_pairs(weight_ptr, 0, one_HP, other_HP, mask_HP)
+        squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
+        scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
+        first_HP = weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
+        second_HP = weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
+    step: tl.constexpr = tl.float32 if ROPE_WIDE else dtype
+    first_cos_HP = rounded(first_HP * cos_first_HP.to(tl.float32), step)
+    second_cos_HP = rounded(second_HP * cos_second_HP.to(tl.float32), step)
+    first_sin_HP = rounded(first_HP * sin_second_HP.to(tl.float32), step)
+    second_sin_HP = rounded(second_HP * sin_first_HP.to(tl.float32), step)
+    one = (first_cos_HP - second_sin_HP).to(dtype)
+    other = (second_cos_HP + first_sin_HP).to(dtype)
+    if ROTARY == HEAD_DIM:
+        return one, other
+    else:
+        return tl.where(turned_HP, one, first_HP.to(dtype)), tl.where(turned_HP, other, second_HP.to(dtype))

@@ -1,0 +1,110 @@
+"""Replicas on two nodes of a Ray cluster on this machine, each of two ranks; one of the nodes is killed under load."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import ray
+from faulty_processor import NAME
+from ray.cluster_utils import Cluster
+from small_engines import PROMPTS, SMALL
+
+from compiled_engine import LLM, RequestOutput, SamplingParams
+from compiled_engine.core_process.ray_environment import differences, own_environment
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+
+ENGINE: dict[str, Any] = SMALL | {
+    "dtype": "float32",
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 128,
+    "num_blocks": 128,
+    "logits_processors": [NAME],
+}
+ON_RAY: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 2, "distributed_executor": "ray"}
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False}
+SLOW: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "extra_args": {"fault": "slow"}}
+PARAMS = [
+    SamplingParams(temperature=0, logprobs=1, **SLOW),
+    SamplingParams(temperature=0.9, seed=3, n=2, **SLOW),
+    SamplingParams(temperature=0.8, seed=5, presence_penalty=1.0, prompt_logprobs=1, **SLOW),
+] * 2
+TEXTS = [*PROMPTS, *(f"{prompt}# two\n" for prompt in PROMPTS)]
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    cluster.add_node(**NODE)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    before = {process.pid for process in psutil.Process().children()}
+    yield cluster
+    assert not ray.is_initialized()
+    assert {process.pid for process in psutil.Process().children()} <= before
+    cluster.shutdown()
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[list(completion.token_ids) for completion in output.outputs] for output in outputs]
+
+
+def cores() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if any("core_main" in part for part in process.info["cmdline"] or ()) and os.getpid() != process.pid
+    ]
+
+
+def test_the_tokens_are_those_of_one_process_also_when_a_node_is_killed(cluster: Cluster) -> None:
+    with LLM(**ENGINE) as one:
+        wanted = one.generate(TEXTS, PARAMS, use_tqdm=False)
+    with pytest.raises(
+        ValueError, match=r"data_parallel_size is 5, .* 1 CPU on one node.* 2 nodes.*allowed: at most 4"
+    ):
+        LLM(**ENGINE | {"data_parallel_size": 5, "distributed_executor": "ray"})
+    with LLM(**ENGINE, **ON_RAY) as two:
+        assert tokens(two.generate(TEXTS, PARAMS, use_tqdm=False)) == tokens(wanted)
+        metrics = two.metrics()
+        assert metrics["collectives"] == "gloo"
+        assert min(replica["generated_tokens"] for replica in metrics["replicas"]) > 0
+        nodes = {
+            bundle
+            for group in ray.util.placement_group_table().values()
+            for bundle in group["bundles_to_node_id"].values()
+        }
+        assert len(nodes) == 2
+        killer = threading.Timer(0.5, lambda: cluster.remove_node(cluster.list_all_nodes()[-1], allow_graceful=False))
+        killer.start()
+        assert tokens(two.generate(TEXTS, PARAMS, use_tqdm=False)) == tokens(wanted)
+        killer.join()
+        metrics = two.metrics()
+        (ended,) = [replica["ended"] for replica in metrics["replicas"] if not replica["lives"]]
+        assert "of the Ray cluster" in ended
+        assert metrics["requests_rerun"] > 0
+    deadline = time.monotonic() + 30
+    while cores():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_node_that_differs_from_the_driver_is_told_apart() -> None:
+    own = own_environment("cpu")
+    assert differences(own, own) == []
+    other = own | {"torch": "2.0"}
+    assert differences(own, other) == [f"torch is 2.0, the driver's is {own['torch']}"]
+    assert differences(own | {"GPU": "a"}, own) == ["GPU is not there, the driver's is a"]
+
+
+def test_without_the_package_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compiled_engine.resolve.parallel.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install 'compiled-engine\[ray\]'"):
+        resolve(EngineOptions(device="cpu", distributed_executor="ray"))

@@ -1,0 +1,269 @@
+"""Several cores behind one, without a model: whatever dies or is aborted, every request ends once, and rightly."""
+
+from __future__ import annotations
+
+import socket
+from functools import cache
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from compiled_engine import EngineDeadError, SamplingParams
+from compiled_engine.config import EngineConfig
+from compiled_engine.core_process.connection import Connection
+from compiled_engine.core_process.frames import frame
+from compiled_engine.core_process.replica import Replica
+from compiled_engine.core_process.replicas import AHEAD, Replicas
+from compiled_engine.core_process.wire import (
+    Abort,
+    Add,
+    Answered,
+    Ask,
+    Failed,
+    Stepped,
+    ToApi,
+    ToCore,
+    decode_to_api,
+    decode_to_core,
+    encode,
+)
+from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+
+MOST = 2
+
+
+@cache
+def config() -> EngineConfig:
+    return resolve(EngineOptions(mode="eager", device="cpu", max_num_seqs=MOST, block_size=4, num_blocks=64))
+
+
+def token_of(seed: int | None, position: int) -> int:
+    """What a request says at a position: of its seed and the position alone, like the engine's noise."""
+    assert seed is not None
+    return (seed * 7 + position * 13) % 101
+
+
+class FakeCore:
+    """The other end of a replica's connection; see RunningCore."""
+
+    def __init__(self) -> None:
+        self.address = None
+        self.socket, other = socket.socketpair()
+        self.connection: Connection[ToCore] = Connection(other, decode_to_core)
+        self.requests: dict[str, tuple[EngineRequest, list[int], int]] = {}
+        self.seeds: dict[str, int | None] = {}
+        self.ended = False
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        return "it was killed"
+
+    def close(self, timeout_s: float) -> None:
+        self.socket.close()
+        self.connection.close()
+
+    def say(self, message: ToApi) -> None:
+        self.connection.send(frame(encode(message)))
+
+    def listen(self) -> None:
+        while self.connection.wait_readable(0):
+            for message in self.connection.receive():
+                match message:
+                    case Add(request):
+                        said = list(request.output_token_ids)
+                        self.seeds[request.request_id] = request.sampling_params.seed
+                        self.requests[request.request_id] = (request, said, request.next_prompt_logprob)
+                    case Abort(request_ids):
+                        for request_id in request_ids:
+                            self.requests.pop(request_id, None)
+                    case Ask(number):
+                        self.say(Answered(number, {}))
+
+    def step(self, most: int) -> None:
+        """A token for each request that runs, in columns where it is no more than that."""
+        self.listen()
+        columns, others = [], []
+        for request_id, (request, said, position) in list(self.requests.items())[:most]:
+            params = request.sampling_params
+            rows = None
+            if params.prompt_logprobs is not None and position < len(request.prompt_token_ids):
+                rows = (position, LogprobRows.of([TokenLogprobs((request.prompt_token_ids[position],), (-1.0,), 1)]))
+                self.requests[request_id] = (request, said, position + 1)
+                if position + 1 < len(request.prompt_token_ids):
+                    others.append(EngineOutput(request_id, (), prompt_logprobs=rows))
+                    continue
+            said.append(token_of(params.seed, len(request.prompt_token_ids) + len(said)))
+            if len(said) == params.max_tokens:
+                others.append(EngineOutput(request_id, (said[-1],), None, rows, "length"))
+                del self.requests[request_id]
+            elif rows is not None or len(said) == 1:
+                others.append(EngineOutput(request_id, (said[-1],), None, rows))
+            else:
+                columns.append((request_id, said[-1]))
+        self.say(Stepped(StepOutputs([each for each, _ in columns], [each for _, each in columns], others)))
+
+
+def make(cores: list[FakeCore]) -> Replicas:
+    return Replicas(
+        config(),
+        [
+            Replica(number, f"replica {number} of {len(cores)}", core, Connection(core.socket, decode_to_api), 256)
+            for number, core in enumerate(cores)
+        ],
+    )
+
+
+class RequestsAndDeaths(RuleBasedStateMachine):
+    """Adds, aborts, steps and deaths in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cores = [FakeCore() for _ in range(3)]
+        self.engine = make(self.cores)
+        self.wanted: dict[str, EngineRequest] = {}
+        self.got: dict[str, list[int]] = {}
+        self.rows: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineOutput] = {}
+        self.aborted: set[str] = set()
+        self.num_deaths = 0
+
+    @rule(length=st.integers(1, 12), most=st.integers(1, 6), seed=st.none() | st.integers(0, 9), logprobs=st.booleans())
+    def add(self, length: int, most: int, seed: int | None, logprobs: bool) -> None:
+        params = SamplingParams(max_tokens=most, seed=seed, prompt_logprobs=0 if logprobs else None)
+        request = EngineRequest(f"r{len(self.wanted)}", tuple(range(length)), params)
+        self.wanted[request.request_id] = request
+        self.got[request.request_id], self.rows[request.request_id] = [], []
+        self.engine.add(request)
+
+    @precondition(lambda self: self.wanted)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.wanted)))
+        self.engine.abort(request_id)
+        if request_id not in self.ends:
+            self.aborted.add(request_id)
+
+    @rule(number=st.integers(0, 2), times=st.integers(1, 3))
+    def step(self, number: int, times: int) -> None:
+        for _ in range(times):
+            if not self.cores[number].ended:
+                self.cores[number].step(MOST)
+        self.take()
+
+    @precondition(lambda self: self.num_deaths < 2)
+    @rule(number=st.integers(0, 2), unheard=st.booleans(), fails=st.booleans())
+    def die(self, number: int, unheard: bool, fails: bool) -> None:
+        core = self.cores[number]
+        if core.ended:
+            return
+        core.ended = True
+        self.num_deaths += 1
+        if unheard:  # its last step has been sent, and not read yet
+            core.step(MOST)
+        if fails:
+            core.say(Failed("KeyError", "injected", ""))
+        core.connection.close()
+        self.take()
+
+    def take(self) -> None:
+        while self.engine.can_step():
+            for output in self.engine.step():
+                if output.request_id in self.aborted:
+                    continue
+                assert output.request_id not in self.ends
+                self.got[output.request_id] += output.new_token_ids
+                if output.prompt_logprobs is not None:
+                    first, rows = output.prompt_logprobs
+                    self.rows[output.request_id] += range(first, first + len(rows))
+                if output.finish_reason is not None:
+                    self.ends[output.request_id] = output
+
+    @invariant()
+    def nobody_has_too_much(self) -> None:
+        for core in self.cores:
+            if not core.ended:
+                core.listen()
+                assert len(core.requests) <= AHEAD * MOST
+
+    def teardown(self) -> None:
+        while self.engine.has_unfinished():
+            for core in self.cores:
+                if not core.ended:
+                    core.step(MOST)
+            self.take()
+        for request_id, request in self.wanted.items():
+            if request_id in self.aborted:
+                continue
+            params, end = request.sampling_params, self.ends[request_id]
+            if end.finish_reason == "error":
+                assert self.num_deaths == 2
+                assert "has ended: " in str(end.stop_reason)
+                continue
+            assert len(self.got[request_id]) == params.max_tokens
+            (seed,) = {core.seeds[request_id] for core in self.cores if request_id in core.seeds}
+            assert params.seed in (None, seed)
+            first = len(request.prompt_token_ids)
+            assert self.got[request_id] == [token_of(seed, first + index) for index in range(params.max_tokens or 0)]
+            if params.prompt_logprobs is not None:
+                assert self.rows[request_id] == list(range(1, len(request.prompt_token_ids)))
+        for load in self.engine._router._loads.values():
+            assert (load.num_requests, load.work) == (0, 0.0)
+        self.engine.close()
+        for core in self.cores:
+            core.close(0)
+
+
+TestRequestsAndDeaths = RequestsAndDeaths.TestCase
+TestRequestsAndDeaths.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def step_for_ever(engine: Replicas) -> None:
+    while True:
+        engine.step()
+
+
+def test_when_no_replica_is_left_everything_says_why() -> None:
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    engine.add(EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=5)))
+    for core in cores:
+        core.connection.close()
+    with pytest.raises(EngineDeadError, match=r"replica 0 of 2 has ended: it was killed; replica 1 of 2 has ended"):
+        step_for_ever(engine)
+    for call in (engine.metrics, engine.reset_prefix_cache, engine.step):
+        with pytest.raises(EngineDeadError, match="replica 0 of 2"):
+            call()
+    with pytest.raises(EngineDeadError, match="replica 0 of 2"):
+        engine.add(EngineRequest("b", (1,), SamplingParams()))
+    engine.abort("a")
+    assert not engine.has_unfinished()
+    engine.close()
+
+
+def test_who_comes_first_is_sent_first_once_there_is_room() -> None:
+    """Also after a death: what was under way comes before what only waited."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    params = SamplingParams(max_tokens=3, seed=1)
+    names = [f"r{number}" for number in range(20)]
+    for name in names:
+        engine.add(EngineRequest(name, (1, 2, 3), params))
+    for core in cores:
+        core.listen()
+    assert sorted(name for core in cores for name in core.requests) == sorted(names[: 2 * AHEAD * MOST])
+    cores[1].connection.close()
+    order: list[str] = []
+    while engine.has_unfinished():
+        cores[0].listen()
+        order += [name for name in cores[0].requests if name not in order]
+        cores[0].step(AHEAD * MOST)
+        while engine.can_step():
+            engine.step()
+    rest = order[AHEAD * MOST :]
+    assert rest == sorted(rest, key=names.index)
+    assert set(order) == set(names)
+    engine.close()

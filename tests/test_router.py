@@ -1,0 +1,134 @@
+"""Which replica a request goes to: where least is to be done for it, within bounds of load and of memory."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compiled_engine import SamplingParams
+from compiled_engine.core_process.prefix_history import PrefixHistory, add_hashes
+from compiled_engine.core_process.router import GENERATED, Route, Router
+from compiled_engine.messages import EngineRequest
+
+BLOCK = 4
+
+
+def request(number: int, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(str(number), tuple(prompt), params, cache_salt=salt)
+
+
+def make_router(replicas: int = 2, most: int = 1000, num_blocks: int = 64) -> Router:
+    return Router(replicas, most, BLOCK, num_blocks)
+
+
+def sent(router: Router, asked: EngineRequest) -> Route:
+    route = router.route(asked)
+    assert route is not None
+    return route
+
+
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+works = st.lists(st.tuples(prompts, st.integers(1, 50)), min_size=1, max_size=60)
+
+
+@given(works, st.integers(1, 4))
+def test_no_replica_has_much_more_to_do_than_another(given: list[tuple[list[int], int]], replicas: int) -> None:
+    """By no more than the largest request, as prompts that are cached only make the work less."""
+    router = make_router(replicas)
+    work = [0.0] * replicas
+    largest = 0.0
+    for number, (prompt, max_tokens) in enumerate(given):
+        route = sent(router, request(number, prompt, max_tokens))
+        assert GENERATED * max_tokens <= route.work <= GENERATED * max_tokens + len(prompt)
+        work[route.replica] += route.work
+        largest = max(largest, GENERATED * max_tokens + len(prompt))
+        assert max(work) - min(work) <= 2 * largest
+
+
+@given(works, st.integers(1, 3), st.integers(1, 5), st.data())
+def test_a_replica_has_no_more_requests_than_it_may(
+    given: list[tuple[list[int], int]], replicas: int, most: int, data: st.DataObject
+) -> None:
+    router = make_router(replicas, most)
+    routes: list[tuple[Route, EngineRequest]] = []
+    for number, (prompt, max_tokens) in enumerate(given):
+        asked = request(number, prompt, max_tokens)
+        route = router.route(asked)
+        assert (route is None) == (len(routes) == replicas * most)
+        if route is not None:
+            routes.append((route, asked))
+        held = [sum(route.replica == replica for route, _ in routes) for replica in range(replicas)]
+        assert max(held) <= most
+        if routes and data.draw(st.booleans()):
+            route, asked = routes.pop(data.draw(st.integers(0, len(routes) - 1)))
+            router.end(route, asked, [1] * 5, finished=True)
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    router = make_router(num_blocks=1000)
+    common = list(range(100))
+    first = sent(router, request(0, common))
+    router.end(first, request(0, common), [7] * 8, finished=True)
+    for number in range(5):
+        again = request(number, [*common, number])
+        route = sent(router, again)
+        assert route.replica == first.replica
+        router.end(route, again, [], finished=True)
+    other = sent(router, request(9, common, salt="another's"))
+    assert other.replica != first.replica  # which was chosen last, and has nothing of this salt
+    router.forget_prefixes()
+    assert sent(router, request(10, [*common, 5])).work > len(common)
+
+
+def test_a_beginning_that_many_ask_for_comes_to_be_on_all_replicas() -> None:
+    router = make_router(num_blocks=1000)
+    common = list(range(200))
+    chosen = [sent(router, request(number, [*common, number])) for number in range(40)]
+    on = [[route for route in chosen if route.replica == replica] for replica in (0, 1)]
+    assert abs(len(on[0]) - len(on[1])) <= 200 / (8 * GENERATED) + 1
+    for routes in on:
+        assert routes[0].work > 200
+        assert max(route.work for route in routes[1:]) < 200
+
+
+def test_the_answer_of_a_conversation_counts_as_sent() -> None:
+    router = make_router(num_blocks=1000)
+    first = request(0, [1] * 20)
+    answer = [2] * 30
+    route = sent(router, first)
+    router.end(route, first, answer, finished=True)
+    second = sent(router, request(1, [*[1] * 20, *answer, 3, 3, 3]))
+    assert second.replica == route.replica
+    assert second.work == GENERATED * 8 + 53 - 48  # all but the last full block
+
+
+def test_answers_are_taken_to_be_as_long_as_those_before() -> None:
+    router = make_router()
+    unknown = EngineRequest("x", (1, 2, 3), SamplingParams(max_tokens=100_000))
+    for _ in range(300):
+        route = sent(router, unknown)
+        router.end(route, unknown, [1] * 10, finished=True)
+    assert 3 + 9 * GENERATED < sent(router, unknown).work < 3 + 12 * GENERATED
+
+
+def test_a_replica_that_is_gone_gets_nothing() -> None:
+    router = make_router(3)
+    router.remove(1)
+    assert {sent(router, request(number, [number])).replica for number in range(20)} == {0, 2}
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=24), max_size=30), st.integers(1, 9))
+def test_a_history_keeps_what_was_sent_last(sequences: list[list[int]], capacity: int) -> None:
+    history = PrefixHistory(capacity)
+    for tokens in sequences:
+        hashes: list[bytes] = []
+        add_hashes(hashes, tokens, BLOCK, None)
+        assert len(hashes) == len(tokens) // BLOCK
+        history.add(hashes)
+        assert len(history) <= capacity
+        assert history.num_known(hashes) == min(len(hashes), capacity)
+        longer = list(hashes)
+        add_hashes(longer, [*tokens, *[9] * BLOCK], BLOCK, None)
+        assert longer[: len(hashes)] == hashes
+        assert history.num_known(longer) == min(len(hashes), capacity)
