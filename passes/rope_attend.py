@@ -31,11 +31,9 @@ def rope_attend(*arguments: Any) -> None:
     q [T, H, d], k, v [T, K, d], weights of their norms or None, eps, cos, sin, cache, out [T, H, d], norm_offset,
     norm_wide, the fields of RopeForm; then as attend's after out. The compiled forward calls this directly.
     """
-    q, k, v, *weights_and_angles, cache, out, norm_offset, norm_wide, rotary_dim, interleaved, wide = arguments[
-        :LEADING
-    ]
+    q, k, v, *weights_and_angles, cache, out = arguments[:10]
     scoring, inputs = Scoring(*arguments[LEADING : -len(FIELDS)]), inputs_of(arguments)
-    rotation = Rotation(*weights_and_angles, norm_offset, norm_wide, rotary_dim, interleaved, wide)
+    rotation = Rotation(*weights_and_angles, *arguments[10:LEADING])
     if not get_backend(inputs.backend).attend_unrotated(q, k, v, rotation, cache, out, inputs, scoring):
         in_two(attend, *arguments)
 

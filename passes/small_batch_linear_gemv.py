@@ -30,7 +30,7 @@ def finish(
     """What follows the product, rounded where the textbook rounds: activation(y) * up, or residual + y; then the store.
 
     y, up: float32, of the shape of offsets and mask, as residual; up is read with SILU_MUL, residual with RESIDUAL
-    alone. A caller loads the residual with the product's operands, lest it be waited for at the end.
+    alone. With few tokens callers load the residual with the product's operands, lest it be waited for at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:

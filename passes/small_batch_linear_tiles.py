@@ -226,7 +226,7 @@ def few_tokens_kernel(
     offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
     mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
     residual_TM = None
-    if RESIDUAL:
+    if RESIDUAL and TOKENS < 64:  # with more it would take registers from the product
         residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
     if GROUPS == 1:
         acc = tl.zeros([LEFT, RIGHT], tl.float32)
@@ -256,6 +256,8 @@ def few_tokens_kernel(
         if not _leave_partial(y_TN, partial_ptr_TN, counter_ptr + tile, SPLIT_K):
             return
         y_TN = _sum_of_partials(partial_ptr_TN, TOKENS, ROWS, SPLIT_K)
+    if RESIDUAL and TOKENS >= 64:
+        residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
     if BIAS:
         y_TN += tl.load(bias_ptr + row_N).to(tl.float32)
     if SILU_MUL:

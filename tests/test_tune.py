@@ -71,7 +71,7 @@ def test_the_profile_that_ships_is_whole() -> None:
     profile = parse_profile(path.read_text())
     assert profile.device == "NVIDIA H200"
     # These find nothing to do in the shapes that are tuned, and run wherever they apply.
-    unmeasured = {"experts", "all_reduce_residual_rms_norm"}
+    unmeasured = {"experts", "layer_norm", "all_reduce_residual_rms_norm"}
     assert set(profile.gains_us) == {graph_pass.name for graph_pass in DEFAULT_PASSES} - unmeasured
     assert {tokens for tokens, *_ in profile.tiles} == set(TOKEN_BUCKETS)
     for row in json.loads(path.read_text())["linears"]:

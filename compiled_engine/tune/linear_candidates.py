@@ -41,7 +41,7 @@ def cases_of(model: ModelConfig, num_tokens: int) -> list[LinearCase]:
 def candidates(case: LinearCase) -> list[Tiles]:
     """Tiles that fit the registers and the shared memory of an SM, and give every SM something to do."""
     if case.num_tokens == 1:
-        return [*_one_token(case), *_split_between_warps(case, 8)]
+        return _one_token(case)
     tokens = min(64, max(8, next_power_of_2(case.num_tokens)))
     return [*_split_between_programs(case, tokens), *_split_between_warps(case, tokens)]
 
@@ -77,28 +77,19 @@ def _split_between_programs(case: LinearCase, tokens: int) -> list[Tiles]:
 
 
 def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
-    """Where there are few tokens: their tile is as deep as the weight's, whatever the number of its rows.
-
-    A part of K that is one step is loaded into registers before the kernel waits for its input.
-    """
+    """Where there are few tokens: their tile is as deep as the weight's, whatever the number of its rows."""
     found = []
-    splits = (1, 2, 3) if case.residual and case.num_rows <= 8192 else (1,)
-    for rows, block_k, groups, split_k, stages, inside in product(
-        (16, 32), (64, 128, 256), (4, 8), splits, (3, 5), (False, True)
-    ):
-        steps = case.k / (split_k * groups * block_k)
-        memory = (rows + tokens) * groups * block_k * 2 * (stages - 1 if steps > 1 else 1)
+    for rows, block_k, stages, inside in product((16, 32), (64, 128, 256), (3, 5), (False, True)):
+        steps = case.k / (4 * block_k)
+        memory = (rows + tokens) * 4 * block_k * 2 * (stages - 1 if steps > 1 else 1)
         if (
             tokens <= 8
-            and steps.is_integer()
-            and (split_k == 1 or steps == 1)
+            and (steps == 1 or (steps > 1 and steps.is_integer()))
             and (steps > 1 or stages == 3)
             and memory <= SHARED_MEMORY
-            and ((case.norm and split_k == 1) or not inside)
+            and (case.norm or not inside)
             and rows * block_k >= 2048
             and case.num_rows >= 60 * rows
         ):
-            found.append(
-                Tiles(tokens, rows, block_k, groups, split_k, num_warps=groups, num_stages=stages, norm_inside=inside)
-            )
+            found.append(Tiles(tokens, rows, block_k, 4, num_stages=stages, norm_inside=inside))
     return found

@@ -14,6 +14,10 @@ GRAIN = 32
 # The fewest keys of a listed split: of a mixed batch with few rows, times K/V heads, and of any other.
 FEW_HEADS = 1024
 FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
+# So many programs fit on a multiprocessor where they are small.
+SMALL = 4
+# The host's bound of contexts up to which rotation, KV write and attention are one kernel.
+MOST_CONTEXT_IN_ONE_KERNEL = 8192
 # The most keys that one program reads when a few long contexts stand among many short ones.
 LONG_SPLIT = 16384
 
@@ -22,7 +26,7 @@ LONG_SPLIT = 16384
 class Splits:
     """Between how many programs a request's keys are split at most, and the fewest keys that one of them takes.
 
-    programs: how many of them should fit on a multiprocessor: 1, 2, or 4, which are small.
+    programs: how many of them should fit on a multiprocessor: 1, 2 or SMALL.
     """
 
     count: int
@@ -46,11 +50,20 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
     if to_fill >= 8:
         splits = Splits(min(2 * num_sms // num_programs, most), GRAIN, programs=2)
     elif num_programs <= num_sms:
-        splits = Splits(min(max(8, 4 * num_sms // num_programs), most), GRAIN, programs=4)
+        splits = Splits(min(8, most), GRAIN, programs=SMALL)
     else:
         splits = Splits(1, GRAIN)
     to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
     return splits if splits.count >= to_shorten else Splits(to_shorten, LONG_SPLIT // 16)
+
+
+def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
+    """Whether rotation and KV write belong into the kernel of attention: where programs are small, and contexts short.
+
+    A single request waits for the norm in each of its programs; where contexts are long, registers that hold the first
+    tile are missed.
+    """
+    return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 
 
 @dataclass(frozen=True)

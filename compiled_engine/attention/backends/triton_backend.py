@@ -8,7 +8,7 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
-from compiled_engine.attention.backends.decode_splits import BatchFacts, plan_splits
+from compiled_engine.attention.backends.decode_splits import BatchFacts, one_kernel_pays, plan_splits
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
@@ -128,17 +128,18 @@ class TritonBackend:
         inputs: AttentionInputs,
         scoring: Scoring,
     ) -> bool:
-        """Of decodes alone, up to one request and K/V head a multiprocessor, with the usual form of rotation."""
+        """Of decodes alone, where it pays, with the usual form of rotation."""
         num_kv_heads = kv_cache_N2PKd.shape[3]
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
-        is_plain = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
-        if facts.listed or facts.num_requests * num_kv_heads > num_sms or not is_plain:
+        if facts.listed or not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
+            return False
+        context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
+        splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
+        if not one_kernel_pays(splits, facts.max_seq_len):
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
-        context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-        splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
         rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
+from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys, combined, normalised, scales
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
@@ -36,7 +36,7 @@ def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles
     width = max(64, triton.next_power_of_2(head_dim))
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
-    if programs > 2:
+    if programs == SMALL:
         return DecodeTiles(4096 // width, num_warps=1 if head_dim <= 128 else 4, num_stages=3)
     if programs == 2:
         return DecodeTiles(8192 // width, num_warps=4, num_stages=3, look_ahead=True)

@@ -77,7 +77,6 @@ def rope_decode(
         FIRST_N=tiles.keys,
         TILE_N=tiles.keys,
         TILE_D=triton.next_power_of_2(head_dim),
-        LOOK_AHEAD=tiles.look_ahead,
         GRAIN=GRAIN,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

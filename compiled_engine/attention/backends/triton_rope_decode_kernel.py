@@ -82,7 +82,6 @@ def rope_decode_kernel(
     FIRST_N: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
-    LOOK_AHEAD: tl.constexpr,
     GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
@@ -193,7 +192,7 @@ def rope_decode_kernel(
         HEAD_DIM,
         TILE_N,
         TILE_D,
-        LOOK_AHEAD,
+        False,
     )
     out_ptr += tl.multiple_of(request * out_stride, 8)
     if length >= num_keys:
