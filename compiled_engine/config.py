@@ -5,45 +5,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
 import torch
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding: `kind` is default | linear | llama3 | yarn."""
-
-    theta: float
-    kind: str = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-
-    @property
-    def angle_scale(self) -> float:
-        """What cos and sin are multiplied by; other than 1 in YaRN (Peng et al., 2023) alone."""
-
-        def magnitude(mscale: float) -> float:
-            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-        if self.kind != "yarn":
-            return 1.0
-        if self.attention_factor is not None:
-            return self.attention_factor
-        if self.mscale and self.mscale_all_dim:
-            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
-        return magnitude(1.0)
+from compiled_engine.foreign_share import divided_config
+from compiled_engine.rope_config import RopeConfig
 
 
 @dataclass(frozen=True)
@@ -249,20 +218,28 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 
     Ranks that are more than the KV heads share these. A vocabulary that num_ranks does not divide stays whole.
     """
-    vocab_size, rest = divmod(model.vocab_size, num_ranks)
+    if num_ranks == 1:
+        return model
+    vocab_size = model.vocab_size if model.vocab_size % num_ranks else model.vocab_size // num_ranks
 
     def part(heads: HeadShape) -> HeadShape:
         num_kv_heads = max(1, heads.num_kv_heads // num_ranks)
         return replace(heads, num_heads=heads.num_heads // num_ranks, num_kv_heads=num_kv_heads)
 
     usual = part(HeadShape(model.num_heads, model.num_kv_heads, model.head_dim))
+    foreign = model.transformers
+    if foreign is not None:
+        sizes = usual.num_heads, usual.num_kv_heads, usual.head_dim
+        foreign = replace(foreign, config=divided_config(foreign.config, num_ranks, sizes, vocab_size))
     return replace(
         model,
         num_heads=usual.num_heads,
         num_kv_heads=usual.num_kv_heads,
         layer_heads=None if model.layer_heads is None else tuple(map(part, model.layer_heads)),
         intermediate_size=model.intermediate_size // num_ranks,
-        vocab_size=model.vocab_size if rest else vocab_size,
+        vocab_size=vocab_size,
+        experts=replace(model.experts, intermediate_size=model.experts.intermediate_size // num_ranks),
+        transformers=foreign,
     )
 
 

@@ -315,11 +315,24 @@ def tensor_parallel(result: Result) -> str:
     return below(markdown(["two ranks", "this engine", "vLLM 0.25.1", "bound"], rows), result)
 
 
+def data_parallel(result: Result) -> str:
+    """What two replicas reach beside one engine on one GPU."""
+    rows = []
+    for row in result["rows"]:
+        one, two = row["one"]["median"], row["two"]["median"]
+        given = [f"{row['one_requests']:,}", f"{one:,.0f}", f"{row['two_requests']:,}", f"{two:,.0f}"]
+        rows.append([row["model"], *given, f"{two / one:.2f}"])
+    headings = ["model", "requests, one GPU", "output tok/s", "requests, two replicas", "output tok/s", "ratio"]
+    return below(markdown(headings, rows), result)
+
+
 # Passes whose matches the table of families shows, by what they fuse.
 SHOWN_PASSES = {
     "merge_linears": "merged linears",
+    "experts": "experts",
     "residual_rms_norm": "sums + norms",
     "rms_norm": "norms",
+    "layer_norm": "layer norms",
     "rope_angles": "angles",
     "rope_kv_write": "rope + KV",
     "silu_mul": "gates",
@@ -339,4 +352,17 @@ def families(result: Result) -> str:
         counts = [passes[name] for name in SHOWN_PASSES]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
         rows.append([record["family"], *(f"{record[mode]['largest']:.0e}" for mode in ("eager", "fused")), *matches])
+    return below(markdown(headings, rows), result)
+
+
+def divided_families(result: Result) -> str:
+    """Of each family on several ranks, in each mode the largest difference of a log-probability, and how many sums over
+    ranks were compared with the undivided graph, of both compile ranges."""
+    modes = [mode for mode in ("eager", "compiled") if any(mode in record for record in result["results"])]
+    rows = []
+    for record in result["results"]:
+        sums = [str(p["matches"]) for p in record.get("passes", ()) if p["name"] == "tensor_parallel"]
+        found = [f"{record[mode]['largest']:.0e}" if mode in record else "" for mode in modes]
+        rows.append([record["family"], record["implementation"], *found, " and ".join(sums)])
+    headings = [f"model type, {result['ranks']} ranks", "code", *modes, "sums compared"]
     return below(markdown(headings, rows), result)

@@ -149,7 +149,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     requires = ("tensor_parallel", "residual_rms_norm")
 
     def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.sum_norms
+        return structure.sum_norms - structure.inner_norms
 
     def run(self, graph: fx.Graph) -> PassResult:
         graph.eliminate_dead_code()
@@ -164,6 +164,10 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
         return None
     if only_user(x) is not norm:
         return "something else reads the sum"
+    if norm.args[6:] and arg(norm, 6) is not None:
+        return None  # a norm of the sum comes first
+    if any(norm.args[4:6]):
+        return "the norm has an offset"
     with graph.inserting_before(norm):
         fused = emit(graph, all_reduce_residual_rms_norm, arg(x, 0), residual, weight, eps)
     items: list[Any] = list(norm.users)

@@ -15,6 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.passes import (
     all_reduce_residual_rms_norm,
+    gated_linear_op,
+    layer_norm,
     residual_rms_norm,
     rms_norm,
     rope_angles,
@@ -27,6 +29,8 @@ from compiled_engine.passes.matching import fake_mode_of, is_call
 
 REFERENCES = {
     torch.ops.compiled_engine.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm.reference,
+    torch.ops.compiled_engine.gated_linear.default: gated_linear_op.reference,
+    torch.ops.compiled_engine.layer_norm.default: layer_norm.reference,
     torch.ops.compiled_engine.residual_rms_norm.default: residual_rms_norm.reference,
     torch.ops.compiled_engine.rms_norm.default: rms_norm.reference,
     torch.ops.compiled_engine.rope_angles.default: rope_angles.reference,

@@ -134,7 +134,7 @@ def _one_token(
     chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
     weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
     one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
-    tiles = one_token_tiles(hidden_size, 2048)
+    tiles = one_token_tiles(hidden_size, gate_up=True)
     one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
         x_1D,
         weights.gate_up_END,
@@ -154,7 +154,7 @@ def _one_token(
         **options,
     )
     out_1D = torch.empty_like(x_1D, memory_format=torch.contiguous_format)
-    tiles = one_token_tiles(width, 1024)
+    tiles = one_token_tiles(width, gate_up=False)
     one_token_down_kernel[(cdiv(hidden_size, tiles.rows),)](
         hidden_XI,
         weights.down_EDI,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,21 @@ from compiled_engine.passes.graph_pass import CompileRange
 PROFILES = Path(__file__).parent / "profiles"
 
 
-# A small-batch linear: tokens (most of a bucket), rows and columns of its weight, and whether it ends in silu * up.
+# A linear: tokens (most of a bucket), rows and columns of its weight, and whether it ends in silu * up.
 LinearKey = tuple[int, int, int, bool]
 
 
 @dataclass(frozen=True)
 class DeviceProfile:
     """Of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, of every shape
-    that was measured the least; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles."""
+    that was measured the least; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
+    hopper_tiles: fields of HopperTiles, where that kernel is the fastest."""
 
     device: str
     gains_us: dict[str, dict[int, float]]
     noise_us: float
     tiles: dict[LinearKey, dict[str, int]]
+    hopper_tiles: dict[LinearKey, dict[str, int]] = field(default_factory=dict)
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
         """None where the pass pays or was not measured, otherwise the measurement that speaks against it."""
@@ -69,5 +71,8 @@ def parse_profile(text: str) -> DeviceProfile:
     """A profile from its JSON."""
     data: dict[str, Any] = json.loads(text)
     gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
-    tiles = {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data["linears"]}
-    return DeviceProfile(data["device"], gains, data["noise_us"], tiles)
+    tiles, hopper_tiles = (
+        {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data.get(name, ())}
+        for name in ("linears", "hopper_linears")
+    )
+    return DeviceProfile(data["device"], gains, data["noise_us"], tiles, hopper_tiles)

@@ -7,7 +7,8 @@ whole. Every call starts from recorded numbers, so errors do not add up. Slices 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from compiled_engine.collectives.group import StandIn, in_group
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
+from compiled_engine.passes.matching import arg, aten, is_call
+from compiled_engine.passes.products import multiplied_parameter
 from compiled_engine.passes.random_inputs import RandomInputs
 from compiled_engine.passes.verifier import (
     MOST_TOKENS,
@@ -45,12 +48,13 @@ def verify_ranks(
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
-    parts = {node.all_input_nodes[0] for node in sums}
+    packed = packed_values(divided, shards)
+    computed = partial_values(sums) | {arg(node, -1) for node in packed}
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
         inputs = RandomInputs(whole, num_tokens, device, 1.0)
         recorded, _ = run_whole(whole, inputs)
         ranks = [
-            _Rank(rank, num_ranks, shards, recorded, originals, {s.name: o for s, o in sums.items()})
+            _Rank(rank, num_ranks, shards, recorded, originals, {s.name: o for s, o in sums.items()}, computed, packed)
             for rank in range(num_ranks)
         ]
         for node in divided.nodes:
@@ -58,14 +62,18 @@ def verify_ranks(
                 part = node.all_input_nodes[0]
                 found = torch.stack([rank.compute(part).float() for rank in ranks]).sum(0)
                 _compare(node, num_tokens, recorded[sums[node]], found)
-            elif _is_comparable(node) and node not in parts:
+            elif _is_comparable(node) and node not in computed:
                 for rank in ranks:
                     _compare(node, num_tokens, rank.slice(node), rank.compute(node))
     return len(sums)
 
 
 class _Rank:
-    """One rank's view of the recorded values. sums: by name, the original of each sum over the ranks."""
+    """One rank's view of the recorded values.
+
+    sums: by name, the original of each sum over the ranks. computed: values that are not slices of recorded ones.
+    packed: see packed_values.
+    """
 
     def __init__(
         self,
@@ -75,16 +83,24 @@ class _Rank:
         recorded: Values,
         originals: Mapping[str, fx.Node],
         sums: Mapping[str, fx.Node],
+        computed: set[fx.Node],
+        packed: Mapping[fx.Node, Shard],
     ):
         self._rank, self._num_ranks, self._shards = rank, num_ranks, shards
         self._recorded, self._originals, self._sums = recorded, originals, sums
+        self._computed, self._packed = computed, packed
 
     def slice(self, node: fx.Node) -> Any:
-        """What the rank has of a recorded value."""
+        """What the rank has of a recorded value, or its part of a sum."""
+        if node in self._computed:
+            return self.compute(node)
         value = self._recorded[self._sums.get(node.name) or self._originals[node.name]]
         if is_parameter(node):
             name = source_of(node).name
             return self._shards[name].of(value, self._rank, self._num_ranks) if name in self._shards else value
+        if node in self._packed:
+            shard = self._packed[node]
+            return replace(shard, whole=tuple(value.shape), dim=value.dim() - 1).of(value, self._rank, self._num_ranks)
         return self._part(value, node.meta.get("val"))
 
     def _part(self, value: Any, local: Any) -> Any:
@@ -101,6 +117,30 @@ class _Rank:
     def compute(self, node: fx.Node) -> Any:
         with in_group(StandIn(self._num_ranks, self._rank)):
             return run_call(node, {argument: self.slice(argument) for argument in node.all_input_nodes})
+
+
+def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
+    """What is between a product whose input is divided and the sum over the ranks: a part of a sum in each rank."""
+    found: set[fx.Node] = set()
+    for node in sums:
+        before = node.all_input_nodes[:1]
+        while before:
+            found.add(before[0])
+            is_end = multiplied_parameter(before[0]) is not None
+            inner = before[0].all_input_nodes
+            before = [] if is_end else [n for n in inner if is_call(n, aten.bmm.default, aten.mul.Tensor)]
+    return found
+
+
+def packed_values(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Shard]:
+    """Products whose last dimension has several sections, each divided by itself."""
+    found = {}
+    for node in graph.nodes:
+        parameter = multiplied_parameter(node)
+        shard = None if parameter is None else shards.get(source_of(parameter).name)
+        if shard is not None and len(shard.sections) > 1 and not shard.divides_input:
+            found[node] = shard
+    return found
 
 
 def _is_comparable(node: fx.Node) -> bool:

@@ -7,7 +7,9 @@ from collections.abc import Collection
 
 from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
+from compiled_engine.passes.gated_linear import GatedLinear
 from compiled_engine.passes.graph_pass import GraphPass
+from compiled_engine.passes.layer_norm import LayerNorm
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
 from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
@@ -25,11 +27,13 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     ResidualRMSNorm(),
     AllReduceResidualRMSNorm(),
     RMSNorm(),
+    LayerNorm(),
     RopeAngles(),
     RopeKVWrite(),
     RopeAttend(),
     SiluMul(),
     SmallBatchLinear(),
+    GatedLinear(),
 )
 
 # What register_pass adds to: the one list of the project that changes while it runs.

@@ -51,7 +51,7 @@ class _Turn(NamedTuple):
 def match_rotation(value: fx.Node) -> Rotated | str:
     """What the value is a rotation of, or why it is none that is known."""
     whole, rotary_dim = _whole_and_rest(value)
-    turned = through_cast(whole)
+    turned: Any = through_cast(whole)
     wide = turned is not whole
     if wide and turned.meta["val"].dtype != torch.float32:
         return "a cast follows the rotation"
@@ -59,6 +59,7 @@ def match_rotation(value: fx.Node) -> Rotated | str:
     if not turns:
         rotation = is_call(turned, aten.add.Tensor) and not turned.kwargs
         return "it is not x * cos + (-second half, first half) * sin of one x" if rotation else "it is not rotated"
+    x: Any
     x, cos, sin, interleaved = turns[0]
     if wide and through_cast(x) is x:
         return "a cast follows the rotation"
@@ -87,7 +88,7 @@ def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
     return value, 0
 
 
-def _as_sum(value: fx.Node) -> Iterator[_Turn]:
+def _as_sum(value: Any) -> Iterator[_Turn]:
     """x * cos + turned(x) * sin, where turned(x) is (-second half, first half) or (-second, first) of each pair."""
     if not is_call(value, aten.add.Tensor) or value.kwargs:
         return
@@ -99,7 +100,7 @@ def _as_sum(value: fx.Node) -> Iterator[_Turn]:
                         yield _Turn(x, cos, sin, interleaved)
 
 
-def _as_halves(value: fx.Node) -> Iterator[_Turn]:
+def _as_halves(value: Any) -> Iterator[_Turn]:
     """(first * cos - second * sin, second * cos + first * sin), where cos and sin are those of pairs."""
     if not is_call(value, aten.cat.default) or len(value.args) != 2 or len(arg(value, 0)) != 2:
         return
@@ -161,19 +162,19 @@ def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
     return is_last(node.args[1], x) and (node.args[2], min(node.args[3], size)) == (start, size if end is None else end)
 
 
-def _of_pairs(angles: fx.Node) -> fx.Node:
+def _of_pairs(angles: Any) -> fx.Node:
     """The [T, 1, r / 2] of which the value repeats each element, or else the value."""
-    view = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
-    clone = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
-    expand = clone.args[0] if is_call(clone, aten.clone.default) else None
-    column = expand.args[0] if is_call(expand, aten.expand.default) else None
+    view: Any = angles.args[0] if is_call(angles, aten.unsqueeze.default) and angles.args[1] == 1 else None
+    clone: Any = view.args[0] if is_call(view, aten.view.default, aten.reshape.default) else None
+    expand: Any = clone.args[0] if is_call(clone, aten.clone.default) else None
+    column: Any = expand.args[0] if is_call(expand, aten.expand.default) else None
     if not (is_call(column, aten.unsqueeze.default) and column.args[1] == 2 and column.args[0].meta["val"].dim() == 2):
         return angles
     pairs: Any = column.args[0]
     if expand.meta["val"].shape[2] != 2 or not always_equal(pairs.meta["val"].stride(-1), 1):
         return angles
     known = (user for user in pairs.users if is_call(user, aten.unsqueeze.default) and user.args[1] == 1)
-    found = next(known, None)
+    found: fx.Node | None = next(known, None)
     if found is not None:
         return found
     graph = pairs.graph

@@ -44,7 +44,9 @@ def structure_of(graph: fx.Graph) -> Structure:
         linear_inputs=len(readers),
         linear_groups=sum(1 for count in readers.values() if count > 1),
         sum_norms=len(sums),
+        inner_norms=len(inner),
         norms=len(norms) - len(sums) - len(inner),
+        layer_norms=sum(1 for node in calls if is_call(node, aten.native_layer_norm.default) and _has_tokens(node)),
         angles=sum(1 for node in calls if is_call(node, aten.cos.default)),
         turned_attentions=sum(1 for node in attentions if _is_turned(arg(node, 0))),
         gated_products=sum(1 for node in calls if is_call(node, *_ACTIVATIONS) and _is_gate(node)),
@@ -86,6 +88,10 @@ def _is_linear(node: fx.Node) -> bool:
         return False
     matrix = arg(node, -1)
     return is_call(matrix, aten.t.default) and is_parameter(arg(matrix, 0))
+
+
+def _has_tokens(norm: fx.Node) -> bool:
+    return arg(norm, 0).meta["val"].dim() == 2
 
 
 def _of_tokens(rsqrt: fx.Node) -> bool:

@@ -2,16 +2,16 @@
 
 Why: a model, or its speed, that one device has no room for. The model file is traced in the shape that one rank has;
 this pass puts the collectives in: a sum over the ranks after each linear whose input is divided among them (attention's
-output and the second linear of the MLP) and after the embedding, whose vocabulary is divided. Everything between two of
-them is computed by each rank on its own. The logits stay divided, and sampling takes them so. Which rank it is, is not
-in the graph: all ranks run the same code.
+output, the second linear of the MLP, and experts once they are added up) and after the embedding, whose vocabulary is
+divided. Everything between two of them is computed by each rank on its own. The logits stay divided, and sampling takes
+them so. Which rank it is, is not in the graph: all ranks run the same code.
 
 It changes what the graph means to a device, so it runs first and cannot be switched off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ from compiled_engine.collectives.vocabulary import embedding_part
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, is_call
+from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
 from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.products import multiplied_parameter
 from compiled_engine.passes.structure import Structure
 
 
@@ -61,8 +62,8 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        """A sum for each linear whose input is divided, two a layer; one for the embedding if its vocabulary is."""
-        divided_inputs = sum(shard.dim == 1 for shard in self._shards.values())
+        """A sum for each product whose input is divided, two a layer; one for the embedding if its vocabulary is."""
+        divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         return divided_inputs + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
 
     def run(self, graph: fx.Graph) -> PassResult:
@@ -70,27 +71,27 @@ class TensorParallel(GraphPass):
         for node in list(graph.nodes):
             part = self._part(graph, node)
             if part is not None:
-                total = _insert_after(graph, part, all_reduce)
-                replacements.append(Replacement(node.name, total))
-                if part is not node:
+                replaces_node = not node.users
+                replacements.append(Replacement((node if replaces_node else part).name, _summed(graph, part)))
+                if replaces_node:
                     graph.erase_node(node)
         return PassResult(len(replacements), replacements=tuple(replacements))
 
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         """The node whose value is only this rank's part of a sum, if `node` stands for one."""
-        if is_call(node, aten.mm.default, aten.addmm.default):
-            transposed = arg(node, -1)
-            weight = arg(transposed, 0) if is_call(transposed, aten.t.default) else None
-            return node if self._dim(weight) == 1 else None
-        if is_call(node, aten.embedding.default) and self._dim(arg(node, 0)) == 0:
+        shard = self._shard(multiplied_parameter(node))
+        if shard is not None and shard.divides_input:
+            return _sum_of_experts(node) if is_call(node, aten.bmm.default) else node
+        shard = self._shard(arg(node, 0)) if is_call(node, aten.embedding.default) else None
+        if shard is not None and shard.dim == 0:
             with graph.inserting_before(node):
                 part = emit(graph, vocabulary_part, arg(node, 0), arg(node, 1))
             node.replace_all_uses_with(part)
             return part
         return None
 
-    def _dim(self, parameter: Any) -> int | None:
-        return self._shards[source_of(parameter).name].dim if is_parameter(parameter) else None
+    def _shard(self, parameter: Any) -> Shard | None:
+        return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
 
     def verify(self, after: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
         """Compare all ranks with the undivided model; see verify_ranks. Returns how many sums were compared."""
@@ -100,11 +101,19 @@ class TensorParallel(GraphPass):
         return verify_ranks(self._whole, after, result, self._shards, self._num_ranks, compile_range, device)
 
 
-def _insert_after(graph: fx.Graph, node: fx.Node, op: Callable[..., Any]) -> fx.Node:
-    """op(node), in node's place for all that read it."""
+def _sum_of_experts(product: fx.Node) -> fx.Node | None:
+    """The sum over the experts of their second products, times weights: what ranks have parts of."""
+    weighted = only_user(product)
+    total = only_user(weighted) if weighted is not None and is_call(weighted, aten.mul.Tensor) else None
+    is_sum = total is not None and is_call(total, aten.sum.dim_IntList) and list(arg(total, 1)) == [0]
+    return total if is_sum else None
+
+
+def _summed(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The sum over the ranks, in node's place for all that read it."""
     users = list(node.users)
     with graph.inserting_after(node):
-        new = emit(graph, op, node)
+        new = emit(graph, all_reduce, node)
     for user in users:
         user.replace_input_with(node, new)
     return new

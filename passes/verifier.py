@@ -226,7 +226,7 @@ def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor
     """None when `found` is about as near to the oracle as `expected` is, row by row; otherwise how it differs."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
-    if not expected.is_floating_point():
+    if not expected.is_floating_point() or not expected.numel():
         return None if torch.equal(expected, found) else "has other elements"
     rows = [t.float().reshape(-1, t.shape[-1]) for t in (expected, oracle, found)]
     error_before, error_after = ((row - rows[1]).abs().amax(-1) for row in (rows[0], rows[2]))

@@ -72,7 +72,7 @@ class SlowToStart(FaultyRank):
 
 
 class FailsInside(FaultyRank):
-    """Kills or stops a process that comes to a function while it starts: rank 1, or whichever compiles.
+    """Kills or stops a process that comes to a function while it starts: the last rank, or whichever compiles.
 
     Environment variables: INSIDE names the function; DEED the signal.
     """
@@ -80,7 +80,8 @@ class FailsInside(FaultyRank):
     def __init__(self, *, max_num_rows: int, vocab_size: int, device: torch.device) -> None:
         super().__init__(max_num_rows=max_num_rows, vocab_size=vocab_size, device=device)
         function = os.environ[INSIDE]
-        if function == "compile_pieces" or current_group().rank == RANK:
+        group = current_group()
+        if function == "compile_pieces" or group.rank == group.size - 1:
             threading.Thread(target=_watch, args=(function, signal.Signals[os.environ[DEED]]), daemon=True).start()
 
 

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.bench.families import family as bench_family
-from compiled_engine.config import ModelConfig, RopeConfig
+from compiled_engine.config import ModelConfig
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.checkpoint.build_model import build_model
@@ -26,6 +26,7 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.lowering import lower
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.rope_config import RopeConfig
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")
@@ -69,6 +70,7 @@ GEMMA2 = Family("Gemma2ForCausalLM", changes=(("attention_soft_cap", 5.0), ("log
 PHI3 = Family("Phi3ForCausalLM", tied=False)
 QWEN3_MOE = Family("Qwen3MoeForCausalLM", tied=False)
 GPT_OSS = Family("GptOssForCausalLM", foreign="gpt_oss")
+STARCODER2 = Family("Starcoder2ForCausalLM", foreign="starcoder2")
 GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape, RopeConfig
+from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape
 from compiled_engine.config_as_json import flat_fields
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
@@ -30,6 +30,7 @@ from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.rope_config import RopeConfig
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},

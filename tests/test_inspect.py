@@ -39,6 +39,7 @@ def test_every_enabled_pass_is_at_its_contract(report: dict[str, Any]) -> None:
     assert (small["applied"], small["matches"]) == (True, 4 * NUM_LAYERS + 1)
     assert not dynamic["applied"]
     assert dynamic["reason"]
+    assert [passes["gated_linear", name]["matches"] for name in RANGES] == [0, NUM_LAYERS]
 
 
 def test_a_warm_cache_is_enough(report: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ def test_a_kernel_that_a_hook_keeps_from_compiling_is_asked_for_again(
 def test_options_that_it_does_not_know_are_tritons(recording: Recording) -> None:
     kernel = make_kernel()
     for _ in range(2):
-        kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, maxnreg=64)
+        kernel[(1,)](MEMORY[:32], None, MEMORY[64:], 5, 5, 5, BLOCK=32, num_ctas=1)
     assert len(recording.launches) == 2
     assert all(launch[7] is not None for launch in recording.launches)
 

@@ -12,16 +12,17 @@ import torch
 from checkpoints import make_checkpoint
 from typer.testing import CliRunner
 
+from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
 from compiled_engine.core_process.start_cores import gpus_of_replica
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.rank_shards import share_of
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import CHUNK_BYTES, chunks_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel.shards import RankShare, shards_of
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 
@@ -48,11 +49,20 @@ def test_what_cannot_be_is_an_error(options: dict[str, Any], message: str) -> No
         resolve(EngineOptions(device="cpu", **options))
 
 
-@pytest.mark.parametrize("shape", ["phi-4", "qwen3-30b-a3b", "gemma-3-4b"])
-def test_a_model_that_cannot_be_divided_is_refused_by_name(shape: str, tmp_path: Path) -> None:
-    folder = write_shape(tmp_path, shape)
-    with pytest.raises(ValueError, match=r"models of (Phi3|Qwen3Moe|Gemma3)ForCausalLM cannot be divided so far"):
-        resolve(EngineOptions(model=folder, device="cpu", load_format="dummy", tensor_parallel_size=2))
+def test_a_model_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family("olmo2"))
+    with pytest.raises(ValueError, match="models of Olmo2ForCausalLM with the code of transformers cannot be divided"):
+        resolve(EngineOptions(model=tmp_path, device="cpu", tensor_parallel_size=2))
+
+
+def test_experts_that_do_not_divide(tmp_path: Path) -> None:
+    folder = write_shape(tmp_path, "qwen3-30b-a3b")
+    options: dict[str, Any] = {"device": "cpu", "load_format": "dummy", "tensor_parallel_size": 2}
+    resolve(EngineOptions(model=folder, **options))
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"moe_intermediate_size": 767}))
+    with pytest.raises(ValueError, match="does not divide the 767 rows of the experts"):
+        resolve(EngineOptions(model=folder, **options))
 
 
 @pytest.mark.parametrize(
@@ -110,21 +120,21 @@ def test_a_rank_reads_its_share_and_no_more(num_ranks: int, tmp_path: Path, monk
     make_checkpoint(tmp_path, "llama", **shape)
     options = {"device": "cpu", "mode": "eager", "tensor_parallel_size": num_ranks}
     config = resolve(EngineOptions(model=tmp_path, **options))
-    shards, whole = shards_of(config), map_tensors(tmp_path)
+    whole = map_tensors(tmp_path)
     total = sum(tensor.nbytes for tensor in whole.values())
     read: list[int] = []
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
     for rank in range(num_ranks):
         model = build_model(config.local_model)
         materialize(model, {}, CPU)
-        share = RankShare(shards, rank, num_ranks)
+        share = share_of(config, rank)
         load_weights(model, config.model, SilentProgress(), share)
         read.append(sum(share.of(name, tensor).nbytes for name, tensor in whole.items()))
         for name, parameter in model.named_parameters():
             parts[name].append(parameter)
     assert max(read) < total / num_ranks + 0.05 * total
     for name, tensor in whole.items():
-        shard = shards.get(name)
+        shard = share.shards.get(name)
         if shard is None or shard.dim is None:
             found = sum(parts[name]) if shard is not None and shard.first_only else parts[name][0]
         else:

@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
+from compiled_engine.passes import layer_norm, residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
 from tests.small_batch_linear_cases import Case, arguments_of
@@ -41,7 +41,7 @@ INTERPRETED = """
 import torch
 from tests.test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_tiles
 from tests.small_batch_linear_cases import Case, arguments_of
-from compiled_engine.passes import residual_rms_norm, rms_norm, rope_angles, silu_mul
+from compiled_engine.passes import layer_norm, residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
 from compiled_engine.passes.small_batch_linear_op import launch
 
@@ -56,8 +56,11 @@ for tokens, width in [(1, 8), (3, 100), (5, 256)]:
             same(residual_rms_norm.launch(*norm), residual_rms_norm.reference(*norm))
     for activation in ("silu", "gelu_tanh", "gelu"):
         same(silu_mul.launch(gate_up, activation), silu_mul.reference(gate_up, activation))
+    for norm in ((residual, weight, weight * 2, 3e-5), (None, weight, None, 3e-5), (residual, None, None, 0.1)):
+        same(layer_norm.launch(x, *norm), layer_norm.reference(x, *norm))
     angles = torch.arange(tokens) * 7, torch.rand(width // 2, generator=generator), 1.3, torch.float32
-    same(rope_angles.launch(*angles), rope_angles.reference(*angles))
+    for layout in ("halves", "pairs", "once"):
+        same(rope_angles.launch(*angles, layout), rope_angles.reference(*angles, layout))
 for shape in LINEAR_SHAPES[:4]:
     for kind in LINEAR_KINDS:
         arguments = arguments_of(Case(*shape, **kind), torch.float32).values()
@@ -92,9 +95,11 @@ def test_in_the_interpreter() -> None:
         (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024, "ACTIVATION": "silu"}),
         (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024, "ACTIVATION": "gelu_tanh"}),
         (silu_mul.silu_mul_kernel, {"WIDTH": 3072, "BLOCK": 1024, "ACTIVATION": "gelu"}),
+        (layer_norm.layer_norm_kernel, {"HIDDEN_SIZE": 3072, "BLOCK": 4096}),
         (rms_norm.rms_norm_kernel, {"K": 4096, "BLOCK_K": 4096, "OFFSET": 0.0, "WIDE": False}),
         (rms_norm.rms_norm_kernel, {"K": 2560, "BLOCK_K": 4096, "OFFSET": 1.0, "WIDE": True}),
-        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64}),
+        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64, "LAYOUT": "halves"}),
+        (rope_angles.rope_angles_kernel, {"NUM_PAIRS": 64, "BLOCK": 64, "LAYOUT": "pairs"}),
     ],
 )
 def test_compiled_for_hopper(kernel: Any, constants: dict[str, Any]) -> None:
@@ -141,6 +146,9 @@ def test_norms_and_silu_on_a_gpu(shape: tuple[int, int], dtype: torch.dtype) -> 
         close(residual_rms_norm.residual_rms_norm(*arguments), residual_rms_norm.reference(*arguments))
         poison(*shape, dtype=dtype)
         close(rms_norm.rms_norm(x, weight, 1e-6, *how[:2]), rms_norm.reference(x, weight, 1e-6, *how[:2]))
+    for arguments in ((x, residual, weight, weight * 2, 1e-5), (x, None, None, None, 1e-5)):
+        poison(*shape, dtype=dtype)
+        close(layer_norm.layer_norm(*arguments), layer_norm.reference(*arguments))
     gate_up = torch.randn(shape[0], 2 * shape[1], device="cuda", dtype=dtype)
     for activation in ("silu", "gelu_tanh", "gelu"):
         poison(*shape, dtype=dtype)

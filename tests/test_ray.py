@@ -6,6 +6,8 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,9 +16,13 @@ import ray
 from faulty_processor import NAME
 from ray.cluster_utils import Cluster
 from small_engines import PROMPTS, SMALL
+from typer.testing import CliRunner
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
+from compiled_engine.cli.app import app
+from compiled_engine.core_process.ray_actor import ReplicaActor
 from compiled_engine.core_process.ray_environment import differences, own_environment
+from compiled_engine.core_process.wire import FrontendOptions, Start, encode
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 
@@ -102,6 +108,29 @@ def test_a_node_that_differs_from_the_driver_is_told_apart() -> None:
     other = own | {"torch": "2.0"}
     assert differences(own, other) == [f"torch is 2.0, the driver's is {own['torch']}"]
     assert differences(own | {"GPU": "a"}, own) == ["GPU is not there, the driver's is a"]
+
+
+def test_a_node_that_cannot_run_it_says_why() -> None:
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    elsewhere = replace(config, model=replace(config.model, path=Path("/nowhere")))
+    frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
+    start = Start(elsewhere, frontend, (), 1, progress=False, origin_s=0.0, spans=())
+    actor = ReplicaActor("cpu", [])
+    try:
+        wrong = actor.start(encode(start), 0.0, own_environment("cpu") | {"python": "2.7"})
+    finally:
+        actor.close()
+    assert len(wrong) == 2
+    assert wrong[0].endswith("the driver's is 2.7")
+    assert wrong[1] == "there is no folder /nowhere with the model"
+    assert actor.receive() == b""
+
+
+def test_what_a_cluster_has_to_give_is_shown() -> None:
+    arguments = ["config", "--device", "cpu", "--distributed-executor", "ray", "--data-parallel-size", "2"]
+    shown = " ".join(CliRunner().invoke(app, arguments).stdout.split())
+    assert "2 replicas" in shown
+    assert "replica 1 on 1 CPUs of a node of the Ray cluster" in shown
 
 
 def test_without_the_package_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

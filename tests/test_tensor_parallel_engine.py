@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import make_checkpoint
 from small_engines import PROMPTS
 
 from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.bench.families import family, write_checkpoint
+from compiled_engine.bench.family_comparison import difference_of
 
 # Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
 ENGINE: dict[str, Any] = {
@@ -86,6 +89,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, KV heads shared": ("mistral", {"sliding_window": 8, "num_key_value_heads": 1}),
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3, a vocabulary that stays whole": ("qwen3", {"vocab_size": 133}),
+    "gemma2": ("gemma2", {}),
+    "gemma3, KV heads shared": ("gemma3", {"num_key_value_heads": 1}),
+    "phi3, packed": ("phi3", {}),
+    "phi3, packed, KV heads shared": ("phi3", {"num_key_value_heads": 1}),
+    "qwen3 with experts": ("qwen3_moe", {"seed": 1}),
 }
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 134, "num_hidden_layers": 2}
 
@@ -102,6 +110,14 @@ def test_every_family(name: str, tmp_path: Path) -> None:
         with LLM(tmp_path, **options, **more) as llm:
             found.append(llm.generate(prompts, params, use_tqdm=False))
     same(*found)
+
+
+@pytest.mark.parametrize("name", ["glm4", "mixtral"])
+def test_code_of_transformers(name: str, tmp_path: Path) -> None:
+    """Packed rows, scaled embeddings and experts are divided as the family's code takes them apart."""
+    oracle = write_checkpoint(tmp_path, family(name).to_divide())
+    options = {"device": "cpu", "mode": "eager", **TWO}
+    assert difference_of(tmp_path, oracle, options).is_right(torch.float32)
 
 
 def test_a_core_of_its_own_has_workers_too() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from pass_cases import BIASED, CPU, FAMILIES, LLAMA, RANGES, Family
 from tiny_models import tiny_config
 from torch import fx
 
+from compiled_engine.bench.families import family, write_checkpoint
+from compiled_engine.bench.family_comparison import verified_passes
 from compiled_engine.collectives.group import StandIn, current_group, in_group
 from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.graphs.cache.key import cache_factors
@@ -17,9 +20,10 @@ from compiled_engine.graphs.compiler.build import apply_passes, trace_whole
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.layout import RankLayout
-from compiled_engine.parallel.shards import Shard, shards_of
+from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.tensor_parallel import TensorParallel, all_reduce
 from compiled_engine.passes.verifier import VerificationError
@@ -60,6 +64,15 @@ def test_the_ranks_together_compute_the_whole(family: Family, num_ranks: int) ->
         first = reports[0]
         assert first.name == "tensor_parallel"
         assert first.matches == first.contract == first.verified == 2 * 2 + 1
+
+
+def test_graphs_of_transformers_code_are_divided_too(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family("phi3").to_divide())
+    reports = verified_passes(tmp_path, {"device": "cpu", "tensor_parallel_size": 2})
+    sums = [report for report in reports if report.name == "tensor_parallel"]
+    assert len(sums) == 2
+    for report in sums:
+        assert report.matches == report.contract == report.verified == 2 * 3 + 1
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
@@ -104,9 +117,9 @@ def test_slices_of_parameters() -> None:
     """KV heads are shared by neighbours where there are fewer of them than ranks; a bias that is added counts once."""
     shards = shards_of(config_of(BIASED, 4))
     layer = "model.layers.0.self_attn"
-    assert shards[f"{layer}.q_proj.weight"] == Shard((128, 64), 0, 4)
-    assert shards[f"{layer}.k_proj.weight"] == Shard((32, 64), 0, 2)
-    assert shards[f"{layer}.o_proj.weight"] == Shard((64, 128), 1, 4)
+    assert shards[f"{layer}.q_proj.weight"] == Shard((128, 64), 0, (Section(128, 4),))
+    assert shards[f"{layer}.k_proj.weight"] == Shard((32, 64), 0, (Section(32, 2),))
+    assert shards[f"{layer}.o_proj.weight"] == Shard((64, 128), 1, (Section(128, 4),))
     assert shards[f"{layer}.o_proj.bias"] == Shard((64,), first_only=True)
     assert shards["model.norm.weight"] == Shard((64,))
     rows = torch.arange(32 * 64).view(32, 64)

@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from faulty_rank import DEED, FAILS_INSIDE, FAILS_TO_START, INSIDE, NAME, SLOW_TO_START
 from small_engines import PROMPTS, SMALL
 
@@ -60,6 +61,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
+    if torch.cuda.is_available():
+        torch.cuda.mem_get_info()  # its context has descriptors of its own
     before = psutil.Process().num_fds()
     yield temporary
     wait_until(lambda: not of_this_test(temporary), SOON_S)
@@ -146,6 +149,20 @@ def test_a_rank_that_fails_inside_its_start(
     if function == "compile_pieces":
         with LLM(**options) as again:
             assert again.generate(PROMPTS, SHORT, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.mark.gpu
+def test_a_worker_that_is_killed_while_it_captures_leaves_the_gpu_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"device": "cuda", "progress": False, "max_model_len": 256, "max_num_seqs": 8}
+    options |= {"gpu_memory_utilization": 0.3, "distributed_executor": "multiprocess"}
+    monkeypatch.setenv(INSIDE, "capture_all")
+    monkeypatch.setenv(DEED, "SIGKILL")
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.raises(WorkerError, match="rank 0 of 1 was killed by SIGKILL"):
+        LLM(**options, logits_processors=[FAILS_INSIDE])
+    wait_until(lambda: torch.cuda.mem_get_info()[0] > free - (256 << 20), SOON_S)
+    with LLM(**options) as again:
+        assert again.generate(PROMPTS, SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
 
 SCRIPT = """

@@ -98,7 +98,7 @@ def decodes(
     llm: LLM, generator: random.Random, num_requests: int, context: int, output_len: int
 ) -> Iterator[EngineCore]:
     """The engine's core while this many requests decode; they end with the block."""
-    core = llm._require_open()
+    core = llm.core
     prompts = random_prompts(llm, generator, [context] * num_requests)
     requests = [_request(f"decode-{i}", prompt, output_len) for i, prompt in enumerate(prompts)]
     try:

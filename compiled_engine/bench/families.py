@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,10 @@ class Family:
         if self.renamed:
             values = {_OLD_NAMES.get(name, name): value for name, value in values.items()}
         return values | dict(self.changes)
+
+    def to_divide(self) -> Family:
+        """With a vocabulary that two or four ranks divide."""
+        return replace(self, changes={**self.changes, "vocab_size": 132})
 
 
 _NO_HEADS = ("head_dim", "num_key_value_heads")

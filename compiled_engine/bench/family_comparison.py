@@ -18,7 +18,11 @@ import torch
 from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
 from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.machine import provenance
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_whole
+from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.llm import LLM, make_options
+from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
@@ -58,8 +62,9 @@ def compare_families(
 ) -> dict[str, Any]:
     """Each family in each mode, as JSON; `done` is told of each.
 
-    modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU. options: further ones
-    of `LLM`.
+    modes: of the engine, or "fused": its graphs after all passes, executed op by op on the CPU; or, for several ranks,
+    "verified": its graphs, whose sums over the ranks are compared with the undivided model. options: further ones of
+    `LLM`.
     """
     results = []
     for case in cases:
@@ -67,19 +72,24 @@ def compare_families(
             results.append(_compare(case, Path(folder), modes, options))
         done(results[-1])
     config = resolve(make_options(options))
-    return {"benchmark": "families", "results": results, **provenance(config.device)}
+    ranks = config.parallel.tensor_parallel_size
+    return {"benchmark": "families", "ranks": ranks, "results": results, **provenance(config.device)}
 
 
 def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:
     dtype = getattr(torch, str(options.get("dtype", "float32")))
     oracle = write_checkpoint(folder, case, dtype)
     found: dict[str, Any] = {"family": case.name, "architecture": type(oracle).__name__, "dtype": options.get("dtype")}
+    found["implementation"] = options.get("model_impl", OPTIONS["model_impl"])
     try:
         for mode in modes:
             if mode == "fused":
                 model = fused_model(folder, options)
                 difference = difference_after_passes(model, oracle)
                 found["passes"] = [_summary(report) for report in model.reports]
+            elif mode == "verified":
+                found["passes"] = [_summary(report) for report in verified_passes(folder, options)]
+                continue
             else:
                 difference = difference_of(folder, oracle, options | {"mode": mode})
             found[mode] = vars(difference) | {"right": difference.is_right(dtype)}
@@ -127,6 +137,21 @@ def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) 
     del given["progress"]
     config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
     return fuse(config, verify=verify)
+
+
+def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, ...]:
+    """What the passes have done to the graphs of a rank, of the range for small batches and of the other.
+
+    Raises VerificationError where the ranks together do not compute what the undivided model does.
+    """
+    given = OPTIONS | {"dtype": "float32", "compile_ranges": (8,), "verify_passes": True} | options
+    del given["progress"]
+    config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
+    inputs = example_inputs(config)
+    traced = trace(without_storage(build_model(config.local_model), config.device), inputs)
+    whole = trace_whole(config)
+    ranges = compile_ranges(config)
+    return tuple(report for one in ranges for report in apply_passes(config, traced, one, whole)[1])
 
 
 def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:

@@ -113,7 +113,8 @@ def _measure_engine(engine: EngineRows, repeats: int | None, progress: Progress,
 def _measure_row(llm: LLM, row: Row, repeats: int | None, name: str, progress: Progress) -> dict[str, Any]:
     workload = row.workload
     assert not isinstance(workload, Start)
-    together, slots = workload.needs().together, llm.core.num_slots
+    together = workload.needs().together
+    slots = llm.metrics()["blocks_total"] * llm.config.cache.block_size
     if slots < together:
         raise ValueError(f"the KV cache holds {slots:,} tokens; the row needs {together:,} at once")
     llm.reset_prefix_cache()

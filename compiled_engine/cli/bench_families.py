@@ -1,4 +1,4 @@
-"""`compiled-engine bench families`: models of transformers' code, compared with transformers."""
+"""`compiled-engine bench families`: families of models, compared with transformers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ def families(
     family: Annotated[list[str] | None, typer.Option(help="Model type, instead of all; may be repeated.")] = None,
     mode: Annotated[
         list[str] | None,
-        typer.Option(help="eager, fused, compiled or graphed, instead of eager and fused; may be repeated."),
+        typer.Option(
+            help="eager, compiled, graphed, fused (one rank) or verified (several), instead of eager and fused or "
+            "verified; may be repeated."
+        ),
     ] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks that compute each layer together.")] = 1,
+    model_impl: Annotated[str, typer.Option(help="Whose code: transformers, textbook, or auto.")] = "transformers",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Log-probabilities of tiny random checkpoints beside those of transformers, family by family.
 
-    Each family's checkpoint is made by transformers and run through its code: prompts in chunks, decodes, prefixes
-    from the cache, windows shorter than the prompts. Mode fused executes the graph after all passes op by op, on the
-    CPU, which takes seconds where compiling takes minutes. A difference is right up to 3e-4 in float32; in other types
-    the mean may be 1.3 times that of transformers in the same type.
+    Each family's checkpoint is made by transformers and run through its code, or through the textbook's: prompts in
+    chunks, decodes, prefixes from the cache, windows shorter than the prompts. Mode fused executes the graph after all
+    passes op by op, on the CPU, which takes seconds where compiling takes minutes; verified compares the sums over
+    ranks in that graph with the undivided model, value by value. A difference is right up to 3e-4 in float32; in other
+    types the mean may be 1.3 times that of transformers in the same type.
 
-    JSON: benchmark, results (family, architecture, and for each mode largest, mean, mean_of_transformers, right;
-    passes: matches and contract of each; refused: why it cannot be run), date, machine, versions, command.
+    JSON: benchmark, ranks, results (family, architecture, implementation, and for each mode largest, mean,
+    mean_of_transformers, right; passes: matches and contract of each; refused: why it cannot be run), date, machine,
+    versions, command.
     """
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
@@ -44,9 +51,16 @@ def families(
         verdict = result.get("refused") or ("wrong" if wrong else "right")
         console.print(f"{result['family']:20} {' · '.join(modes)}  {verdict}", markup=False)
 
-    asked = mode or ["eager", "fused"]
+    asked = mode or ["eager", "verified" if tensor_parallel_size > 1 else "fused"]
     with bad_input_is_reported((ValueError, TypeError)):
+        wrong = "fused" if tensor_parallel_size > 1 else "verified"
+        if wrong in asked:
+            raise ValueError(f"mode is {wrong!r} with tensor_parallel_size {tensor_parallel_size}; see --help")
         cases = [known(name) for name in family] if family else list(FAMILIES)
-        found = compare_families(cases, asked, {"dtype": dtype, "device": device}, done)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "model_impl": model_impl}
+        if tensor_parallel_size > 1:
+            cases = [case.to_divide() for case in cases]
+            options["tensor_parallel_size"] = tensor_parallel_size
+        found = compare_families(cases, asked, options, done)
     if as_json:
         print_json(found | {"command": command_line()})

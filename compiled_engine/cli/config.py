@@ -45,16 +45,17 @@ def config(
 
         resolved = resolve(make_options(engine))
     replicas = replica_plan(resolved)
+    shows_replicas = len(replicas) > 1 or resolved.parallel.executor == "ray"
     plan = rank_plan(resolved) if resolved.parallel.tensor_parallel_size > 1 else None
     if as_json:
         plans: dict[str, Any] = {} if plan is None else {"ranks": plan.as_json()}
-        plans |= {"replicas": replicas} if len(replicas) > 1 else {}
+        plans |= {"replicas": replicas} if shows_replicas else {}
         typer.echo(json.dumps(json_value(resolved) | plans, indent=2))
     else:
         # Without a terminal nothing says how wide the output may be: wide enough for paths and reasons.
         console = Console(width=None if sys.stdout.isatty() else 160)
         console.print(config_table(resolved))
-        if len(replicas) > 1:
+        if shows_replicas:
             where = (f"replica {number} on {', '.join(devices)}" for number, devices in enumerate(replicas))
             console.print(f"{len(replicas)} replicas, each in processes of its own: {'; '.join(where)}")
         if plan is not None:
@@ -65,6 +66,10 @@ def replica_plan(config: EngineConfig) -> list[list[str]]:
     """The devices of each replica."""
     from compiled_engine.core_process.start_cores import gpus_of_replica
 
+    parallel = config.parallel
+    if parallel.executor == "ray":
+        what = "GPUs" if config.device.type == "cuda" else "CPUs"
+        return [[f"{parallel.devices_per_replica} {what} of a node of the Ray cluster"]] * parallel.data_parallel_size
     gpus = [gpus_of_replica(config, number) for number in range(config.parallel.data_parallel_size)]
     return [[f"GPU {name}" for name in names] or ["the CPU"] for names in gpus]
 

@@ -50,11 +50,11 @@ class RankPlan:
 
 def rank_plan(config: EngineConfig) -> RankPlan:
     """Nothing is read, and no GPU's context is made."""
-    from compiled_engine.models.textbook.architectures import build_model
-    from compiled_engine.parallel.shards import shards_of
+    from compiled_engine.models.checkpoint.build_model import build_tensors
+    from compiled_engine.models.checkpoint.rank_shards import shards_of
     from compiled_engine.runner.kv_cache import block_bytes
 
-    local = dict(build_model(config.local_model).named_parameters())
+    local = dict(build_tensors(config.local_model, config.compile.cache_dir).named_parameters())
     shards = shards_of(config)
     weight_bytes = sum(parameter.nbytes for parameter in local.values())
     sums = sum(_is_summed(name, shards[name]) for name in local)
@@ -72,7 +72,7 @@ def rank_plan(config: EngineConfig) -> RankPlan:
 
 def _is_summed(name: str, shard: Shard) -> bool:
     """Whether a sum over the ranks follows the module that has this weight."""
-    return shard.dim == 1 or (shard.dim == 0 and "embed" in name)
+    return shard.divides_input or (shard.dim == 0 and "embed" in name)
 
 
 def _most_blocks(config: EngineConfig, weight_bytes: int) -> int | None:
@@ -91,10 +91,17 @@ def _most_blocks(config: EngineConfig, weight_bytes: int) -> int | None:
 def _slices(parameters: dict[str, tuple[Shard, tuple[int, ...]]]) -> tuple[Slice, ...]:
     counts: dict[tuple[Any, ...], int] = {}
     for name, (shard, local) in parameters.items():
-        cut = "first rank" if shard.first_only else {None: "no", 0: "rows", 1: "columns"}.get(shard.dim, "yes")
+        cut = "first rank" if shard.first_only else _cut(shard)
         key = re.sub(r"\.\d+\.", ".*.", name), shard.whole, local, cut
         counts[key] = counts.get(key, 0) + 1
     return tuple(Slice(key[0], count, *key[1:]) for key, count in counts.items())
+
+
+def _cut(shard: Shard) -> str:
+    if shard.dim is None:
+        return "no"
+    how = "columns" if shard.divides_input else "rows"
+    return how if len(shard.sections) == 1 else f"{how} of {len(shard.sections)} parts"
 
 
 def rank_table(plan: RankPlan) -> Table:

@@ -36,7 +36,7 @@ class RayCluster:
         """device: see ReplicaActor."""
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
-            ray.init(log_to_driver=False, logging_level=logging.WARNING)
+            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
         self._group: Any = None
         try:
             self.cores = self._place(config, device)

@@ -14,7 +14,7 @@ from triton.runtime.jit import JITFunction
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 POINTER_SUFFIX = "_ptr"
 # Options that a launch may have; one with others is Triton's.
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "launch_pdl")
 
 
 def quick_launches(kernel: Any) -> Any:

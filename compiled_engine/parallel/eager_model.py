@@ -9,30 +9,38 @@ import torch
 from torch import nn
 
 from compiled_engine.collectives.group import current_group
-from compiled_engine.collectives.vocabulary import embedding_part
 from compiled_engine.parallel.shards import Shard
 
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Sum the ranks' parts after each linear whose input is divided and each embedding whose vocabulary is."""
-    for path, module in list(model.named_modules()):
-        shard = shards.get(f"{path}.weight")
-        if isinstance(module, nn.Linear) and shard is not None and shard.dim == 1:
+    """Sum the ranks' parts after each linear whose input is divided, after experts, whose second products' are, and
+    after each embedding whose vocabulary is divided."""
+    for path, module in model.named_modules():
+        own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
+        if any(shard is not None and shard.divides_input for shard in own.values()):
             module.register_forward_hook(_summed)
-        elif isinstance(module, nn.Embedding) and shard is not None and shard.dim == 0:
-            owner, _, attribute = path.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, _DividedEmbedding(module.weight))
+        elif isinstance(module, nn.Embedding) and (shard := own["weight"]) is not None and shard.dim == 0:
+            divided = _DividedEmbedding(module.weight.shape[0])
+            module.register_forward_pre_hook(divided.before)
+            module.register_forward_hook(divided.after)
 
 
 def _summed(module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
     return current_group().all_reduce(output)
 
 
-class _DividedEmbedding(nn.Module):
-    def __init__(self, weight_VD: torch.Tensor):
-        super().__init__()
-        self.weight = weight_VD
+class _DividedEmbedding:
+    """Around an embedding, which may scale what it looks up: tokens of other ranks count as zeros."""
 
-    def forward(self, ids_T: torch.Tensor) -> torch.Tensor:
-        group = current_group()
-        return group.all_reduce(embedding_part(self.weight, ids_T, group.rank))
+    def __init__(self, num_rows: int):
+        self._num_rows = num_rows
+        self._elsewhere: torch.Tensor
+
+    def before(self, module: nn.Module, arguments: tuple[Any, ...]) -> tuple[torch.Tensor]:
+        """Rows of this rank."""
+        rows = arguments[0] - current_group().rank * self._num_rows
+        self._elsewhere = (rows < 0) | (rows >= self._num_rows)
+        return (rows.masked_fill(self._elsewhere, 0),)
+
+    def after(self, module: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return current_group().all_reduce(output.masked_fill(self._elsewhere.unsqueeze(-1), 0.0))

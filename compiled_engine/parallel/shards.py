@@ -2,62 +2,119 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.models.textbook.architectures import build_model
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Section(NamedTuple):
+    """`length` rows or columns of a whole parameter that are cut into `parts`."""
+
+    length: int
+    parts: int
+
+
+class Place(NamedTuple):
+    """`length` rows or columns: from `start` on in the whole parameter, from `local` on in a rank's."""
+
+    start: int
+    length: int
+    local: int
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A parameter of shape `whole` is cut along `dim` into `parts`; None: every rank has all of it.
+    """A parameter of shape `whole` is cut along `dim`; None: every rank has all of it.
 
-    Where there are fewer parts than ranks, neighbouring ranks have the same one. first_only: ranks but the first have
-    zeros instead, because the sum over ranks must count it once: the bias of a linear whose input is divided.
+    sections: what stands side by side along `dim`, each cut by itself; one but for packed parameters. Where there are
+    fewer parts than ranks, neighbouring ranks have the same one. first_only: ranks but the first have zeros instead,
+    because the sum over ranks must count it once: the bias of a linear whose input is divided.
     """
 
     whole: tuple[int, ...]
     dim: int | None = None
-    parts: int = 1
+    sections: tuple[Section, ...] = ()
     first_only: bool = False
 
-    def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
-        """The slice of rank `rank`, a view; zeros where it has none of a parameter that is the first rank's."""
+    @property
+    def divides_input(self) -> bool:
+        """Whether a product with it gives each rank a part of a sum."""
+        return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1
+
+    def places(self, rank: int, num_ranks: int) -> list[Place]:
+        """Along `dim`, which is not None, what rank `rank` has."""
+        found, start, local = [], 0, 0
+        for length, parts in self.sections:
+            size = length // parts
+            found.append(Place(start + rank * parts // num_ranks * size, size, local))
+            start += length
+            local += size
+        return found
+
+    def pairs(self, tensor: torch.Tensor, target: torch.Tensor, rank: int, num_ranks: int) -> list[Pair]:
+        """Views of the whole tensor beside views of a rank's `target`, which they belong in."""
         if self.first_only and rank:
-            return torch.zeros_like(tensor)
+            return [(torch.zeros_like(tensor), target)]
         if self.dim is None:
-            return tensor
-        length = self.whole[self.dim] // self.parts
-        return tensor.narrow(self.dim, rank * self.parts // num_ranks * length, length)
+            return [(tensor, target)]
+        return [
+            (tensor.narrow(self.dim, start, length), target.narrow(self.dim, local, length))
+            for start, length, local in self.places(rank, num_ranks)
+        ]
+
+    def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
+        """The slice of rank `rank`: a view unless it has several sections; zeros where it is the first rank's alone."""
+        parts = [source for source, _ in self.pairs(tensor, tensor, rank, num_ranks)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim or 0)
 
 
-def shards_of(config: EngineConfig) -> dict[str, Shard]:
-    """By parameter name, tied ones under each of theirs; empty for one rank.
+def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
+    """By parameter name, tied ones under each of theirs.
 
-    Raises ValueError for a parameter that would be cut in more than one direction.
+    A module with an attribute `packed`, parameter -> sizes, says what stands side by side in it. Raises ValueError for
+    a parameter that would be cut in more than one direction.
     """
-    if config.parallel.tensor_parallel_size == 1:
-        return {}
-    whole = dict(build_model(config.model).named_parameters(remove_duplicate=False))
-    local = dict(build_model(config.local_model).named_parameters(remove_duplicate=False))
-    found = {name: _shard(name, tuple(p.shape), tuple(local[name].shape)) for name, p in whole.items()}
+    packed, packed_here = _packed(whole), _packed(local)
+    here = dict(local.named_parameters(remove_duplicate=False))
+    found = {
+        name: shard_of(name, tuple(p.shape), tuple(here[name].shape), packed.get(name), packed_here.get(name))
+        for name, p in whole.named_parameters(remove_duplicate=False)
+    }
     for name, shard in list(found.items()):
         owner, _, attribute = name.rpartition(".")
-        if attribute == "weight" and shard.dim == 1 and (bias := found.get(f"{owner}.bias")) is not None:
+        if attribute == "weight" and shard.divides_input and (bias := found.get(f"{owner}.bias")) is not None:
             found[f"{owner}.bias"] = Shard(bias.whole, first_only=True)
     return found
 
 
-def _shard(name: str, whole: tuple[int, ...], local: tuple[int, ...]) -> Shard:
+def shard_of(
+    name: str,
+    whole: tuple[int, ...],
+    local: tuple[int, ...],
+    packed: Sequence[int] | None = None,
+    packed_here: Sequence[int] | None = None,
+) -> Shard:
+    """packed, packed_here: the sizes of sections, in the whole and in a rank's share."""
     cut = [dim for dim, (a, b) in enumerate(zip(whole, local, strict=True)) if a != b]
     if len(cut) > 1:
         raise ValueError(f"{name} would be cut along dimensions {cut}; a rank's share is cut along one")
     if not cut:
         return Shard(whole)
-    return Shard(whole, cut[0], whole[cut[0]] // local[cut[0]])
+    sizes = zip(packed or (whole[cut[0]],), packed_here or (local[cut[0]],), strict=True)
+    return Shard(whole, cut[0], tuple(Section(length, length // part) for length, part in sizes))
+
+
+def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
+    return {
+        f"{path}.{name}": sizes
+        for path, module in model.named_modules()
+        for name, sizes in getattr(module, "packed", {}).items()
+    }
 
 
 @dataclass(frozen=True)
@@ -73,8 +130,14 @@ class RankShare:
         return self.shards[name].whole if name in self.shards else tuple(local.shape)
 
     def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint's tensor: a view, unless it is zeros."""
+        """This rank's part of a checkpoint's tensor, see Shard.of."""
         return self.shards[name].of(tensor, self.rank, self.num_ranks) if name in self.shards else tensor
+
+    def pairs(self, name: str, tensor: torch.Tensor, target: torch.Tensor) -> list[Pair]:
+        """The parts of a checkpoint's tensor that this rank holds, beside those of its parameter."""
+        if name not in self.shards:
+            return [(tensor, target)]
+        return self.shards[name].pairs(tensor, target, self.rank, self.num_ranks)
 
 
 WHOLE = RankShare({})

@@ -9,8 +9,42 @@ import torch
 from compiled_engine.config import ModelConfig, ParallelConfig
 from compiled_engine.options import EngineOptions
 
-# Whose shares are known to add up to the whole.
-DIVISIBLE = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+# Whose shares are known to add up to the whole: the textbook's, and of transformers' code.
+DIVISIBLE = (
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+DIVISIBLE_FOREIGN = (
+    *DIVISIBLE,
+    "ApertusForCausalLM",
+    "ArceeForCausalLM",
+    "Cohere2ForCausalLM",
+    "CohereForCausalLM",
+    "CwmForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "Exaone4ForCausalLM",
+    "GemmaForCausalLM",
+    "Glm4ForCausalLM",
+    "GlmForCausalLM",
+    "GraniteForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "Jais2ForCausalLM",
+    "Ministral3ForCausalLM",
+    "MinistralForCausalLM",
+    "MixtralForCausalLM",
+    "NemotronForCausalLM",
+    "OlmoForCausalLM",
+    "PhiForCausalLM",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "Starcoder2ForCausalLM",
+)
 
 
 def resolve_parallel(
@@ -48,21 +82,22 @@ def resolve_parallel(
 
 def _check_model(model: ModelConfig, size: int) -> None:
     """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
-    if size > 1 and model.transformers is not None:
+    if size == 1:
+        return
+    known = DIVISIBLE if model.transformers is None else DIVISIBLE_FOREIGN
+    if model.architecture not in known:
         raise ValueError(
-            f"tensor_parallel_size is {size}, but models through transformers' code cannot be divided so far; "
-            "allowed: 1, or model_impl textbook"
+            f"tensor_parallel_size is {size}, but models of {model.architecture} with the code of "
+            f"{model.implementation} cannot be divided; allowed: 1, or one of {', '.join(known)}"
         )
-    if size > 1 and model.architecture not in DIVISIBLE:
-        raise ValueError(
-            f"tensor_parallel_size is {size}, but models of {model.architecture} cannot be divided so far; "
-            f"allowed: 1, or one of {', '.join(DIVISIBLE)}"
-        )
-    if model.intermediate_size % size:
-        raise ValueError(
-            f"tensor_parallel_size is {size}, which does not divide the {model.intermediate_size} rows of the MLP; "
-            "allowed: a divisor of them"
-        )
+    widths = {"MLP": model.intermediate_size} if model.num_mlps else {}
+    widths |= {"experts": model.experts.intermediate_size} if model.experts.count else {}
+    for what, rows in widths.items():
+        if rows % size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, which does not divide the {rows} rows of the {what}; "
+                "allowed: a divisor of them"
+            )
     for heads in dict.fromkeys(map(model.heads_of, range(model.num_layers))):
         if heads.num_heads % size:
             raise ValueError(

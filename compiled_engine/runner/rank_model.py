@@ -11,8 +11,8 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.rank_shards import share_of
 from compiled_engine.parallel.eager_model import add_collectives
-from compiled_engine.parallel.shards import RankShare, shards_of
 from compiled_engine.process.progress import Progress
 
 
@@ -26,9 +26,9 @@ def load_model(
     cache_dir = config.compile.cache_dir
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
     parameters = materialize(model, compiled.packed if compiled else {}, config.device)
-    shards = shards_of(config)
-    load_weights(model, config.model, progress, RankShare(shards, group.rank, group.size), cache_dir)
+    share = share_of(config, group.rank)
+    load_weights(model, config.model, progress, share, cache_dir)
     if compiled is None:
-        add_collectives(model, shards)
+        add_collectives(model, share.shards)
     # One compile range may take a parameter alone that another takes packed: the model's own are views.
     return model, dict(model.named_parameters(remove_duplicate=False)) | parameters

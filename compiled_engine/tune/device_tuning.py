@@ -15,6 +15,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.tune.hopper_tuning import hopper_cases, tune_on_hopper
 from compiled_engine.tune.linear_candidates import cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
 from compiled_engine.tune.pass_gains import measure
@@ -31,12 +32,13 @@ class MeasuredProfile:
     gains_us: dict[str, dict[int, float]]
     noise_us: float
     linears: tuple[TunedLinear, ...]
+    hopper_linears: tuple[TunedLinear, ...] = ()
 
     def to_json(self) -> str:
-        rows = [_row(linear) for linear in self.linears]
-        lines = ",\n  ".join(json.dumps(row) for row in rows)
         head = json.dumps({"device": self.device, "noise_us": self.noise_us, "gains_us": self.gains_us})
-        return f'{head[:-1]},\n "linears": [\n  {lines}\n]}}\n'
+        lists = {"linears": self.linears, "hopper_linears": self.hopper_linears}
+        lines = {name: ",\n  ".join(json.dumps(_row(linear)) for linear in found) for name, found in lists.items()}
+        return head[:-1] + "".join(f',\n "{name}": [\n  {rows}\n]' for name, rows in lines.items()) + "}\n"
 
 
 def device_name() -> str:
@@ -49,21 +51,27 @@ def device_name() -> str:
 def tune_device(folders: Sequence[Path], progress: Progress) -> MeasuredProfile:
     """The profile of this GPU for models with the shapes of these checkpoint folders."""
     linears: dict[tuple[Any, ...], TunedLinear] = {}
+    hopper_linears: dict[tuple[Any, ...], TunedLinear] = {}
     least: dict[str, dict[int, float]] = {}
     noise: list[float] = []
     for folder in folders:
         options = EngineOptions(model=folder, load_format="dummy", mode="compiled", max_model_len=4096)
         config = resolve(options)
         cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens)]
-        for tuned in tune_linears(cases, progress):
-            linears[tuned.case.num_tokens, tuned.case.num_rows, tuned.case.k, tuned.case.silu_mul] = tuned
+        linears |= {_key(tuned): tuned for tuned in tune_linears(cases, progress)}
+        hopper_linears |= {_key(tuned): tuned for tuned in tune_on_hopper(hopper_cases(config.model), progress)}
         for name, gains in measure(config, TOKEN_COUNTS, REPEATS, progress).items():
             by_tokens = least.setdefault(name, {})
             for gain in gains:
                 noise.append(gain.noise_us)
                 microseconds = round(gain.gain_us, 1)
                 by_tokens[gain.tokens] = min(microseconds, by_tokens.get(gain.tokens, microseconds))
-    return MeasuredProfile(device_name(), least, round(median(noise), 1), tuple(linears.values()))
+    tuned = tuple(linears.values()), tuple(hopper_linears.values())
+    return MeasuredProfile(device_name(), least, round(median(noise), 1), *tuned)
+
+
+def _key(tuned: TunedLinear) -> tuple[Any, ...]:
+    return tuned.case.num_tokens, tuned.case.num_rows, tuned.case.k, tuned.case.silu_mul
 
 
 def _row(linear: TunedLinear) -> dict[str, Any]:

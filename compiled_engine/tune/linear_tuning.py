@@ -18,6 +18,7 @@ from itertools import groupby
 
 import torch
 
+from compiled_engine.passes.hopper_linear import HopperTiles
 from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, candidates
@@ -35,13 +36,13 @@ class TunedLinear:
     """The fastest tiles of a case, microseconds of a launch, and of the bytes at the memory's bandwidth."""
 
     case: LinearCase
-    tiles: Tiles
+    tiles: Tiles | HopperTiles
     microseconds: float
     cublas_microseconds: float
     bound_microseconds: float
 
 
-class _Chain:
+class Chain:
     """Linears of which each reads what the one before it wrote, over as many layers as fill the working set."""
 
     def __init__(self, cases: Sequence[LinearCase], layers: int | None = None):
@@ -108,7 +109,7 @@ def tune_linears(cases: Sequence[LinearCase], progress: Progress, workers: int |
 
 
 def _tune(cases: Sequence[LinearCase], advance: Callable[[int], None]) -> list[TunedLinear]:
-    chain = _Chain(cases)
+    chain = Chain(cases)
     pools = [_right_candidates(case, advance) for case in cases]
     chosen = [pool[0] for pool in pools]
     times: list[dict[Tiles, float]] = [{} for _ in cases]
@@ -126,7 +127,7 @@ def _linears(tiles: Sequence[Tiles]) -> list[Linear]:
 
 def _right_candidates(case: LinearCase, advance: Callable[[int], None]) -> list[Tiles]:
     """Those that this device can hold and that compute what the reference computes."""
-    chain = _Chain([case], layers=1)
+    chain = Chain([case], layers=1)
     expected = chain.run([reference]).float()
     right = []
     for tiles in candidates(case):
@@ -141,7 +142,7 @@ def _right_candidates(case: LinearCase, advance: Callable[[int], None]) -> list[
 
 
 def _measured(case: LinearCase, tiles: Tiles) -> TunedLinear:
-    chain = _Chain([case])
+    chain = Chain([case])
     ours = chain.microseconds(_linears([tiles]), 9)
     cublas = chain.microseconds([lambda x_TK, weight_NK, *others: torch.nn.functional.linear(x_TK, weight_NK)], 9)
     return TunedLinear(case, tiles, ours, cublas, case.num_rows * case.k * 2 / 4.3e6)
@@ -167,10 +168,10 @@ def compile_share(encoded: str, number: str, workers: str) -> None:
     """In a process of its own: launch every `workers`-th candidate once."""
     cases = [LinearCase(**case) for case in json.loads(encoded)]
     share = [(case, tiles) for case in cases for tiles in candidates(case)][int(number) :: int(workers)]
-    chain: _Chain | None = None
+    chain: Chain | None = None
     for case, tiles in share:
         if chain is None or chain.cases != [case]:
-            chain = _Chain([case], layers=1)
+            chain = Chain([case], layers=1)
         try:
             chain.run(_linears([tiles]))
         except Exception:

@@ -20,8 +20,8 @@ from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.structured_trace import emit_entry
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
-from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.parallel.shards import shards_of
+from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -13,15 +14,18 @@ from compiled_engine.models.checkpoint.mxfp4 import BYTES, Mxfp4Tensor
 from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
 from compiled_engine.models.foreign.placement import Placement
 from compiled_engine.models.foreign.weights import find_weight_plan
+from compiled_engine.parallel.shards import RankShare
 
 Pair = tuple[torch.Tensor | Mxfp4Tensor, torch.Tensor]
 RECOMPUTED = "inv_freq"  # the last part of names of buffers that old checkpoints hold; the model computes its own
 
 
 def match_foreign(
-    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
+    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, share: RankShare, cache_dir: Path | None
 ) -> list[Pair]:
     """Each part of a parameter with the tensor, or part of one, that belongs in it, in file order.
+
+    share: the slices of the tensors that the parameters are. config: of the undivided model.
 
     Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
     """
@@ -43,13 +47,14 @@ def match_foreign(
     covered = Counter(dict.fromkeys(first.values(), 0))
     for placement in placements:
         covered[owners[placement.target]] += _elements(placement.placed)
-    misfits = [p for p in placements if not _fits(p, parameters, tensors)]
+    whole = {name: share.whole_shape(name, tensor) for name, tensor in parameters.items()}
+    misfits = [p for p in placements if not _fits(p, whole, tensors)]
     packed = {name for p in placements if p.scales for name in (p.source, p.scales)}
     problems = {
-        "missing": [name for name, count in covered.items() if count < parameters[name].numel()],
+        "missing": [name for name, count in covered.items() if count < math.prod(whole[name])],
         "unexpected": [name for name in plan.unexpected if name.rpartition(".")[2] != RECOMPUTED],
         "of another shape": [
-            f"{p.source} ({list(shapes[p.source])} instead of {list(parameters[p.target].shape)})" for p in misfits
+            f"{p.source} ({list(shapes[p.source])} instead of {list(whole[p.target])})" for p in misfits
         ],
         "of a dtype that is not supported": [
             f"{name} ({tensor.dtype})"
@@ -61,17 +66,29 @@ def match_foreign(
     if lines:
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
     order = {name: place for place, name in enumerate(tensors)}
-    return [_pair(p, tensors, parameters) for p in sorted(placements, key=lambda p: order[p.source])]
+    ordered = sorted(placements, key=lambda p: order[p.source])
+    return [pair for p in ordered for pair in _pairs(p, tensors, parameters, share)]
 
 
-def _pair(placement: Placement, tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor]) -> Pair:
-    if not placement.scales:
-        return placement.pair(tensors, parameters)
-    return Mxfp4Tensor(tensors[placement.source], tensors[placement.scales]), parameters[placement.target].mT
+def _pairs(
+    placement: Placement, tensors: dict[str, torch.Tensor], parameters: dict[str, torch.Tensor], share: RankShare
+) -> list[Pair]:
+    """Of packed values, which are not divided, the one pair; else a rank's parts."""
+    if placement.scales:
+        packed = Mxfp4Tensor(tensors[placement.source], tensors[placement.scales])
+        return [(packed, parameters[placement.target].mT)]
+    shard = share.shards.get(placement.target)
+    if shard is None or (shard.dim is None and not (shard.first_only and share.rank)):
+        return [placement.pair(tensors, parameters)]
+    if shard.dim is None:
+        source, target = placement.pair(tensors, parameters)
+        return [(torch.zeros_like(source), target)]
+    places = shard.places(share.rank, share.num_ranks)
+    return [part.pair(tensors, parameters) for part in placement.cut(shard.dim, places)]
 
 
-def _fits(placement: Placement, parameters: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> bool:
-    shape = parameters[placement.target].shape
+def _fits(placement: Placement, whole: dict[str, tuple[int, ...]], tensors: dict[str, torch.Tensor]) -> bool:
+    shape = whole[placement.target]
     if placement.scales:
         blocks = tensors[placement.source].shape
         if len(blocks) != 4 or blocks[3] != BYTES or blocks[:3] != tensors[placement.scales].shape:

@@ -53,7 +53,7 @@ def load_weights(
     if config.transformers is None:
         pairs = _match(tensors, model, config, share)
     else:
-        pairs = match_foreign(tensors, model, config, cache_dir)
+        pairs = match_foreign(tensors, model, config, share, cache_dir)
     device = next(model.parameters()).device
     with progress.stage("load weights", len(pairs)) as advance:
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -112,4 +112,4 @@ def _match(
         twin = sources.setdefault(id(parameters[name]), name)
         if twin != name and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor)):
             raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
-    return [(share.of(name, known[name]), parameters[name]) for name in sources.values()]
+    return [pair for name in sources.values() for pair in share.pairs(name, known[name], parameters[name])]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
+
+from compiled_engine.parallel.shards import Place
 
 Span = tuple[int, int]
 
@@ -29,6 +31,29 @@ class Placement:
     placed: tuple[Span, ...]
     transposed: bool = False
     scales: str = ""
+
+    def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
+        """What of it belongs in a rank's parameter, which has these places along `dim`.
+
+        Raises ValueError where the part of the source is not one along that dimension.
+        """
+        back = dim - len(self.placed)  # counted from the last, as a source may lack the first
+        if self.transposed and back >= -2:
+            back = -3 - back
+        (first, end), taken = self.placed[dim], self.taken[back] if len(self.taken) >= -back else None
+        found = []
+        for start, length, local in places:
+            low, high = max(first, start), min(end, start + length)
+            if low >= high:
+                continue
+            placed = low - start + local, high - start + local
+            if taken is None or taken[1] - taken[0] != end - first:
+                raise ValueError(f"{self.source} cannot be divided: it is {self.target} in another shape")
+            part = taken[0] + low - first, taken[0] + high - first
+            found.append(
+                replace(self, taken=_replaced(self.taken, back, part), placed=_replaced(self.placed, dim, placed))
+            )
+        return found
 
     def pair(
         self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
@@ -68,3 +93,9 @@ def _part(tensor: torch.Tensor, spans: tuple[Span, ...]) -> torch.Tensor:
     for dim, (start, end) in enumerate(spans):
         tensor = tensor.narrow(dim, start, end - start)
     return tensor
+
+
+def _replaced(spans: tuple[Span, ...], dim: int, span: Span) -> tuple[Span, ...]:
+    changed = list(spans)
+    changed[dim] = span
+    return tuple(changed)

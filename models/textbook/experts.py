@@ -22,6 +22,7 @@ class Experts(nn.Module):
         E, D, I = experts.count, config.hidden_size, experts.intermediate_size  # noqa: E741
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * I, D, dtype=config.dtype))
         self.down_proj = nn.Parameter(torch.empty(E, D, I, dtype=config.dtype))
+        self.packed = {"gate_up_proj": (I, I)}
 
     def forward(self, x_TD: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
         """The sum over the experts of what each makes of a token, times its weight.

@@ -20,6 +20,7 @@ class Attention(nn.Module):
         self.qkv_proj = nn.Linear(D, (H + 2 * K) * d, bias=config.qkv_bias, dtype=config.dtype)
         self.o_proj = nn.Linear(H * d, D, bias=config.attention_out_bias, dtype=config.dtype)
         self.heads, self.head_dim = [H, K, K], d
+        self.packed = dict.fromkeys(("qkv_proj.weight", "qkv_proj.bias"), (H * d, K * d, K * d))
         self.sliding_window = config.sliding_windows[layer]
 
     def forward(
@@ -46,6 +47,7 @@ class PackedSwiGLU(nn.Module):
         super().__init__()
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.gate_up_proj = nn.Linear(hidden, 2 * intermediate, bias=False, dtype=config.dtype)
+        self.packed = {"gate_up_proj.weight": (intermediate, intermediate)}
         self.down_proj = nn.Linear(intermediate, hidden, bias=False, dtype=config.dtype)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,108 @@
+"""Measures on a Hopper which linears of 33 to 128 tokens its own kernel computes faster than what runs there else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import product
+
+import torch
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.passes import rms_norm, silu_mul, small_batch_linear_op
+from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
+from compiled_engine.passes.small_batch_linear_op import choose_tiles
+from compiled_engine.process.progress import Progress
+from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, cases_of
+from compiled_engine.tune.linear_tuning import Chain, Linear, TunedLinear
+
+# Of the time before, what a kernel may take to be chosen.
+WORTH = 0.98
+REPEATS = 9
+# The small-batch range ends here.
+SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
+
+
+def hopper_cases(model: ModelConfig) -> list[LinearCase]:
+    """What the engine asks of the kernel: in small batches linears without a residual, beyond those gated ones."""
+    cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens)]
+    return [case for case in cases if not case.residual and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
+
+
+def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
+    """Those that fit the shared memory, with as many stages as do and with fewer, and give most SMs something to do."""
+    tokens = next(most for most in TOKEN_BUCKETS if case.num_tokens <= most)
+    found: list[HopperTiles] = []
+    for groups, registers in product((1, 2, 3), (0, 128)):
+        results = groups * tokens * (32 if case.silu_mul else 64) * 2
+        most = min((SHARED_MEMORY - results) // ((64 * groups + tokens) * 128), -(-case.k // 64))
+        if case.num_rows >= 60 * 64 * groups and (registers == 0 or groups == 1):
+            found += [HopperTiles(groups, tokens, stages, registers) for stages in range(most, 3, -2)]
+    return found
+
+
+@torch.inference_mode()
+def tune_on_hopper(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
+    """The cases that gain, each with its fastest right tiles; none where the device is not a Hopper.
+
+    A case is measured with the norm before it, against the kernels of small batches, from 65 tokens on the library's.
+    """
+    tuned: list[TunedLinear] = []
+    if torch.cuda.get_device_capability()[0] != 9:
+        return tuned
+    with progress.stage("measure linears on Hopper", total=len(cases)) as advance:
+        for case in cases:
+            advance(1)
+            chain = Chain([case])
+            before = _library if case.num_tokens > SMALL_BATCH else partial(_small_batch, case)
+            expected = chain.run([before], 1).float()
+            times: dict[HopperTiles, float] = {}
+            for tiles in hopper_candidates(case):
+                found = chain.run([partial(_on_hopper, tiles)], 1).float()
+                if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
+                    times[tiles] = chain.microseconds([partial(_on_hopper, tiles)], REPEATS)
+            microseconds = chain.microseconds([before], REPEATS)
+            best = min(times, key=times.__getitem__, default=None)
+            if best is not None and times[best] < WORTH * microseconds:
+                bound = case.num_rows * case.k * 2 / 4.3e6
+                library = chain.microseconds([_library], REPEATS)
+                tuned.append(TunedLinear(case, best, times[best], library, bound))
+    return tuned
+
+
+def _normed(x_TK: torch.Tensor, norm_weight_K: torch.Tensor | None, eps: float) -> torch.Tensor:
+    return x_TK if norm_weight_K is None else rms_norm.launch(x_TK, norm_weight_K, eps)
+
+
+def _on_hopper(
+    tiles: HopperTiles,
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    norm_weight_K: torch.Tensor | None,
+    eps: float,
+    residual_TM: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor:
+    return hopper_linear(_normed(x_TK, norm_weight_K, eps), weight_NK, bias_N, gated, "silu", tiles)
+
+
+def _library(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    norm_weight_K: torch.Tensor | None,
+    eps: float,
+    residual_TM: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor:
+    y_TN = torch.nn.functional.linear(_normed(x_TK, norm_weight_K, eps), weight_NK, bias_N)
+    return silu_mul.launch(y_TN) if gated else y_TN
+
+
+def _small_batch(case: LinearCase, *arguments: object) -> torch.Tensor:
+    """Without what an earlier profile says of Hopper's kernel."""
+    device = torch.cuda.get_device_name()
+    tiles = choose_tiles(case.num_tokens, case.num_rows, case.k, case.silu_mul, torch.bfloat16, device)
+    launch: Linear = small_batch_linear_op.launch
+    return launch(*arguments, tiles=tiles)

@@ -1,0 +1,168 @@
+"""LayerNorm, with the residual add before it where there is one, becomes one kernel that returns both results.
+
+Why: as with residual_rms_norm, both read and write the hidden state. Inductor fuses the same, but its kernel cannot
+start before the one in front of it has ended, and in small batches that is most of what it takes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import fx
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.block_sizes import next_power_of_2
+from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.passes.graph_inputs import is_parameter
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import aten, emit, emit_item, is_call, rewrite_calls
+from compiled_engine.passes.op_library import define_op
+from compiled_engine.passes.structure import Structure
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["eps"])
+def layer_norm_kernel(
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    normed_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    eps: tl.tensor,
+    HIDDEN_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (token): its row; residual, weight and bias may be None, and without a residual nothing is summed."""
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN_SIZE
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    start = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE
+    x = tl.load(x_ptr + start + column, mask, other=0.0).to(tl.float32)
+    dtype: tl.constexpr = normed_ptr.dtype.element_ty
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + start + column, mask, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+        tl.store(sum_ptr + start + column, x.to(dtype), mask)
+    centred = tl.where(mask, x - tl.sum(x, 0) / HIDDEN_SIZE, 0.0)
+    normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN_SIZE + eps)
+    if weight_ptr is not None:
+        normed *= tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        normed += tl.load(bias_ptr + column, mask, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + start + column, normed.to(dtype), mask)
+
+
+def reference(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    weight_D: torch.Tensor | None,
+    bias_D: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(LayerNorm(x + residual) * weight + bias, x + residual); what is None is left out, and the sum is empty then."""
+    total_TD = x_TD if residual_TD is None else x_TD + residual_TD
+    normed_TD = torch.nn.functional.layer_norm(total_TD, (x_TD.shape[-1],), weight_D, bias_D, eps)
+    return normed_TD, x_TD.new_empty(0) if residual_TD is None else total_TD
+
+
+def launch(
+    x_TD: torch.Tensor,
+    residual_TD: torch.Tensor | None,
+    weight_D: torch.Tensor | None,
+    bias_D: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kernel behind `reference`."""
+    x_TD = x_TD.contiguous()
+    normed_TD, total_TD = _fake(x_TD, residual_TD)
+    hidden_size = x_TD.shape[-1]
+    block = next_power_of_2(hidden_size)
+    layer_norm_kernel[(x_TD.shape[0],)](
+        x_TD,
+        None if residual_TD is None else residual_TD.contiguous(),
+        weight_D,
+        bias_D,
+        normed_TD,
+        total_TD,
+        eps,
+        HIDDEN_SIZE=hidden_size,
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **dependent_launch(x_TD.device),
+    )
+    return normed_TD, total_TD
+
+
+def _fake(x_TD: torch.Tensor, residual_TD: torch.Tensor | None, *others: object) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
+    return normed_TD, x_TD.new_empty(0) if residual_TD is None else torch.empty_like(normed_TD)
+
+
+layer_norm = define_op(
+    "layer_norm(Tensor x_TD, Tensor? residual_TD, Tensor? weight_D, Tensor? bias_D, float eps) -> (Tensor, Tensor)",
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+)
+
+
+class LayerNorm(GraphPass):
+    name = "layer_norm"
+
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.layer_norms
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, aten.native_layer_norm.default, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
+    x, shape, weight, bias, eps = norm.args
+    value = x.meta["val"]  # type: ignore[union-attr]
+    if value.dim() != 2:
+        return None
+    items: list[Any] = list(norm.users)
+    if any(not is_call(item, operator.getitem) or item.args[1] != 0 for item in items) or len(items) != 1:
+        return "its mean or its deviation is read too"
+    if list(shape) != [value.shape[-1]]:  # type: ignore[call-overload]
+        return "it is not over the last dimension"
+    for parameter in (weight, bias):
+        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):  # type: ignore[union-attr]
+            return "its weight or bias is not a parameter of its dtype"
+    total: Any = x
+    addends = _addends(total)
+    # Others may read the sum before the norm does.
+    with graph.inserting_before(norm) if addends is None else graph.inserting_after(total):
+        fused = emit(graph, layer_norm, *(addends or (total, None)), weight, bias, eps)
+    with graph.inserting_after(fused):
+        normed = emit_item(graph, fused, 0)
+    items[0].replace_all_uses_with(normed)
+    replacements = [Replacement(items[0].name, normed)]
+    if addends is not None:
+        with graph.inserting_after(fused):
+            new_total = emit_item(graph, fused, 1)
+        total.replace_all_uses_with(new_total)
+        replacements.append(Replacement(total.name, new_total))
+    return replacements
+
+
+def _addends(total: Any) -> tuple[fx.Node, fx.Node] | None:
+    """x and residual where the value is their sum, which nobody reads before the norm."""
+    if not is_call(total, aten.add.Tensor) or total.kwargs or len(total.args) != 2:
+        return None
+    like = total.meta["val"]
+    for addend in total.args:
+        if not isinstance(addend, fx.Node) or addend.meta["val"].shape != like.shape:
+            return None
+        if addend.meta["val"].dtype != like.dtype:
+            return None
+    return total.args
