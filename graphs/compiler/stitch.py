@@ -7,6 +7,7 @@ use. It costs about a microsecond a call; Dynamo's own entry with its guards cos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
 from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import Source, derived
+from compiled_engine.passes.rope_attend import in_two
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
 
@@ -30,7 +32,9 @@ def stitch(
     """
     functions: dict[str, Callable[..., Any]] = SPLITTING_OPS
     if on_attention is not None:
-        functions = functions | {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
+        passed = {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
+        attention_passed = partial(in_two, passed["compiled_engine::attend"])
+        functions = functions | passed | {"compiled_engine::rope_attend": attention_passed}
     namespace: dict[str, Any] = {_op_function(name): function for name, function in functions.items()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
     for index, source in enumerate(plan.inputs):
