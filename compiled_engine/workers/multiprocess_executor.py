@@ -1,7 +1,7 @@
 """The executor whose ranks are processes of their own on this host, one for each device.
 
-Each step is written once into a ring of shared memory that all workers read; rank 0 writes each result into another. A
-step is on its way before the one before it has ended. No process is a rank and the engine's core at the same time, so
+Each step is written once into a ring of shared memory that all workers read; one rank writes each result into another.
+A step is on its way before the one before it has ended. No process is a rank and the engine's core at the same time, so
 neither waits for the other's Python.
 """
 

@@ -36,7 +36,7 @@ class WorkerChild:
 
     gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
     so that all run the same code, and it sees those of the others, whose memory it reads and writes. steps: the ring
-    that it reads; results: the one that rank 0 writes. heartbeats: descriptor of their memory.
+    that it reads; results: the one that the last stage writes. heartbeats: descriptor of their memory.
     """
 
     def __init__(

@@ -106,7 +106,7 @@ def decode_to_worker(data: bytes) -> ToWorker:
 
 
 def encode_result(result: Result) -> bytes:
-    """What rank 0 writes for each step, into its own ring."""
+    """What the rank with the results writes for each step, into its own ring."""
     return (b"F" if isinstance(result, Failed) else b"O") + _encoder.encode(result)
 
 
