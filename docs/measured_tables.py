@@ -332,7 +332,6 @@ SHOWN_PASSES = {
     "experts": "experts",
     "residual_rms_norm": "sums + norms",
     "rms_norm": "norms",
-    "layer_norm": "layer norms",
     "rope_angles": "angles",
     "rope_kv_write": "rope + KV",
     "silu_mul": "gates",

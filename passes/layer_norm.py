@@ -20,7 +20,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import aten, emit, emit_item, is_call, rewrite_calls
+from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
 
@@ -42,6 +42,10 @@ def layer_norm_kernel(
     """Program (token): its row; residual, weight and bias may be None, and without a residual nothing is summed."""
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN_SIZE
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + column, mask, other=0.0).to(tl.float32)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
@@ -55,9 +59,9 @@ def layer_norm_kernel(
     centred = tl.where(mask, x - tl.sum(x, 0) / HIDDEN_SIZE, 0.0)
     normed = centred * tl.rsqrt(tl.sum(centred * centred, 0) / HIDDEN_SIZE + eps)
     if weight_ptr is not None:
-        normed *= tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+        normed *= weight
     if bias_ptr is not None:
-        normed += tl.load(bias_ptr + column, mask, other=0.0).to(tl.float32)
+        normed += bias
     tl.store(normed_ptr + start + column, normed.to(dtype), mask)
 
 
@@ -126,20 +130,19 @@ class LayerNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
-    x, shape, weight, bias, eps = norm.args
-    value = x.meta["val"]  # type: ignore[union-attr]
+    x, shape, weight, bias, eps = (arg(norm, i) for i in range(5))
+    value = x.meta["val"]
     if value.dim() != 2:
         return None
     items: list[Any] = list(norm.users)
     if any(not is_call(item, operator.getitem) or item.args[1] != 0 for item in items) or len(items) != 1:
         return "its mean or its deviation is read too"
-    if list(shape) != [value.shape[-1]]:  # type: ignore[call-overload]
+    if list(shape) != [value.shape[-1]]:
         return "it is not over the last dimension"
     for parameter in (weight, bias):
-        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):  # type: ignore[union-attr]
+        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):
             return "its weight or bias is not a parameter of its dtype"
-    total: Any = x
-    addends = _addends(total)
+    total, addends = x, _addends(x)
     # Others may read the sum before the norm does.
     with graph.inserting_before(norm) if addends is None else graph.inserting_after(total):
         fused = emit(graph, layer_norm, *(addends or (total, None)), weight, bias, eps)

@@ -53,21 +53,23 @@ def residual_rms_norm_kernel(
     WIDE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
+    column = tl.arange(0, BLOCK)
+    mask = column < HIDDEN_SIZE
+    # Weights come from far, and no kernel before this one writes them.
+    weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
+    if inner_weight_ptr is not None:
+        inner_weight = tl.load(inner_weight_ptr + column, mask, other=0.0).to(tl.float32)
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * HIDDEN_SIZE
-    column = tl.arange(0, BLOCK)
-    mask = column < HIDDEN_SIZE
     x = tl.load(x_ptr + start + column, mask, other=0.0).to(tl.float32)
     residual = tl.load(residual_ptr + start + column, mask, other=0.0).to(tl.float32)
     dtype: tl.constexpr = sum_ptr.dtype.element_ty
     if inner_weight_ptr is not None:
-        inner_weight = tl.load(inner_weight_ptr + column, mask, other=0.0).to(tl.float32)
         x = rms_norm.normed(x, inner_weight, eps, HIDDEN_SIZE, OFFSET, WIDE, dtype).to(tl.float32)
     total = (x + residual).to(dtype)
     tl.store(sum_ptr + start + column, total, mask)
-    weight = tl.load(weight_ptr + column, mask, other=0.0).to(tl.float32)
     normed = rms_norm.normed(total.to(tl.float32), weight, eps, HIDDEN_SIZE, OFFSET, WIDE, dtype)
     tl.store(normed_ptr + start + column, normed, mask)
 

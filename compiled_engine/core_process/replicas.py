@@ -266,15 +266,17 @@ class Replicas:
             self._selector.modify(replica.connection, events, replica)
 
     def _ask(self, what: Literal["metrics", "reset_prefix_cache", "check_integrity"]) -> None:
-        """Ask all; their metrics are kept. One that does not answer in time is not waited for."""
+        """Ask all; their metrics are kept. One that has answered before is not waited for longer than _ANSWER_S."""
         self._require_living()
         self._question += 1
         self._answers = {}
         for replica in self._living.values():
             self._send(replica, Ask(self._question, what))
         deadline = time.monotonic() + _ANSWER_S
-        while self._living.keys() - self._answers.keys() and (left := deadline - time.monotonic()) > 0:
-            self._look(left)
+        while missing := self._living.keys() - self._answers.keys():
+            if time.monotonic() > deadline and all(self._living[number].metrics for number in missing):
+                break
+            self._look(_LOOK_S)
         self._require_living()
         for number, answer in self._answers.items():
             self._all[number].metrics = answer or self._all[number].metrics

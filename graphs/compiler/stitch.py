@@ -54,7 +54,8 @@ def forward_source(plan: Plan) -> str:
     names = [_input_name(index, source) for index, source in enumerate(plan.inputs)]
     names += [f"v{i}" for i in range(len(names), len(names) + sum(len(step.results) for step in plan.steps))]
     last_use = _last_uses(plan)
-    lines = ["def forward(input_ids_T, positions_T, attention_inputs, kv_caches):"]
+    received = ", received" * any(source.kind == "received" for source in plan.inputs)
+    lines = [f"def forward(input_ids_T, positions_T, attention_inputs, kv_caches{received}):"]
     lines += [
         f"    {names[i]} = {_argument_expression(source.name)}.shape[{source.dim}]" for i, source in _used_sizes(plan)
     ]
@@ -63,19 +64,19 @@ def forward_source(plan: Plan) -> str:
         dead = [names[i] for i in last_use.get(number, []) if i >= len(plan.inputs)]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    lines.append(f"    return {names[plan.outputs[0]]}")
+    lines.append(f"    return {', '.join(names[index] for index in plan.outputs)}")
     return "\n".join(lines) + "\n"
 
 
 def _input_name(index: int, source: Source) -> str:
-    if source.kind == "argument":
+    if source.kind in ("argument", "received"):
         return _argument_expression(source.name)
     return f"parameter_{index}" if source.kind == "parameter" else f"size_{index}"
 
 
 def _argument_expression(name: str) -> str:
     head, _, rest = name.partition(".")
-    return f"kv_caches[{rest}]" if head == "kv_caches" else name
+    return f"{head}[{rest}]" if head in ("kv_caches", "received") else name
 
 
 def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
