@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.foreign_share import divided_config
+from compiled_engine.parallel_config import ParallelConfig
 from compiled_engine.rope_config import RopeConfig
 
 
@@ -195,24 +196,6 @@ class GraphConfig:
     background: bool = False
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How many ranks compute each layer together, one a device, and who runs them: in_process, multiprocess, or
-    ray, where a cluster has the replicas, and each runs its devices in one of the other ways.
-
-    data_parallel_size: replicas of the whole, each with devices and requests of its own.
-    """
-
-    tensor_parallel_size: int
-    executor: str
-    data_parallel_size: int = 1
-
-    @property
-    def devices_per_replica(self) -> int:
-        """Devices that a replica runs on."""
-        return self.tensor_parallel_size
-
-
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
     """The shape that each of num_ranks ranks computes: its heads, and its parts of the MLP and of the vocabulary.
 
@@ -260,6 +243,11 @@ class EngineConfig:
     device: torch.device
     attention_backend: str
     reasons: dict[str, str]
+
+    @property
+    def max_running(self) -> int:
+        """Most requests that run at a time: those of a step for each stage, since stages compute different ones."""
+        return self.scheduler.max_num_seqs * self.parallel.num_stages
 
     @property
     def local_model(self) -> ModelConfig:

@@ -49,6 +49,7 @@ class EngineOptions:
     cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
     generation_config: auto (the checkpoint's defaults for sampling) | none.
     tensor_parallel_size: devices that compute each layer together, one process a device.
+    pipeline_parallel_size: stages that the layers are divided into, each on devices of its own.
     data_parallel_size: replicas of the model, each on devices of its own; requests are divided among them.
     distributed_executor: auto | in_process | multiprocess | ray: who runs the devices; auto is in_process for one. With
         ray, replicas are on the nodes of a Ray cluster.
@@ -94,6 +95,7 @@ class EngineOptions:
     compile_cache: bool = True
     generation_config: str = "auto"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
     distributed_executor: str = "auto"
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.logits_head import Logits, read_logits_head
+from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
+from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
 from compiled_engine.process.import_apart import import_apart
@@ -40,7 +42,8 @@ class Forwards:
     """The compiled forward of each compile range.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token. `logits`: from hidden states [R, D] to logits [R, V]; None where the model has it.
+    logits [T, V] of every token. A stage with others behind it returns what it hands on. `logits`: from hidden states
+    [R, D] to logits [R, V]; None where the model has it.
     """
 
     hidden: Forward
@@ -62,14 +65,42 @@ class CompiledModel:
     lookup: Lookup
     counts: CompileCounts
 
+    def for_stage(self, stage: Stage) -> CompiledModel:
+        """A part of it. Raises ValueError, see stage_plan."""
+        if stage.count == 1:
+            return self
+        staged = tuple(replace(r, staged=stage_plan(r.plan, stage)) for r in self.ranges)
+        return replace(self, ranges=staged, logits_head=self.logits_head if stage.is_last else None)
+
     @property
     def packed(self) -> dict[str, tuple[str, ...]]:
         """The packed parameters of all compile ranges, each with its members."""
-        return {name: members for r in self.ranges for name, members in r.plan.packed().items()}
+        return {name: members for r in self.ranges for name, members in r.bound_plan.packed().items()}
 
-    def bind(self, parameters: Mapping[str, torch.Tensor], on_attention: OnAttention | None = None) -> Forwards:
-        """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`."""
-        bound = [(r.compile_range, stitch(r.plan, self.pieces, parameters, on_attention)) for r in self.ranges]
+    def parameters(self) -> frozenset[str]:
+        """The parameters and buffers that the forwards take, members for packed ones."""
+        return frozenset(name for r in self.ranges for name in r.bound_plan.parameters())
+
+    @property
+    def received_row_bytes(self) -> int:
+        """Most bytes of a token that the stage receives."""
+        borders = [r.staged.received for r in self.ranges if r.staged is not None]
+        return max((border.row_bytes for border in borders if border is not None), default=0)
+
+    def bind(
+        self,
+        parameters: Mapping[str, torch.Tensor],
+        on_attention: OnAttention | None = None,
+        received: torch.Tensor | None = None,
+    ) -> Forwards:
+        """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`.
+
+        received: where what the stage before hands on is put, uint8.
+        """
+        bound: list[tuple[CompileRange, Forward]] = []
+        for r in self.ranges:
+            forward = stitch(r.bound_plan, self.pieces, parameters, on_attention)
+            bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
         hidden = next(forward for compile_range, forward in bound if not compile_range.small)
         logits = self.logits_head(parameters) if self.logits_head else None
         return Forwards(hidden, tuple(item for item in bound if item[0].small), logits)

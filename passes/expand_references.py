@@ -20,6 +20,7 @@ from compiled_engine.passes import (
     residual_rms_norm,
     rms_norm,
     rope_angles,
+    rope_attend,
     rope_kv_write,
     silu_mul,
     small_batch_linear_op,
@@ -59,6 +60,14 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
+    for fused in graph.find_nodes(op="call_function", target=rope_attend.FUSED):
+        q, k, v, *norm_and_angles, cache, out = fused.args[:10]
+        norm, others = fused.args[10 : rope_attend.LEADING], fused.args[rope_attend.LEADING :]
+        with graph.inserting_before(fused):
+            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles, *norm))
+            rotated_q, rotated_k = (graph.call_function(operator.getitem, (rotated, i)) for i in range(2))
+            graph.call_function(rope_kv_write.ATTENTION, (rotated_q, rotated_k, v, cache, out, *others))
+        graph.erase_node(fused)
     found = (rope_kv_write.FUSED, rope_kv_write.FUSED_FORM)
     for fused in (node for op in found for node in graph.find_nodes(op="call_function", target=op)):
         attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))

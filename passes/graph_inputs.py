@@ -22,7 +22,8 @@ class Source:
     kind "parameter": the parameter or buffer `name`, which is a packed tensor if it has `members`;
     or what `derivation` makes of it;
     "argument": the forward argument `name` (attention_inputs.seq_lens_R, kv_caches.3, ...);
-    "size": the length of dimension `dim` of that argument.
+    "size": the length of dimension `dim` of that argument;
+    "received", in a stage alone: value `name` (received.0, ...) of those that the stage before hands on.
     """
 
     kind: str

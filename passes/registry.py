@@ -15,6 +15,7 @@ from compiled_engine.passes.no_op_elimination import NoOpElimination
 from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
 from compiled_engine.passes.rms_norm import RMSNorm
 from compiled_engine.passes.rope_angles import RopeAngles
+from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
 from compiled_engine.passes.silu_mul import SiluMul
 from compiled_engine.passes.small_batch_linear import SmallBatchLinear
@@ -29,6 +30,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     LayerNorm(),
     RopeAngles(),
     RopeKVWrite(),
+    RopeAttend(),
     SiluMul(),
     SmallBatchLinear(),
     GatedLinear(),

@@ -9,23 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """fp32 with no more bits than the dtype has."""
-    return x.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _weighted(
-    x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
-) -> tl.tensor:
-    """What is normed times the weight, rounded as rms_norm has it."""
-    if OFFSET != 0:
-        weight += OFFSET
-    if not WIDE:
-        x = _rounded(x, dtype)
-    return _rounded(x * weight, dtype)
+from compiled_engine.attention.backends.triton_rotation import rounded, weighted
 
 
 @triton.jit
@@ -110,13 +94,13 @@ def normed_and_rotated(
         weight_first_HP, weight_second_HP = load_pairs(weight_ptr, 0, one_HP, other_HP, mask_HP)
         squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
         scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
-        first_HP = _weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
-        second_HP = _weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
+        first_HP = weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
+        second_HP = weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
     step: tl.constexpr = tl.float32 if ROPE_WIDE else dtype
-    first_cos_HP = _rounded(first_HP * cos_first_HP.to(tl.float32), step)
-    second_cos_HP = _rounded(second_HP * cos_second_HP.to(tl.float32), step)
-    first_sin_HP = _rounded(first_HP * sin_second_HP.to(tl.float32), step)
-    second_sin_HP = _rounded(second_HP * sin_first_HP.to(tl.float32), step)
+    first_cos_HP = rounded(first_HP * cos_first_HP.to(tl.float32), step)
+    second_cos_HP = rounded(second_HP * cos_second_HP.to(tl.float32), step)
+    first_sin_HP = rounded(first_HP * sin_second_HP.to(tl.float32), step)
+    second_sin_HP = rounded(second_HP * sin_first_HP.to(tl.float32), step)
     one = (first_cos_HP - second_sin_HP).to(dtype)
     other = (second_cos_HP + first_sin_HP).to(dtype)
     if ROTARY == HEAD_DIM:

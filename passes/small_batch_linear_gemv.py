@@ -19,8 +19,8 @@ from compiled_engine.passes.silu_mul import gated
 def finish(
     y: tl.tensor,
     up: tl.tensor,
+    residual: tl.tensor,
     out_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
     offsets: tl.tensor,
     mask: tl.tensor,
     SILU_MUL: tl.constexpr,
@@ -29,7 +29,8 @@ def finish(
 ) -> None:
     """What follows the product, rounded where the textbook rounds: activation(y) * up, or residual + y; then the store.
 
-    y, up: float32, of the shape of offsets and mask; up is read with SILU_MUL alone.
+    y, up: float32, of the shape of offsets and mask, as residual; up is read with SILU_MUL, residual with RESIDUAL
+    alone. With few tokens callers load the residual with the product's operands, lest it be waited for at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:
@@ -37,8 +38,7 @@ def finish(
         up = up.to(dtype).to(tl.float32)
         y = gated(y, up, ACTIVATION, dtype)
     if RESIDUAL:
-        residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-        y = y.to(dtype).to(tl.float32) + residual
+        y = y.to(dtype).to(tl.float32) + residual.to(tl.float32)
     tl.store(out_ptr + offsets, y.to(dtype), mask=mask)
 
 
@@ -94,6 +94,10 @@ def one_token_kernel(
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
+    mask_N = row_N < num_outputs
+    residual_N = None
+    if RESIDUAL:
+        residual_N = tl.load(residual_ptr + row_N, mask=mask_N, other=0.0)
     acc_NK = tl.zeros([OUTPUTS, BLOCK_K], tl.float32)
     up_acc_NK = tl.zeros([OUTPUTS, BLOCK_K], tl.float32)
     squares_K = tl.zeros([BLOCK_K], tl.float32)
@@ -119,9 +123,8 @@ def one_token_kernel(
         scale = tl.rsqrt(tl.sum(squares_K, 0) / K + eps)
         y_N *= scale
         up_N *= scale
-    mask_N = row_N < num_outputs
     if BIAS:
         y_N += tl.load(bias_ptr + row_N, mask=mask_N, other=0.0).to(tl.float32)
         if SILU_MUL:
             up_N += tl.load(bias_ptr + num_outputs + row_N, mask=mask_N, other=0.0).to(tl.float32)
-    finish(y_N, up_N, out_ptr, residual_ptr, row_N, mask_N, SILU_MUL, ACTIVATION, RESIDUAL)
+    finish(y_N, up_N, residual_N, out_ptr, row_N, mask_N, SILU_MUL, ACTIVATION, RESIDUAL)

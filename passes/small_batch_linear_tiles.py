@@ -222,6 +222,12 @@ def few_tokens_kernel(
     token_T = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     x_row_ptr_T = x_ptr + token_T.to(tl.int64) * x_stride
     mask_T = token_T < num_tokens
+    output_M = first + tl.arange(0, OUTPUTS)
+    offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
+    mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
+    residual_TM = None
+    if RESIDUAL and TOKENS < 64:  # with more it would take registers from the product
+        residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
     if GROUPS == 1:
         acc = tl.zeros([LEFT, RIGHT], tl.float32)
         squares = tl.zeros([TOKENS], tl.float32)
@@ -250,13 +256,12 @@ def few_tokens_kernel(
         if not _leave_partial(y_TN, partial_ptr_TN, counter_ptr + tile, SPLIT_K):
             return
         y_TN = _sum_of_partials(partial_ptr_TN, TOKENS, ROWS, SPLIT_K)
-    output_M = first + tl.arange(0, OUTPUTS)
-    offsets_TM = token_T.to(tl.int64)[:, None] * num_outputs + output_M[None, :]
-    mask_TM = mask_T[:, None] & (output_M < num_outputs)[None, :]
+    if RESIDUAL and TOKENS >= 64:
+        residual_TM = tl.load(residual_ptr + offsets_TM, mask=mask_TM, other=0.0)
     if BIAS:
         y_TN += tl.load(bias_ptr + row_N).to(tl.float32)
     if SILU_MUL:
         gate_TM, up_TM = tl.split(tl.reshape(y_TN, offsets_TM.shape + [2]))  # noqa: RUF005 (Triton has no star)
-        finish(gate_TM, up_TM, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+        finish(gate_TM, up_TM, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
     else:
-        finish(y_TN, None, out_ptr, residual_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)
+        finish(y_TN, None, residual_TM, out_ptr, offsets_TM, mask_TM, SILU_MUL, ACTIVATION, RESIDUAL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -61,12 +61,14 @@ class SimulatedEngine:
         policy: str = "fcfs",
         prefix_caching: bool = True,
         steps_in_flight: int = 1,
+        num_lanes: int = 1,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight)
+        self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes)
         self.steps_in_flight = steps_in_flight
-        self.runner = FakeRunner(num_blocks, block_size, max_num_seqs, budget)
+        self.most_unknown = 2 if steps_in_flight > num_lanes else 1
+        self.runner = FakeRunner(num_blocks, block_size, max_num_seqs, budget, serves_all=num_lanes == 1)
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
         self.by_priority = policy == "priority"
@@ -74,6 +76,7 @@ class SimulatedEngine:
         self.waiting: set[str] = set()
         self.ended: list[Record] = []
         self.in_flight: deque[tuple[SchedulerOutput, RunnerOutput, list[Record]]] = deque()
+        self.unmasked: tuple[SchedulerOutput, list[Record]] | None = None
         self.num_arrived = 0
         self.num_preemptions = 0
         self.max_request_tokens = 1
@@ -125,7 +128,9 @@ class SimulatedEngine:
         return step
 
     def try_step(self) -> SchedulerOutput | None:
-        """None if everything that is left waits for a step in flight."""
+        """None if everything that is left waits for a step in flight, or the newest one for its masks."""
+        if self.unmasked is not None:
+            return None
         step = self.scheduler.schedule()
         self.scheduler.check_integrity()
         if step is None:
@@ -136,8 +141,10 @@ class SimulatedEngine:
         records = [self.live[request_id] for request_id in step.request_ids]
         self._check_order(step)
         self.in_flight.append((step, self.runner.execute(step), records))
-        if len(self.in_flight) == 1:
-            self._give_masks()
+        sampled = Counter(id(r) for step, _, records in self.in_flight for r in compress(records, step.samples))
+        assert max(sampled.values(), default=0) <= self.most_unknown, "a request is in too many steps at a time"
+        self.unmasked = (step, records) if step.awaits_masks else None
+        self._give_masks()
         return step
 
     def _note_preemptions(self) -> None:
@@ -149,11 +156,16 @@ class SimulatedEngine:
         self.num_preemptions += count
 
     def _give_masks(self) -> None:
-        """To the oldest step in flight, before whose tokens all are known, if it awaits masks."""
-        step, _, records = self.in_flight[0]
-        if step.awaits_masks:
+        """To the newest step, if it awaits masks and the tokens before it are known: they are if it is the oldest."""
+        if self.unmasked is None:
+            return
+        step, records = self.unmasked
+        if self.scheduler.knows_tokens_before(step):
             ended = {record.request.request_id for record in records if record.finish_reason is not None}
             self.runner.check_masks(step, self.scheduler.masks(step), ended)
+            self.unmasked = None
+        else:
+            assert step is not self.in_flight[0][0]
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -194,8 +206,7 @@ class SimulatedEngine:
         step, result, records = self.in_flight.popleft()
         outputs = self.scheduler.update(step, result)
         self._take(step, records, outputs)
-        if self.in_flight:
-            self._give_masks()
+        self._give_masks()
         return outputs
 
     def fail_step(self, *, launching: bool = False) -> None:
@@ -203,7 +214,7 @@ class SimulatedEngine:
 
         `launching`: so does one more that the runner never gets to see.
         """
-        if launching and len(self.in_flight) < self.steps_in_flight:
+        if launching and len(self.in_flight) < self.steps_in_flight and self.unmasked is None:
             step = self.scheduler.schedule()
             if step is not None:
                 records = [self.live[request_id] for request_id in step.request_ids]
@@ -216,6 +227,7 @@ class SimulatedEngine:
             self._forget(records)
         self._forget([record for request_id, record in self.live.items() if request_id not in self.waiting])
         self.in_flight.clear()
+        self.unmasked = None
         self.scheduler.fail_step()
         self.scheduler.check_integrity()
 

@@ -14,11 +14,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS
+from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS, MAX_SPLITS, SMALL
 from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
+from compiled_engine.attention.backends.triton_rope_decode_kernel import rope_decode_kernel
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
 
@@ -31,9 +32,12 @@ INDICES = {
     "block_table_ptr": "*i32",
     "slot_mapping_ptr": "*i64",
     "work_ptr": "*i32",
+    "arrived_ptr": "*i32",
     "sinks_ptr": "*bf16",
 }
 PLAIN = {"sinks_ptr": None, "CAP_SCALE": 0.0}
+# Bytes that may be spilled where registers hold a whole tile; Triton 3.9 spills more than 3.6.
+SPILLED = 400
 # Query heads, K/V heads, head size: those of small Qwen and Llama models, and the extremes that are allowed.
 VARIANTS = [
     (torch.bfloat16, (4, 2, 64)),
@@ -69,7 +73,7 @@ def check(tmp_path: Path) -> Callable[..., str]:
                 signature[name] = "*fp32" if name.startswith("partial") else ELEMENTS[dtype]
                 attributes[(index,)] = [["tt.divisibility", 16]]
             else:
-                signature[name] = "fp32" if name == "scale_log2" else "i32"
+                signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
         constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
         source = ASTSource(kernel, signature, constexprs, attributes)
         program = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": True, **options})
@@ -121,18 +125,34 @@ def test_prefill(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int
     assert "cp.async.cg.shared.global" in ptx
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("programs", [1, 2, SMALL])
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
-def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], small: bool) -> None:
-    tiles = decode_tiles(shape[2], dtype.itemsize, small)
-    further = {"GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
+def test_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int], programs: int) -> None:
+    tiles = decode_tiles(shape[2], dtype.itemsize, programs)
+    further = {"GRAIN": GRAIN, "LOOK_AHEAD": tiles.look_ahead, "DEPENDENT_LAUNCH": True}
     chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
     options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
     # With a single warp Triton 3.9 spills some addresses, which 3.6 does not.
-    ptx = check(decode_kernel, dtype, chosen, spilled=96 if small else 0, **options)
+    ptx = check(decode_kernel, dtype, chosen, spilled=96 if programs == SMALL else 0, **options)
     # K and V come in 16 bytes at a time, while earlier tiles are computed.
     assert "cp.async.cg.shared.global" in ptx
     assert "griddepcontrol.wait" in ptx
+
+
+@pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
+def test_rope_decode(check: Callable[..., str], dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    tiles = decode_tiles(shape[2], dtype.itemsize, SMALL)
+    further = {f"{name}_HEAD_STRIDE": shape[2] for name in ("Q", "K", "V", "OUT")}
+    further |= {"OFFSET": 0.0, "WIDE": False, "STRIDE_MULTIPLE": 8, "GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
+    further |= {"FIRST_N": tiles.keys}
+    chosen = constants(*shape, TILE_M=max(16, shape[0] // shape[1]), TILE_N=tiles.keys, **further)
+    options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": True}
+    # The first tile is held in registers while q is made, which spills some addresses.
+    ptx = check(rope_decode_kernel, dtype, chosen, spilled=SPILLED, **options)
+    assert "cp.async.cg.shared.global" in ptx
+    # The first keys and values are asked for before the wait.
+    before_the_wait, _, _ = ptx.partition("griddepcontrol.wait")
+    assert before_the_wait.count("ld.global.v4") >= 2
 
 
 @pytest.mark.parametrize(("dtype", "shape"), VARIANTS)
@@ -164,11 +184,12 @@ def test_soft_cap_and_sinks(check: Callable[..., str], head_dim: int) -> None:
         chosen = constants(8, 4, head_dim, TILE_M=prefill.rows, TILE_N=prefill.keys, **capped, **listed)
         del chosen["sinks_ptr"]
         check(prefill_kernel, torch.bfloat16, chosen, spilled=spilled, programs=prefill.programs, **_options(prefill))
-    for small in (False, True):
-        tiles = decode_tiles(head_dim, 2, small)
+    for programs in (1, 2, SMALL):
+        tiles = decode_tiles(head_dim, 2, programs)
         chosen = constants(8, 4, head_dim, TILE_M=16, TILE_N=tiles.keys, GRAIN=GRAIN, **capped)
+        chosen["LOOK_AHEAD"] = tiles.look_ahead
         del chosen["sinks_ptr"]
-        check(decode_kernel, torch.bfloat16, chosen, spilled=96 if small else 0, **_options(tiles))
+        check(decode_kernel, torch.bfloat16, chosen, spilled=96 if programs == SMALL else 0, **_options(tiles))
     few = listed_decode_tiles(head_dim, 2)
     chosen = constants(8, 4, head_dim, TILE_M=16, TILE_N=few.keys, GRAIN=GRAIN, **capped, **listed)
     del chosen["sinks_ptr"]

@@ -119,6 +119,7 @@ PERTURBED: dict[str, Any] = {
     "graph.token_sizes": (1, 2),
     "graph.background": True,
     "parallel.tensor_parallel_size": 2,
+    "parallel.stage_layers": (2, 4),
     "parallel.executor": "multiprocess",
     "parallel.data_parallel_size": 2,
     "attention_backend": "triton",

@@ -20,6 +20,7 @@ LARGEST_ROOM = 0.13
 # From the lowest floor up. A room, or a module at the top, may import what stands before it, and nothing else.
 FLOORS = (
     "process",
+    "parallel_config",
     "foreign_share",
     "rope_config",
     "config",

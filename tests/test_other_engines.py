@@ -48,6 +48,7 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ("async_scheduling", False, {"async_scheduling": False}),
     ("logits_processors", ["package:Name"], {"logits_processors": ("package:Name",)}),
     ("tensor_parallel_size", 2, {"tensor_parallel_size": 2}),
+    ("pipeline_parallel_size", 2, {"pipeline_parallel_size": 2}),
     ("data_parallel_size", 2, {"data_parallel_size": 2}),
     ("model_impl", "vllm", {}),
     ("model_impl", "transformers", {"model_impl": "transformers"}),
@@ -169,7 +170,7 @@ def test_all_keywords_without_effect_are_in_one_warning() -> None:
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2: this way to use several GPUs is not supported"),
+        ({"nnodes": 2}, "nnodes is 2: this way to use several GPUs is not supported"),
         ({"trust_remote_code": True}, "trust_remote_code is True: code that comes with a checkpoint"),
         ({"cpu_offload_gb": True}, "cpu_offload_gb is True"),
         ({"enforce_eager": 1}, "enforce_eager is 1; allowed: True, False"),

@@ -42,6 +42,10 @@ CPU = torch.device("cpu")
         ({"distributed_executor": "mpi"}, "distributed_executor is 'mpi'; allowed: auto, in_process, multiprocess"),
         ({"tensor_parallel_size": 2, "logits_processors": (print,)}, "cannot be given to another process"),
         ({"tensor_parallel_size": 2, "background_capture": True}, "background_capture is True"),
+        ({"pipeline_parallel_size": 7}, "pipeline_parallel_size is 7, but the model has 6 layers; allowed: at most 6"),
+        ({"pipeline_parallel_size": 17}, "pipeline_parallel_size is 17; allowed: an integer from 1 to 16"),
+        ({"pipeline_parallel_size": 2, "mode": "eager"}, "pipeline_parallel_size is 2, but mode is 'eager'"),
+        ({"pipeline_parallel_size": 2, "distributed_executor": "in_process"}, "but pipeline_parallel_size is 2"),
     ],
 )
 def test_what_cannot_be_is_an_error(options: dict[str, Any], message: str) -> None:
@@ -99,6 +103,28 @@ def test_replicas_are_shown() -> None:
     shown = CliRunner().invoke(app, arguments)
     assert "2 replicas, each in processes of its own: replica 0 on the CPU; replica 1 on the CPU" in shown.stdout
     assert json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["replicas"] == [["the CPU"]] * 2
+
+
+def test_stages_on_gpus_that_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("is_available", True), ("device_count", 3), ("current_device", 0)):
+        monkeypatch.setattr(torch.cuda, name, lambda found=found: found)
+    message = "tensor_parallel_size is 2 and pipeline_parallel_size is 2, which takes 4 GPUs, but 3 GPUs are visible"
+    with pytest.raises(ValueError, match=message):
+        resolve(EngineOptions(device="cuda", tensor_parallel_size=2, pipeline_parallel_size=2))
+
+
+def test_stages_are_shown() -> None:
+    """What they have is the model, the tied table twice; each layer is in one of them."""
+    arguments = ["config", "--device", "cpu", "--pipeline-parallel-size", "3", "--tensor-parallel-size", "2"]
+    shown = CliRunner().invoke(app, arguments).stdout
+    assert "3 stages" in shown
+    assert "attention and KV cache of layers" in shown
+    data = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    stages, whole = data["stages"], data["ranks"]["weight_bytes"]
+    assert [layer for stage in stages for layer in stage["layers"]] == list(range(6))
+    assert [stage["ranks"] for stage in stages] == [[0, 1], [2, 3], [4, 5]]
+    table_bytes = data["model"]["vocab_size"] // 2 * data["model"]["hidden_size"] * 4
+    assert sum(stage["weight_bytes"] for stage in stages) == whole + table_bytes
 
 
 def test_the_plan_is_shown() -> None:

@@ -43,6 +43,7 @@ aten = torch.ops.aten
 ours = torch.ops.compiled_engine
 NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
+ROPE_ATTEND = ours.rope_attend.default
 LAYER_NORM = ours.layer_norm.default
 ROPE_FORM = ours.rope_form_kv_write.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
@@ -269,6 +270,11 @@ MUTATIONS = (
     Mutation("rope_kv_write", "slots off by one", slots_off_by_one),
     Mutation("rope_kv_write", "another layer's cache", take_from_next(ROPE, 8)),
     Mutation("rope_kv_write", "written a second time", write_twice),
+    Mutation("rope_attend", "wrong scale", set_argument(ROPE_ATTEND, 15, ten_times)),
+    Mutation("rope_attend", "another layer's cache", take_from_next(ROPE_ATTEND, 8)),
+    Mutation("rope_attend", "cos and sin swapped", swap_arguments(ROPE_ATTEND, 6, 7)),
+    Mutation("rope_attend", "k and v swapped", swap_arguments(ROPE_ATTEND, 1, 2)),
+    Mutation("rope_attend", "no norm of q", set_argument(ROPE_ATTEND, 3, none)),
     Mutation("silu_mul", "gate and up swapped", swap_halves),
     Mutation("silu_mul", "no silu", no_silu),
     Mutation("small_batch_linear", "wrong eps", set_argument(LINEAR, 4, ten_times)),
@@ -283,7 +289,7 @@ MUTATIONS = (
     Mutation("gated_linear", "silu for gelu", set_argument(GATED, 3, lambda name: "silu"), GEMMA2),
 )
 # Passes that apply to one of the ranges.
-ONE_RANGE = {"small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
+ONE_RANGE = {"rope_attend": (SMALL,), "small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.op import attention
+from compiled_engine.attention.op import attend, attention
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.split import make_plan, split
@@ -25,9 +25,10 @@ from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.layers import rotate
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_inputs import Source, source_of
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.random_inputs import RandomInputs
+from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
 from compiled_engine.rope_config import RopeConfig
 
@@ -90,15 +91,20 @@ def test_every_head_size(head_dim: int, rope: RopeConfig) -> None:
     assert_same(run(module), expected)
 
 
-def test_the_op_stands_between_the_pieces() -> None:
-    """Three unique pieces and nothing between the op and attend; the stitched forward gives the same values."""
+@pytest.mark.parametrize(
+    ("passes", "between"),
+    [((RopeKVWrite(),), ["rope_kv_write", "attend"]), ((RopeKVWrite(), RopeAttend()), ["rope_attend"])],
+)
+def test_the_op_stands_between_the_pieces(passes: tuple[GraphPass, ...], between: list[str]) -> None:
+    """Three unique pieces, with nothing between the op and attend; the stitched forward gives the same values, and so
+    it does where attentions are called by somebody else."""
     module = traced_model("Qwen3ForCausalLM", torch.float32, num_layers=4)
     expected = run(module)
-    RopeKVWrite().run(module.graph)
+    assert [graph_pass.run(module.graph).matches for graph_pass in passes] == [4] * len(passes)
     plan, pieces = make_plan(module.graph, split(module.graph))
     assert len(pieces) == 3
     ops = [step.op for step in plan.steps]
-    assert ops == [None, "compiled_engine::rope_kv_write", "compiled_engine::attend"] * 4 + [None]
+    assert ops == [None, *(f"compiled_engine::{op}" for op in between)] * 4 + [None]
     inputs = RandomInputs(module.graph, 7, CPU, 1.0)
     values = {source_of(node): inputs.of(node) for node in module.graph.find_nodes(op="placeholder")}
     parameters = {source.name: value for source, value in values.items() if source.kind == "parameter"}
@@ -106,17 +112,28 @@ def test_the_op_stands_between_the_pieces() -> None:
     prefix = "attention_inputs."
     fields = {name.removeprefix(prefix): value for name, value in arguments.items() if name.startswith(prefix)}
     caches = [arguments[f"kv_caches.{i}"] for i in range(4)]
-    forward = stitch(plan, {key: piece_from_json(text)[0] for key, text in pieces.items()}, parameters)
     batch = AttentionInputs(**fields, backend="torch")
-    hidden = forward(arguments["input_ids_T"], arguments["positions_T"], batch, caches)
-    assert_same([hidden, *caches], expected)
+    called = []
+
+    def call(function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        called.append(function)
+        function(*arguments)
+
+    for on_attention in (None, call):
+        compiled = {key: piece_from_json(text)[0] for key, text in pieces.items()}
+        forward = stitch(plan, compiled, parameters, on_attention)
+        hidden = forward(arguments["input_ids_T"], arguments["positions_T"], batch, caches)
+        assert_same([hidden, *caches], expected)
+    assert called == [attend] * 4
 
 
+@pytest.mark.parametrize("passes", [(RopeKVWrite(),), (RopeKVWrite(), RopeAttend())])
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
-def test_written_out_attention_writes_again(architecture: str) -> None:
+def test_written_out_attention_writes_again(architecture: str, passes: tuple[GraphPass, ...]) -> None:
     module = traced_model(architecture, torch.bfloat16)
     expected = run(module)
-    RopeKVWrite().run(module.graph)
+    for graph_pass in passes:
+        graph_pass.run(module.graph)
     fused = len(module.graph.nodes)
     expanded = expand_references(module)
     assert (count(expanded, ATTENTION), count(expanded, ATTEND), count(expanded, FUSED)) == (3, 0, 0)

@@ -14,6 +14,8 @@ from token_masks import ByLastToken
 
 from compiled_engine.sampling.params import SamplingParams
 
+# Steps in flight and lanes: a lone stage, then pipelines, each without and with scheduling ahead.
+LANES = [(1, 1), (2, 1), (2, 2), (3, 2), (3, 3), (4, 3)]
 IDS = [f"r{i}" for i in range(12)]
 TOKENS = st.integers(0, 10)
 MASKS = [ByLastToken(VOCAB_SIZE), ByLastToken(VOCAB_SIZE, 2), ByLastToken(VOCAB_SIZE, 0, "allows nothing")]
@@ -49,10 +51,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_model_len=st.integers(4, 50),
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
-        steps_in_flight=st.sampled_from([1, 2]),
+        lanes=st.sampled_from(LANES),
     )
-    def start(self, **limits: int | str | bool | None) -> None:
-        self.engine = SimulatedEngine(**limits)  # type: ignore[arg-type]
+    def start(self, lanes: tuple[int, int], **limits: int | str | bool | None) -> None:
+        steps_in_flight, num_lanes = lanes
+        self.engine = SimulatedEngine(steps_in_flight=steps_in_flight, num_lanes=num_lanes, **limits)  # type: ignore[arg-type]
 
     def free_ids(self) -> list[str]:
         return [i for i in IDS if i not in self.engine.live]
@@ -134,11 +137,11 @@ SchedulerMachine.TestCase.settings = settings(
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
-@pytest.mark.parametrize("steps_in_flight", [1, 2])
+@pytest.mark.parametrize(("steps_in_flight", "num_lanes"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
-def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, seed: int) -> None:
+def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, num_lanes: int, seed: int) -> None:
     """Dozens of requests over shared prefixes, in pools from ample to so small that most are preempted."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8, 16])
@@ -152,6 +155,7 @@ def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, seed:
         policy=policy,
         prefix_caching=rng.random() < 0.8,
         steps_in_flight=steps_in_flight,
+        num_lanes=num_lanes,
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):

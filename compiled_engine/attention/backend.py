@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.config import ModelConfig
 
 
@@ -56,7 +56,10 @@ class AttentionCase:
 
 
 class AttentionBackend(Protocol):
-    """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows."""
+    """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows.
+
+    A backend that derives from this class need not define `attend_unrotated`.
+    """
 
     name: str
     graph_support: GraphSupport
@@ -97,3 +100,21 @@ class AttentionBackend(Protocol):
         There may be more tokens in q and out than the requests have: padding, whose output nobody reads.
         """
         ...
+
+    def attend_unrotated(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        rotation: Rotation,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> bool:
+        """Norm and rotate q and k, store k and v, and attend, all in one, if there is a kernel that does so for the
+        batch. Otherwise False, with nothing done.
+
+        The slot of a request with one query is that of its last position, or -1.
+        """
+        return False

@@ -59,6 +59,30 @@ class Scoring(NamedTuple):
     sinks_H: torch.Tensor | None = None
 
 
+class Rotation(NamedTuple):
+    """What is left to do to q and k before attention: a norm where there are weights, and the rotation.
+
+    cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is rounded
+    after its weight alone. rotary_dim, interleaved and wide: other forms of the rotation, see RopeForm.
+    """
+
+    q_norm_weight_d: torch.Tensor | None
+    k_norm_weight_d: torch.Tensor | None
+    eps: float
+    cos_T1d: torch.Tensor
+    sin_T1d: torch.Tensor
+    norm_offset: float = 0.0
+    norm_wide: bool = False
+    rotary_dim: int = 0
+    interleaved: bool = False
+    wide: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether whole heads are rotated, elements half a head apart, in their own dtype."""
+        return not (self.rotary_dim or self.interleaved or self.wide)
+
+
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
     """From the arguments of an attention op."""
     return AttentionInputs(*arguments[-len(FIELDS) :])

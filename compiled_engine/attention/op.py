@@ -66,21 +66,22 @@ def _returns_nothing(*args: object) -> None:
 
 
 # Both ops end in these arguments: the fields of Scoring, then those of AttentionInputs.
-_LAST = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
+SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
     f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
 )
 attend_op = torch.library.custom_op(
     "compiled_engine::attend",
     attend,
     mutates_args=("out_THd",),
-    schema=f"(Tensor q_THd, Tensor kv_cache_N2PKd, Tensor(a!) out_THd, {_LAST}) -> ()",
+    schema=f"(Tensor q_THd, Tensor kv_cache_N2PKd, Tensor(a!) out_THd, {SCORING_AND_INPUTS}) -> ()",
 )
 attend_op.register_fake(_returns_nothing)
 attention_op = torch.library.custom_op(
     "compiled_engine::attention",
     write_and_attend,
     mutates_args=("kv_cache_N2PKd", "out_THd"),
-    schema=f"(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, {_LAST}) -> ()",
+    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, "
+    f"{SCORING_AND_INPUTS}) -> ()",
 )
 attention_op.register_fake(_returns_nothing)
 

@@ -160,6 +160,7 @@ ENGINE_ARGUMENTS = (
     Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
     Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
     Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
+    Argument("pipeline_parallel_size", int, "Stages that the layers are divided into, on devices of their own."),
     Argument("data_parallel_size", int, "Replicas of the model, each on devices of its own."),
     Argument("distributed_executor", str, "auto, in_process, multiprocess or ray: who runs the devices."),
     Argument(

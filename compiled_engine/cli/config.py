@@ -13,6 +13,7 @@ from rich.table import Table
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.rank_plan import rank_plan, rank_table
+from compiled_engine.cli.stage_plan import stage_shares, stage_table
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -34,7 +35,7 @@ def config(
 
       compiled-engine config --model path/to/Qwen3-0.6B --mode eager --max-num-seqs 8
 
-      compiled-engine config --tensor-parallel-size 2
+      compiled-engine config --tensor-parallel-size 2 --pipeline-parallel-size 2
 
       compiled-engine config --json | jq .scheduler
     """
@@ -47,8 +48,10 @@ def config(
     replicas = replica_plan(resolved)
     shows_replicas = len(replicas) > 1 or resolved.parallel.executor == "ray"
     plan = rank_plan(resolved) if resolved.parallel.tensor_parallel_size > 1 else None
+    stages = stage_shares(resolved) if resolved.parallel.num_stages > 1 else []
     if as_json:
         plans: dict[str, Any] = {} if plan is None else {"ranks": plan.as_json()}
+        plans |= {"stages": [stage.as_json() for stage in stages]} if stages else {}
         plans |= {"replicas": replicas} if shows_replicas else {}
         typer.echo(json.dumps(json_value(resolved) | plans, indent=2))
     else:
@@ -58,6 +61,8 @@ def config(
         if shows_replicas:
             where = (f"replica {number} on {', '.join(devices)}" for number, devices in enumerate(replicas))
             console.print(f"{len(replicas)} replicas, each in processes of its own: {'; '.join(where)}")
+        if stages:
+            console.print(stage_table(stages))
         if plan is not None:
             console.print(rank_table(plan))
 

@@ -32,8 +32,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """weight_bytes, block_bytes: of a rank. most_blocks: of the KV cache, which activations and CUDA graphs make fewer;
-    None where nothing is known of the device."""
+    """weight_bytes, block_bytes: of a rank, or of one in each stage together. most_blocks: of the KV cache, which
+    activations and CUDA graphs make fewer; None where nothing is known of the device, or where stages differ."""
 
     ranks: int
     executor: str
@@ -64,7 +64,7 @@ def rank_plan(config: EngineConfig) -> RankPlan:
         weight_bytes=weight_bytes,
         whole_weight_bytes=sum(math.prod(shards[name].whole) * local[name].element_size() for name in local),
         block_bytes=block_bytes(config),
-        most_blocks=_most_blocks(config, weight_bytes),
+        most_blocks=most_blocks(config, weight_bytes) if config.parallel.num_stages == 1 else None,
         collectives_a_step=sums + (config.local_model.vocab_size != config.model.vocab_size),
         slices=_slices({name: (shards[name], tuple(parameter.shape)) for name, parameter in local.items()}),
     )
@@ -75,7 +75,8 @@ def _is_summed(name: str, shard: Shard) -> bool:
     return shard.divides_input or (shard.dim == 0 and "embed" in name)
 
 
-def _most_blocks(config: EngineConfig, weight_bytes: int) -> int | None:
+def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
+    """Of the KV cache of these layers, None for all, beside so many bytes of weights; see RankPlan."""
     import torch
 
     from compiled_engine.runner.kv_cache import block_bytes
@@ -85,7 +86,7 @@ def _most_blocks(config: EngineConfig, weight_bytes: int) -> int | None:
     if config.device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(config.device).total_memory
-    return int(total * config.cache.gpu_memory_utilization - weight_bytes) // block_bytes(config)
+    return int(total * config.cache.gpu_memory_utilization - weight_bytes) // block_bytes(config, layers)
 
 
 def _slices(parameters: dict[str, tuple[Shard, tuple[int, ...]]]) -> tuple[Slice, ...]:

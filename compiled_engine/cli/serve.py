@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Argument, Command, engine_defaults, takes_options
+from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Command, engine_defaults, takes_options
 from compiled_engine.cli.config_file import read_config_file
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
-from compiled_engine.cli.serve_arguments import LIMIT_ARGUMENTS, PARALLEL_ARGUMENTS, SERVER_ARGUMENTS
+from compiled_engine.cli.serve_arguments import LIMIT_ARGUMENTS, SERVER_ARGUMENTS
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
@@ -31,13 +31,8 @@ def _takes_server_options(command: Command) -> Command:
 
     takes = partial(takes_options, from_environment=True)
     command = takes(command, "engine", "Engine", ENGINE_ARGUMENTS, engine_defaults())
-    command = takes(command, "parallel", "Several GPUs", PARALLEL_ARGUMENTS, dict.fromkeys(_names(), 1))
     command = takes(command, "limits", "Limits", LIMIT_ARGUMENTS, with_defaults(Limits))
     return takes(command, "server", "Server", SERVER_ARGUMENTS, with_defaults(ServerOptions))
-
-
-def _names(arguments: tuple[Argument, ...] = PARALLEL_ARGUMENTS) -> list[str]:
-    return [argument.name for argument in arguments]
 
 
 @_takes_server_options
@@ -48,7 +43,6 @@ def serve(
     ] = None,
     server: dict[str, Any],
     limits: dict[str, Any],
-    parallel: dict[str, Any],
     engine: dict[str, Any],
     config: Annotated[
         Path | None,
@@ -88,7 +82,7 @@ def serve(
     others = ApiServers(options, bound)
     try:
         with first_signal_interrupts():
-            started = _start({**engine, **parallel}, quiet)
+            started = _start(engine, quiet)
         reason = asyncio.run(_serve(started, options, bound, model_name(engine.get("model"), started), others))
     finally:
         others.kill()

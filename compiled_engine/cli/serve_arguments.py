@@ -64,6 +64,3 @@ LIMIT_ARGUMENTS = (
     Argument("max_tools", int, "Tools of a request."),
     Argument("render_timeout", float, "Seconds for chat template and tokenizer."),
 )
-
-# What the engine says of these is whether it can run on so many GPUs.
-PARALLEL_ARGUMENTS = (Argument("pipeline_parallel_size", int, "GPUs that share the layers."),)

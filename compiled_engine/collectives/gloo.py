@@ -20,6 +20,12 @@ def join(backends: str, rank: int, size: int, folder: Path) -> None:
     dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
 
 
+def leave() -> None:
+    """The opposite of `join`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def least(value: int) -> int:
     """See Group: numbers of the host go through gloo."""
     number = torch.tensor([value], dtype=torch.int64, device="cpu")
@@ -30,24 +36,22 @@ def least(value: int) -> int:
 class GlooGroup:
     """See Group. bfloat16 and float16 are summed in float32 and rounded once."""
 
-    def __init__(self, rank: int, size: int, folder: Path):
-        """See join."""
-        self.kind, self.rank, self.size = "gloo", rank, size
+    def __init__(self, members: dist.ProcessGroup):
+        self.kind, self.rank, self.size, self._members = "gloo", members.rank(), members.size(), members
         self.pushed: PushBuffer | None = None
-        join("gloo", rank, size, folder)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.to(torch.float32, copy=True).contiguous()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self._members)
         return total.to(x.dtype)
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         parts = [torch.empty_like(x_TV, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, x_TV.contiguous())
+        dist.all_gather(parts, x_TV.contiguous(), self._members)
         return torch.cat(parts, -1)
 
     def least(self, value: int) -> int:
         return least(value)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        leave()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -33,17 +33,24 @@ class Group(Protocol):
         ...
 
     def least(self, value: int) -> int:
-        """The smallest of the ranks' numbers, on the host; every rank waits until all have called it."""
+        """The smallest of the numbers of all ranks, those of other stages included, on the host; every rank waits until
+        all have called it."""
         ...
 
     def close(self) -> None: ...
 
 
 class StandIn:
-    """Takes the place of a group where only one rank runs: the results have the right shapes, not the values."""
+    """Takes the place of a group where only one rank runs: the results have the right shapes, not the values.
 
-    def __init__(self, size: int = 1, rank: int = 0, pushed: PushBuffer | None = None):
+    least: of all ranks, where those of other stages do run.
+    """
+
+    def __init__(
+        self, size: int = 1, rank: int = 0, pushed: PushBuffer | None = None, least: Callable[[int], int] | None = None
+    ):
         self.kind, self.rank, self.size, self.pushed = "none", rank, size, pushed
+        self._least = least
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone(memory_format=torch.contiguous_format)
@@ -52,7 +59,7 @@ class StandIn:
         return x_TV.repeat(1, self.size)
 
     def least(self, value: int) -> int:
-        return value
+        return value if self._least is None else self._least(value)
 
     def close(self) -> None:
         pass

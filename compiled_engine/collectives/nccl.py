@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 
-from compiled_engine.collectives.gloo import join, least
+from compiled_engine.collectives.gloo import least, leave
 from compiled_engine.collectives.push import PushBuffer
 
 
 class NcclGroup:
     """See Group."""
 
-    def __init__(self, rank: int, size: int, folder: Path, device: torch.device):
-        """See join. NCCL itself connects at its first collective."""
-        self.kind, self.rank, self.size = "NCCL", rank, size
+    def __init__(self, members: dist.ProcessGroup, device: torch.device):
+        """NCCL itself connects at its first collective."""
+        self.kind, self.rank, self.size, self.members = "NCCL", members.rank(), members.size(), members
         self.pushed: PushBuffer | None = None
         self.device = device
-        join("cpu:gloo,cuda:nccl", rank, size, folder)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.members)
         return total
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         num_rows, num_columns = x_TV.shape
         parts_RTV = x_TV.new_empty((self.size, num_rows, num_columns))
-        dist.all_gather_into_tensor(parts_RTV, x_TV.contiguous())
+        dist.all_gather_into_tensor(parts_RTV, x_TV.contiguous(), self.members)
         return parts_RTV.transpose(0, 1).reshape(num_rows, self.size * num_columns)
 
     def least(self, value: int) -> int:
         return least(value)
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        leave()

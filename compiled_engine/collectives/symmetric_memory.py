@@ -7,7 +7,6 @@ rank adds up a part and the others fetch it, which moves fewer bytes. Neither us
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from compiled_engine.collectives.nccl import NcclGroup
@@ -33,7 +32,7 @@ class SymmetricMemoryGroup:
         """Waits for the other ranks. Raises RuntimeError where GPUs cannot reach each other's memory."""
         self.kind, self.rank, self.size, self._over = "symmetric memory", over.rank, over.size, over
         device = over.device
-        self._name = dist.group.WORLD.group_name  # type: ignore[union-attr]
+        self._name = over.members.group_name
         self._workspace = symm_mem.empty(
             min(workspace_bytes, MOST_WORKSPACE_BYTES), dtype=torch.uint8, device=device
         ).zero_()

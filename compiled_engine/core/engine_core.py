@@ -39,16 +39,19 @@ class EngineCore:
         self.executor = executor
         self._free = weakref.finalize(self, executor.close)  # if nobody calls `close`
         self._free.atexit = False
-        self._steps_in_flight = 2 if config.scheduler.async_scheduling else 1
+        num_stages = config.parallel.num_stages
+        self._steps_in_flight = num_stages + config.scheduler.async_scheduling
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
             executor.num_blocks,
             config.model.vocab_size,
             self._steps_in_flight,
+            num_stages,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
+        self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks
         self._grammars = GrammarQueue()
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
@@ -92,22 +95,25 @@ class EngineCore:
     def step(self) -> StepOutputs:
         """Launch what can be launched, then take in the oldest step; its outputs.
 
-        With async scheduling the device has the next step already while this one's result is taken in. If requests of
-        that one have a grammar or a token mask, these are told of their tokens now, and the sampling of the next step
-        is launched while the device still computes its logits. A step that nobody waits for any more (all its requests
-        ended after its launch) may stay behind; a later call takes it in and has no outputs. A request whose grammar
-        or token mask fails ends with finish_reason "error"; the others go on.
+        With async scheduling the device has the next step already while this one's result is taken in; each stage of a
+        pipeline has one besides. If requests of the newest one have a grammar or a token mask, these are told of their
+        tokens as soon as these are known, and its sampling is launched while the device still computes its logits. A
+        step that nobody waits for any more (all its requests ended after its launch) may stay behind; a later call
+        takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
+        others go on.
 
         If a step fails, the requests that run are aborted and the error is raised; those that wait go on.
         """
         failed = self._queue_compiled()
         try:
-            while len(self._pending) < self._steps_in_flight and (step := self._scheduler.schedule()) is not None:
+            while len(self._pending) < self._steps_in_flight and self._unmasked is None:
+                if (step := self._scheduler.schedule()) is None:
+                    break
                 self.clock.lap("schedule")
                 self._pending.append((step, self.executor.submit(step)))
                 self.clock.lap("launch")
-                if len(self._pending) == 1:
-                    self._give_masks()
+                self._unmasked = step if step.awaits_masks else None
+                self._give_masks()
             if not self._pending:
                 return StepOutputs(others=failed)
             step, pending = self._pending.popleft()
@@ -115,8 +121,7 @@ class EngineCore:
             outputs = self._scheduler.update(step, result)
             self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
             self.clock.lap("output")
-            if self._pending:
-                self._give_masks()
+            self._give_masks()
         except BaseException:
             self._scheduler.fail_step()
             self._drain()
@@ -125,10 +130,10 @@ class EngineCore:
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
     def _give_masks(self) -> None:
-        """To the only step that is pending, if it awaits masks: all tokens before it are known."""
-        ((step, _),) = self._pending
-        if step.awaits_masks:
-            self.executor.sample(self._scheduler.masks(step))
+        """To the newest step, if it awaits masks and all tokens before it are known."""
+        if self._unmasked is not None and self._scheduler.knows_tokens_before(self._unmasked):
+            self.executor.sample(self._scheduler.masks(self._unmasked))
+            self._unmasked = None
             self.clock.lap("masks")
 
     def _queue_compiled(self) -> list[EngineOutput]:
@@ -143,6 +148,7 @@ class EngineCore:
 
     def _drain(self) -> None:
         """Wait for the steps that are launched. Nobody wants their results, nor to hear that they failed."""
+        self._unmasked = None
         while self._pending:
             _, pending = self._pending.popleft()
             with suppress(Exception):

@@ -12,6 +12,7 @@ from compiled_engine.collectives.group import Group
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.gpu_ahead import triton_digests
 from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
@@ -58,8 +59,9 @@ class InProcessExecutor:
         clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
+        link: StageLink | None = None,
     ):
-        """group: the ranks that this one is of, see Runner."""
+        """group, link: the ranks that this one is of, see Runner."""
         self._device = config.device
         if config.device.type == "cuda":  # while the model is compiled, or found and its weights are read
             cuda_context(config.device.index or 0)
@@ -67,7 +69,7 @@ class InProcessExecutor:
         if not config.compile.enabled:
             import_apart("torch._dynamo")  # as the first call of a custom op does
         with self._own_context():
-            self.runner = Runner(config, progress, timeline, clock, logits_processors, group)
+            self.runner = Runner(config, progress, timeline, clock, logits_processors, group, link)
         self.num_blocks = self.runner.num_blocks
 
     def submit(self, step: SchedulerOutput) -> PendingOutput:

@@ -76,6 +76,7 @@ HONOURED: dict[str, Row] = {
             "async_scheduling",
             "logits_processors",
             "tensor_parallel_size",
+            "pipeline_parallel_size",
             "data_parallel_size",
         )
     },

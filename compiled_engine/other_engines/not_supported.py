@@ -7,8 +7,7 @@ from compiled_engine.other_engines.rows import Row, only
 NOT_SUPPORTED: dict[str, Row] = {
     **only(
         "this way to use several GPUs",
-        "give tensor_parallel_size or data_parallel_size",
-        pipeline_parallel_size=1,
+        "give tensor_parallel_size, pipeline_parallel_size or data_parallel_size",
         prefill_context_parallel_size=1,
         decode_context_parallel_size=1,
         nnodes=1,

@@ -29,6 +29,11 @@ class RankLayout:
     def size(self) -> int:
         return self.tensor * self.pipeline * self.data
 
+    @property
+    def result_rank(self) -> int:
+        """Of a replica's ranks, counted from its first: the one that tells what a step has sampled."""
+        return (self.pipeline - 1) * self.tensor
+
     def place(self, rank: int) -> RankPlace:
         """Raises IndexError for a rank that there is not."""
         if not 0 <= rank < self.size:

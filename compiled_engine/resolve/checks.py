@@ -20,6 +20,7 @@ MOST = {
     "max_prefill_tokens": 1 << 20,
     "num_blocks": 2**31 - 1,
     "tensor_parallel_size": 1024,
+    "pipeline_parallel_size": 16,
     "data_parallel_size": 1024,
 }
 

@@ -30,7 +30,7 @@ from compiled_engine.resolve.folders import (
     resolve_model_folder,
     resolve_tokenizer_folder,
 )
-from compiled_engine.resolve.parallel import resolve_parallel
+from compiled_engine.resolve.parallel import check_stages, resolve_parallel
 
 log = logging.getLogger("compiled_engine")
 
@@ -62,6 +62,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     reasons |= model_reasons
     parallel = resolve_parallel(options, model, device, reasons)
     compiled, graphed = _mode(options, device, reasons)
+    check_stages(parallel, compiled)
     scheduler = _scheduler(options, model, device, reasons)
     local_model = local_share(model, parallel.tensor_parallel_size)
     backend, block_size = _attention(options, local_model, device, reasons)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from importlib.util import find_spec
 
 import torch
 
-from compiled_engine.config import ModelConfig, ParallelConfig
+from compiled_engine.config import ModelConfig, local_share
+from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.stages import divide_layers, parameter_places
+from compiled_engine.parallel_config import ParallelConfig
 
 # Whose shares are known to add up to the whole: the textbook's, and of transformers' code.
 DIVISIBLE = (
@@ -51,33 +55,69 @@ def resolve_parallel(
     options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
 ) -> ParallelConfig:
     """Raises ValueError naming the field, its value and what is allowed."""
-    size, replicas, executor = options.tensor_parallel_size, options.data_parallel_size, options.distributed_executor
+    size, stages, executor = options.tensor_parallel_size, options.pipeline_parallel_size, options.distributed_executor
+    sizes = {"tensor_parallel_size": size, "pipeline_parallel_size": stages}
+    ranks = size * stages
     if executor == "auto":
-        executor = "in_process" if size == 1 else "multiprocess"
-        reasons["parallel.executor"] = "one device" if size == 1 else f"one process for each of {size} devices"
-    if executor == "in_process" and size > 1:
+        executor = "in_process" if ranks == 1 else "multiprocess"
+        reasons["parallel.executor"] = "one device" if ranks == 1 else f"one process for each of {ranks} devices"
+    if executor == "in_process" and ranks > 1:
         raise ValueError(
-            f"distributed_executor is 'in_process', which runs one device, but tensor_parallel_size is {size}; "
+            f"distributed_executor is 'in_process', which runs one device, but {_more_than_one(sizes)}; "
             "allowed: auto, multiprocess"
         )
     _check_model(model, size)
     if model.vocab_size % size:
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
-    parallel = ParallelConfig(size, executor, replicas)
     if executor == "ray" and find_spec("ray") is None:
         raise ValueError(
             "distributed_executor is 'ray', but the package ray is not installed: "
             "python -m pip install 'compiled-engine[ray]'; allowed without it: auto, in_process, multiprocess"
         )
+    replicas = options.data_parallel_size
     if executor != "in_process" or replicas > 1:
         _check_processors(options)
-        _check_devices(options, device, parallel)
-    if (executor == "multiprocess" or size > 1) and options.background_capture:
+        _check_devices(options, device, executor, sizes, replicas)
+    if (executor == "multiprocess" or ranks > 1) and options.background_capture:
         raise ValueError(
             "background_capture is True, but ranks in processes of their own capture together, before the first "
             "request; allowed with distributed_executor='multiprocess': False"
         )
-    return parallel
+    return ParallelConfig(size, executor, replicas, _stage_layers(model, size, stages, reasons))
+
+
+def check_stages(parallel: ParallelConfig, compiled: bool) -> None:
+    """Raise ValueError for stages of a model that is not compiled: what a stage runs is a part of the compiled plan."""
+    if parallel.num_stages > 1 and not compiled:
+        raise ValueError(
+            f"pipeline_parallel_size is {parallel.num_stages}, but mode is 'eager': stages are parts of the compiled "
+            "model; allowed: 1, or mode compiled or graphed"
+        )
+
+
+def _stage_layers(model: ModelConfig, size: int, stages: int, reasons: dict[str, str]) -> tuple[int, ...]:
+    """See ParallelConfig. Raises ValueError for a model that cannot be divided so."""
+    if stages == 1:
+        return ()
+    if stages > model.num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, but the model has {model.num_layers} layers; "
+            f"allowed: at most {model.num_layers}"
+        )
+    if model.transformers is not None:
+        raise ValueError(
+            f"pipeline_parallel_size is {stages}, but models through transformers' code cannot be divided so far; "
+            "allowed: 1, or model_impl textbook"
+        )
+    local = local_share(model, size)
+    built = build_model(local)
+    nbytes = {name: parameter.nbytes for name, parameter in built.named_parameters()}
+    reasons["parallel.stage_layers"] = "so that the slowest stage takes as short as can be"
+    return divide_layers(parameter_places(built, local), nbytes, model.num_layers, stages)
+
+
+def _more_than_one(sizes: dict[str, int]) -> str:
+    return " and ".join(f"{name} is {size}" for name, size in sizes.items() if size > 1)
 
 
 def _check_model(model: ModelConfig, size: int) -> None:
@@ -120,10 +160,14 @@ def _check_processors(options: EngineOptions) -> None:
             )
 
 
-def _check_devices(options: EngineOptions, device: torch.device, parallel: ParallelConfig) -> None:
-    size, replicas = parallel.tensor_parallel_size, parallel.data_parallel_size
+def _check_devices(
+    options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
+) -> None:
+    """sizes: by option, those that a replica's devices are the product of."""
+    share, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
-        raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no torch.distributed; allowed: 1")
+        given = given or f"distributed_executor is {executor!r}"
+        raise ValueError(f"{given}, but this PyTorch has no torch.distributed; allowed: one device")
     if device.type != "cuda":
         return
     if ":" in options.device:
@@ -132,14 +176,15 @@ def _check_devices(options: EngineOptions, device: torch.device, parallel: Paral
             "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
         )
     visible = torch.cuda.device_count()
-    if parallel.executor == "ray":
-        visible = size * replicas  # what the cluster has, it says itself
-    if size > visible:
-        raise ValueError(f"tensor_parallel_size is {size}, but {visible} GPUs are visible; allowed: at most {visible}")
-    if replicas * parallel.devices_per_replica > visible:
+    if executor == "ray":
+        visible = share * replicas  # what the cluster has, it says itself
+    if share > visible:
+        together = "" if share in sizes.values() else f", which takes {share} GPUs"
+        raise ValueError(f"{given}{together}, but {visible} GPUs are visible; allowed: at most {visible}")
+    if replicas * share > visible:
         raise ValueError(
-            f"data_parallel_size is {replicas}, with {parallel.devices_per_replica} GPUs for each replica, but "
-            f"{visible} GPUs are visible; allowed: at most {visible // parallel.devices_per_replica}"
+            f"data_parallel_size is {replicas}, with {share} GPUs for each replica, but "
+            f"{visible} GPUs are visible; allowed: at most {visible // share}"
         )
-    if size > 1 and not torch.distributed.is_nccl_available():
-        raise ValueError(f"tensor_parallel_size is {size}, but this PyTorch has no NCCL; allowed on GPUs: 1")
+    if share > 1 and not torch.distributed.is_nccl_available():
+        raise ValueError(f"{given}, but this PyTorch has no NCCL; allowed on GPUs: 1")

@@ -12,7 +12,7 @@ from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
-from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.input_batch import InputBatch, prepare
 from compiled_engine.runner.model_forward import ForwardOutput
 from compiled_engine.runner.padded_step import PaddedStep
 
@@ -73,6 +73,13 @@ class CapturedSteps:
             reason = Fallback.LOST if self.graphs.is_lost(key) else Fallback.NOT_YET
         self.counters.fallback(reason, key.name)
         return None
+
+    def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
+        """Of a batch with a key its replay, of others what that would do. hidden_wanted: logits will not do."""
+        if batch.key is not None:
+            return self.replay(batch)
+        prepare(batch, self._step.states, self._step.buffers)
+        return self._step.forward(batch, hidden_wanted=hidden_wanted)
 
     def replay(self, batch: InputBatch) -> ForwardOutput:
         """The forward of a batch that has a key, on what was staged; of decodes the whole step."""

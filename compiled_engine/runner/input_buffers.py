@@ -9,8 +9,8 @@ import torch
 
 from compiled_engine.runner.staged_writes import StagedWrites
 
-# Steps of which tokens may wait to be read by the host.
-RING = 8
+# Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
+RING = 64
 NO_GENERATION = -1
 
 

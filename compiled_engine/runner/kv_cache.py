@@ -36,17 +36,16 @@ class CacheSize:
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
 
-def block_bytes(config: EngineConfig) -> int:
-    """Bytes of one block over all layers, keys and values."""
-    return sum(math.prod(shape) for shape in config.local_model.kv_shapes(1, config.cache.block_size)) * (
-        config.local_model.dtype.itemsize
-    )
+def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
+    """Bytes of one block over these layers, keys and values; None for all."""
+    shapes = _shapes(config, 1, layers)
+    return sum(map(math.prod, shapes)) * config.local_model.dtype.itemsize
 
 
 def blocks_wanted(config: EngineConfig) -> int:
-    """Blocks that would let max_num_seqs requests reach max_model_len: more are of no use but for the prefix cache."""
+    """Blocks that would let all running requests reach max_model_len: more are of no use but for the prefix cache."""
     per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
-    return per_request * config.scheduler.max_num_seqs
+    return per_request * config.max_running
 
 
 def bytes_left(config: EngineConfig) -> int | None:
@@ -63,15 +62,17 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device), total
 
 
-def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int) -> CacheSize:
+def size_cache(
+    config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int, layers: range | None = None
+) -> CacheSize:
     """Blocks to allocate: what was asked for, or what the memory budget leaves.
 
-    set_aside_bytes: for what is allocated later. Others: see CacheSize.
+    set_aside_bytes: for what is allocated later. layers: see block_bytes. Others: see CacheSize.
     Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
     gave may be smaller, since requests that cannot fit are then refused one by one, or larger, as long as the device
     has the memory.
     """
-    size = block_bytes(config)
+    size = block_bytes(config, layers)
     left = bytes_left(config)
     if left is not None:
         free, _ = _free_and_total(config.device)
@@ -101,7 +102,12 @@ def size_cache(config: EngineConfig, activation_bytes: int, graph_bytes: int, se
     return CacheSize(count, size, left, activation_bytes, graph_bytes)
 
 
-def allocate(config: EngineConfig, num_blocks: int) -> list[torch.Tensor]:
-    """One tensor a layer, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
-    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size)
+def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
+    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
+    shapes = _shapes(config, num_blocks, layers)
     return [torch.zeros(shape, dtype=config.local_model.dtype, device=config.device) for shape in shapes]
+
+
+def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:
+    shapes = config.local_model.kv_shapes(num_blocks, config.cache.block_size)
+    return shapes if layers is None else shapes[layers.start : layers.stop]

@@ -12,6 +12,7 @@ from torch import nn
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
+from compiled_engine.graphs.compiler.stage_plan import StageForward
 from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
 
 ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
@@ -29,6 +30,7 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
+    most_tokens: of a batch. A stage with others behind it returns what it hands on for hidden states and logits alike.
     """
 
     def __init__(
@@ -37,11 +39,16 @@ class ModelForward:
         compiled: CompiledModel | None,
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None,
+        most_tokens: int = 0,
     ):
+        self._received: torch.Tensor | None = None
         if compiled:
-            self._whole = self._parts = compiled.bind(parameters)
+            if row_bytes := compiled.received_row_bytes:
+                device = next(iter(parameters.values())).device
+                self._received = torch.zeros(most_tokens * row_bytes, dtype=torch.uint8, device=device)
+            self._whole = self._parts = compiled.bind(parameters, None, self._received)
             if on_attention is not None:
-                self._parts = compiled.bind(parameters, on_attention)
+                self._parts = compiled.bind(parameters, on_attention, self._received)
         else:
             self._whole = self._parts = Forwards(model)
             if on_attention is not None:
@@ -51,6 +58,15 @@ class ModelForward:
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Whether the forward for so many tokens returns logits unless it is told otherwise."""
         return self._whole.for_logits(num_tokens) is not None
+
+    def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
+        """Where `run` finds what the stage before hands on, uint8 of its size; None in the first stage."""
+        if self._received is None:
+            return None
+        small = None if hidden_wanted else self._whole.for_logits(num_tokens)
+        forward = self._whole.hidden if small is None else small
+        assert isinstance(forward, StageForward)
+        return self._received[: num_tokens * forward.received_row_bytes]
 
     def run(
         self,

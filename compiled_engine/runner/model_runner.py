@@ -19,15 +19,16 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.parallel.stages import Stage
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.advance import advance
 from compiled_engine.runner.captured_steps import CapturedSteps, affordable
 from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, make_batch, prepare
+from compiled_engine.runner.input_batch import InputBatch, make_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
@@ -38,6 +39,7 @@ from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.row_updates import update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
+from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.runner.warm_up import warm_up
 from compiled_engine.sampling.history import penalty_bytes
@@ -59,15 +61,18 @@ class Runner:
         clock: StepClock,
         logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory] = (),
         group: Group | None = None,
+        link: StageLink | None = None,
     ):
         """Load, compile, size the KV cache, capture.
 
-        group: the ranks that this is one of, and the caller's current group: all of them construct a runner at the same
-        time, and submit the same steps.
+        group: the ranks that this is one of, and the caller's current group. link: the way to other stages, where there
+        are any. All ranks construct a runner at the same time, and submit the same steps.
         Raises what build_processors, the loader, the compiler and kv_cache.size_cache raise.
         """
         self._config, self._timeline, self._clock = config, timeline, clock
         self._group: Group = group or StandIn()
+        self._link = link
+        self._stage = link.stage if link else Stage(range(config.model.num_layers))
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
@@ -91,7 +96,9 @@ class Runner:
         workers: KernelWorkers,
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
-        processors = build_processors(logits_processors, scheduler.max_num_seqs, config.model.vocab_size, config.device)
+        max_rows, samples = config.max_running, self._stage.is_last
+        given, vocab_size = logits_processors if samples else (), config.model.vocab_size
+        processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace() -> nn.Module:
             self._is_new = True
@@ -104,41 +111,33 @@ class Runner:
         self._is_new, on_gpu = False, config.device.type == "cuda"
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
-            self._compiled = compile_model(config, model_to_trace, progress, timeline)
+            self._compiled = compile_model(config, model_to_trace, progress, timeline).for_stage(self._stage)
         with timeline.span("load weights"):
-            model, named = load_model(config, self._compiled, self._group, progress)
-        self._num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            model, named = load_model(config, self._compiled, self._group, self._stage, progress)
+        self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         captures = config.graph.decode_sizes or config.graph.token_sizes
         self._capture = capture = CudaCapture(config.device) if captures else None
-        self.model = ModelForward(model, self._compiled, named, capture.on_attention if capture else None)
-        self.sampler = Sampler(
-            scheduler.max_num_seqs,
-            config.model.vocab_size,
-            config.device,
-            processors=processors,
-            group=self._group if config.local_model.vocab_size != config.model.vocab_size else None,
-        )
-        self.states = RequestStates(
-            scheduler.max_num_seqs, scheduler.max_model_len, config.cache.block_size, config.device
-        )
+        on_attention = capture.on_attention if capture else None
+        # Padding tokens belong to a row of their own.
+        most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens)
+        divided = self._group if config.local_model.vocab_size != vocab_size else None
+        self.sampler = Sampler(max_rows, vocab_size, config.device, processors=processors, group=divided)
+        length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
+        self.states = RequestStates(max_rows, length, block_size, config.device, in_flight)
+        self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
         # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
         planned = cases[0] if len(cases) == 1 else None
-        self.buffers = InputBuffers(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs + 1,  # padding tokens belong to a row of their own
-            self.states.block_table_SB.shape[1],
-            self.states.writes,
-            config.device,
-            get_backend(config.attention_backend).work_length(
-                scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1, planned
-            )
-            if planned
-            else 0,
-        )
+        backend = get_backend(config.attention_backend)
+        work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
+        max_blocks = self.states.block_table_SB.shape[1]
+        self.buffers = InputBuffers(most_tokens, most_rows, max_blocks, self.states.writes, config.device, work_length)
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
-        self._sampling = StepSampling(self.sampler, self.states, self.buffers, self.pending, config.device)
-        self._kv_caches = kv_cache.allocate(config, 1)
+        self._sampling = StepSampling(
+            self.sampler, self.states, self.buffers, self.pending, config.device, self._traffic
+        )
+        self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         self.step = PaddedStep(
             self.model,
             self.sampler,
@@ -147,7 +146,8 @@ class Runner:
             self._kv_caches,
             config.attention_backend,
             planned,
-            scheduler.max_model_len,
+            length,
+            samples,
         )
 
     @torch.inference_mode()
@@ -162,17 +162,18 @@ class Runner:
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
-        set_aside = penalty_bytes(self._config.scheduler.max_num_seqs, self.sampler.vocabulary.size)
+        set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._stage.is_last
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
         graphs, graph_bytes = self.captured.graphs, 0
         if graphs:
             with self._timeline.span("predict graph memory"):
                 lookup = self._compiled.lookup if self._compiled else None
-                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least)
-        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside)
+                graph_bytes = predicted_bytes(self._config, lookup, graphs, self._group.least, self._stage.index)
+        layers = self._stage.layers
+        self._cache_size = kv_cache.size_cache(self._config, activation_bytes, graph_bytes, set_aside, layers)
         self.num_blocks = self._group.least(self._cache_size.num_blocks)
-        self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks)
+        self._kv_caches[:] = kv_cache.allocate(self._config, self.num_blocks, layers)
         if graphs and not self._config.graph.background:
             with self._timeline.span("capture"):
                 graphs.capture_all(progress)
@@ -189,7 +190,9 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            update_rows(step, self.states, self.sampler)
+            update_rows(step, self.states, self.sampler if self._stage.is_last else None)
+            if self._traffic:
+                self._traffic.take_tokens(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
                 pending = self._launch(step)
             if self._unsampled is None and self.captured.capture_next():  # a capture may overwrite the logits
@@ -233,25 +236,22 @@ class Runner:
         """
         self.runs_begun += 1
         self.states.writes.apply()
+        if self._traffic:
+            self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
+        if not self._stage.is_last:
+            return self._hand_on(batch, hidden_wanted)
         self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
             logits_RV = self.captured.replay(batch).tensor
         else:
-            if batch.key is None:
-                prepare(batch, self.states, self.buffers)
-                output = self.step.forward(batch, hidden_wanted=hidden_wanted)
-            else:
-                output = self.captured.replay(batch)
+            output = self.captured.forward(batch, hidden_wanted)
             if hidden_wanted:
                 prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model, self.sampler.vocabulary)
             count = batch.num_requests  # padding rows need no logits here
             if not batch.samples.any():
-                nobody_R = self.buffers.sample_positions_R
-                advance(self.states, self.buffers, nobody_R, count, decodes_only=batch.decodes_only)
-                self.pending.launched()
-                self.runs_ended += 1
-                return self.pending.step(batch, None, prompt)
+                self.step.advance_without_tokens(batch, count)
+                return self._ended(batch, prompt)
             wanted = output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
@@ -263,12 +263,29 @@ class Runner:
             return unsampled
         return self._sampling.finish(unsampled)
 
+    def _hand_on(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """The part of a step of a stage that has others behind it. Nobody asks for its result."""
+        assert self._traffic is not None
+        output = self.captured.forward(batch, hidden_wanted)
+        if batch.key is None or not batch.key.is_decode:
+            self.step.advance_without_tokens(batch, batch.num_requests)
+        self._traffic.send(output.tensor, batch)
+        return self._ended(batch, {})
+
+    def _ended(self, batch: InputBatch, prompt: dict[str, PromptLogprobs]) -> PendingStep:
+        """Of a step that samples nothing here."""
+        self.pending.launched()
+        self.runs_ended += 1
+        return self.pending.step(batch, None, prompt)
+
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
         return runner_metrics(self._compiled, self.captured, self._cache_size, self._timeline)
 
     def close(self) -> None:
         """Give the device's memory back."""
+        if self._traffic:
+            self._traffic.finish()
         if self.captured.graphs:
             self.captured.graphs.close()
         self._kv_caches.clear()

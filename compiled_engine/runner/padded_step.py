@@ -19,7 +19,8 @@ from compiled_engine.sampling.sampler import Sampler
 class PaddedStep:
     """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be filled anew until the first capture.
 
-    attention_case: what attention's work is planned for; None where each layer plans its own.
+    attention_case: what attention's work is planned for; None where each layer plans its own. samples: whether there
+    are logits at the end of it, not what the next stage of a pipeline goes on with.
     """
 
     def __init__(
@@ -32,10 +33,12 @@ class PaddedStep:
         attention_backend: str,
         attention_case: AttentionCase | None,
         max_model_len: int,
+        samples: bool = True,
     ):
         self.model, self.sampler, self.states = model, sampler, states
         self.buffers, self.kv_caches = buffers, kv_caches
         self._backend, self._case, self._max_model_len = attention_backend, attention_case, max_model_len
+        self.samples = samples
 
     def fill(self, key: GraphKey) -> None:
         batch = self._empty(key)
@@ -43,14 +46,18 @@ class PaddedStep:
         self.prepared_inputs(batch)
 
     def run(self, key: GraphKey) -> torch.Tensor:
-        """A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states.
-        Another full key: input preparation and forward. Any other: the forward of inputs that are there."""
+        """A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states;
+        where nothing is sampled, what there is of these. Another full key: input preparation and forward. Any other:
+        the forward of inputs that are there."""
         batch = self._empty(key)
         self.states.writes.discard()  # `fill` made these writes
         if key.kind is GraphKind.FULL:
             prepare(batch, self.states, self.buffers)
         output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL)
         if not key.is_decode:
+            return output.tensor
+        if not self.samples:
+            self.advance_without_tokens(batch, batch.num_rows)
             return output.tensor
         logits_RV = output.tensor if output.is_logits else self.model.logits(output.tensor)
         sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, batch.num_rows)
@@ -72,6 +79,11 @@ class PaddedStep:
         return self.model.run(
             batch.padded_tokens, arguments, hidden_wanted=hidden_wanted, around_attention=around_attention
         )
+
+    def advance_without_tokens(self, batch: InputBatch, num_rows: int) -> None:
+        """Of a step that samples nothing here."""
+        nobody_R = self.buffers.sample_positions_R
+        advance(self.states, self.buffers, nobody_R, num_rows, decodes_only=batch.decodes_only)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
         """Make the batch's inputs from what was staged, and plan attention's work."""

@@ -13,22 +13,30 @@ from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.rank_shards import share_of
 from compiled_engine.parallel.eager_model import add_collectives
+from compiled_engine.parallel.stages import Stage, logits_parameters
 from compiled_engine.process.progress import Progress
 
 
 def load_model(
-    config: EngineConfig, compiled: CompiledModel | None, group: Group, progress: Progress
+    config: EngineConfig, compiled: CompiledModel | None, group: Group, stage: Stage, progress: Progress
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
 
-    Without `compiled` it is to run eagerly. Raises what materialize and load_weights raise.
+    Without `compiled` it is to run eagerly. Parameters of other stages stay on the meta device. Raises what materialize
+    and load_weights raise.
     """
     cache_dir = config.compile.cache_dir
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
-    parameters = materialize(model, compiled.packed if compiled else {}, config.device)
+    wanted = None
+    if stage.count > 1 and compiled is not None:
+        wanted = compiled.parameters()
+        if stage.is_last:
+            wanted |= logits_parameters(model, config.model.hidden_size, config.model.dtype)
+    parameters = materialize(model, compiled.packed if compiled else {}, config.device, wanted)
     share = share_of(config, group.rank)
     load_weights(model, config.model, progress, share, cache_dir)
     if compiled is None:
         add_collectives(model, share.shards)
     # One compile range may take a parameter alone that another takes packed: the model's own are views.
-    return model, dict(model.named_parameters(remove_duplicate=False)) | parameters
+    own = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.is_meta}
+    return model, own | parameters

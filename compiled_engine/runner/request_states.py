@@ -22,14 +22,16 @@ class RequestStates:
     last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
     known_row_S: which of known_ids_KL is the row's.
 
-    On the host: known_ids_KL, int32 [2 * rows, max_model_len + 1], the tokens that were known when the request came.
-    Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A row has
-    two places for them in turn, since a step in flight may still have to read those of the request before; two steps
-    back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are. generation: as long as it is
-    the same, no request got or lost a row.
+    On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens that were known when the request
+    came. Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A
+    row has as many places for them, in turn, as steps may be in flight, since one may still have to read those of the
+    request before; so many steps back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are.
+    generation: as long as it is the same, no request got or lost a row.
     """
 
-    def __init__(self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device):
+    def __init__(
+        self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device, steps_in_flight: int = 2
+    ):
         self.block_size = block_size
         max_blocks = -(-max_model_len // block_size)
         # Rows of a batch: one more than requests, for padding tokens.
@@ -46,7 +48,11 @@ class RequestStates:
         self._known_row = self.writes.field(max_num_rows)
         self.known_row_S = self._known_row.tensor
         self.known_ids_KL = torch.zeros(
-            2 * max_num_rows, max_model_len + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+            steps_in_flight * max_num_rows,
+            max_model_len + 1,
+            dtype=torch.int32,
+            device="cpu",
+            pin_memory=device.type == "cuda",
         )
         self._known_ids_KL = self.known_ids_KL.numpy()
         self._known_rows = np.arange(max_num_rows)

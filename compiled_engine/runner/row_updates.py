@@ -7,11 +7,12 @@ from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.sampler import Sampler
 
 
-def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler) -> None:
-    """Before the step is prepared. Raises what Sampler.add_row raises."""
+def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None) -> None:
+    """Before the step is prepared. sampler: None in a stage of a pipeline that does not sample. Raises what
+    Sampler.add_row raises."""
     for request_id in step.removed:
         row = states.remove(request_id)
-        if row is not None:
+        if row is not None and sampler is not None:
             sampler.remove_row(row)
     if step.new:
         starts = dict(zip(step.request_ids, step.starts, strict=True))
@@ -21,9 +22,11 @@ def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler) 
         states.append_blocks(states.row(request_id), block_ids)
 
 
-def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler) -> None:
+def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> None:
     """A row in the states and in the sampler, or in neither."""
     row = states.add(request, num_computed)
+    if sampler is None:
+        return
     params = request.sampling_params
     assert params.seed is not None  # the engine core fills it in
     try:

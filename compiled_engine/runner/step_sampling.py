@@ -11,6 +11,7 @@ from compiled_engine.runner.input_batch import InputBatch, masks_of_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
@@ -18,7 +19,7 @@ from compiled_engine.sampling.step_masks import StepMasks
 
 
 class StepSampling:
-    """Launches it; nothing waits for the device."""
+    """Launches it; nothing waits for the device. traffic: hands the tokens on, in the last stage of a pipeline."""
 
     def __init__(
         self,
@@ -27,9 +28,10 @@ class StepSampling:
         buffers: InputBuffers,
         pending: PendingSteps,
         device: torch.device,
+        traffic: StageTraffic | None = None,
     ):
         self._sampler, self._states, self._buffers = sampler, states, buffers
-        self._pending, self._device = pending, device
+        self._pending, self._device, self._traffic = pending, device, traffic
 
     def finish(self, step: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
         """Of a step whose rows were all sampled by temperature and seed; masks: those that it awaits, if any."""
@@ -37,6 +39,8 @@ class StepSampling:
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self._sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
             self._sample_generally(batch, rows_R, logits_RV, masks)
+        if self._traffic:
+            self._traffic.send_tokens(batch)
         return self._pending.step(batch, self._logprobs(batch, rows_R, logits_RV), step.prompt)
 
     def _sample_generally(

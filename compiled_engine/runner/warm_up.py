@@ -76,8 +76,9 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     if not on_gpu:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
-    for sample in ways_of_sampling(step.sampler.vocabulary, config.model.dtype, config.device):
-        sample()
+    if step.samples:
+        for sample in ways_of_sampling(step.sampler.vocabulary, config.model.dtype, config.device):
+            sample()
     torch.cuda.empty_cache()
     return peak
 
@@ -89,6 +90,10 @@ def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
     states.writes.apply()
     prepare(batch, states, buffers)
     hidden_TD = step.forward(batch, hidden_wanted=True).tensor
+    if not step.samples:
+        step.forward(batch)
+        step.advance_without_tokens(batch, num_requests)
+        return
     logits_RV = step.model.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
     del hidden_TD
     if step.model.ends_at_logits(num_tokens):

@@ -50,6 +50,7 @@ class Request:
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
+    lane: of the steps that sample its tokens, see lanes.py; None before the first of them.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
@@ -77,6 +78,7 @@ class Request:
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     next_prompt_logprob: int = 1
+    lane: int | None = None
     steady_until_computed: int = 0
     steady_until_known: int = 0
 
@@ -117,8 +119,9 @@ class Request:
         scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one token that
-        samples, in a block that it has, and not the last. While fewer than `steady_until_known` are known, the next one
-        is steady: neither the first that it generates nor the last, unless by being one of ending_ids.
+        samples, in a block that it has, neither the first such nor the last. While fewer than `steady_until_known` are
+        known, the next one is steady: neither the first that it generates nor the last, unless by being one of
+        ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
@@ -129,7 +132,12 @@ class Request:
         last = self.max_num_tokens - 1
         decodes = self.num_computed_tokens + 1 == self.num_tokens
         generates = len(self.token_ids) > self.num_prompt_tokens
-        return min(self.num_slots, last - 1) if decodes else 0, last if generates else 0
+        return min(self.num_slots, last - 1) if decodes and self.lane is not None else 0, last if generates else 0
+
+    @property
+    def num_unknown_tokens(self) -> int:
+        """How many of its tokens steps in flight sample; none that counts once it has ended."""
+        return 0 if self.status is RequestStatus.FINISHED else self.num_tokens - len(self.token_ids)
 
     @property
     def awaits_token(self) -> bool:

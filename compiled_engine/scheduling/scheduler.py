@@ -5,15 +5,13 @@ shares a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal e
 Running requests come first, then waiting ones are admitted strictly in order. When the blocks run out, the
 request that is last in order is preempted, to be computed again later.
 
-With two steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
+With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
-The masks of requests with a constraint are made while their step runs: only its sampling waits for them.
+The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
+stages of a pipeline work at steps side by side, lanes.py says which requests a step has.
 """
 
 from __future__ import annotations
-
-import bisect
-import operator
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
 from compiled_engine.messages import (
@@ -28,38 +26,44 @@ from compiled_engine.messages import (
 from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import WHY_NO_TOKEN
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
-from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
+from compiled_engine.scheduling.lanes import Lanes
+from compiled_engine.scheduling.request import Request, RequestStatus
+from compiled_engine.scheduling.request_table import RequestTable
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
 from compiled_engine.scheduling.token_masks import MaskMaker
-from compiled_engine.scheduling.waiting_queue import WaitingQueue
 
 
 class Scheduler:
     """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `masks`), call
     `update` with both; repeat while unfinished.
 
-    Up to `steps_in_flight` steps (1 or 2) may be scheduled whose `update` is still to come, in the same order; the
-    runner executes one after the other. Requests may be added and aborted at any time. If a step fails, call
-    `fail_step`.
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
+    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
+    fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
     """
 
     def __init__(
-        self, scheduler: SchedulerConfig, cache: CacheConfig, num_blocks: int, vocab_size: int, steps_in_flight: int = 1
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        vocab_size: int,
+        steps_in_flight: int = 1,
+        num_lanes: int = 1,
     ) -> None:
         self._config = scheduler
         self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
-        self._requests: dict[str, Request] = {}
-        self._waiting = WaitingQueue()
-        self._running: list[Request] = []  # sorted by order
+        self._requests = RequestTable(self._kv_cache)
         self._in_flight = StepsInFlight(steps_in_flight)
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
-        self._removed: list[str] = []
-        self._num_constrained, self._masks = 0, MaskMaker(scheduler.max_num_seqs, vocab_size)
+        self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
 
     def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
@@ -68,10 +72,7 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        queued = Request.of(request, order, self._limits.max_total_tokens, constraint)
-        self._requests[request.request_id] = queued
-        self._num_constrained += constraint is not None
-        self._waiting.push(queued)
+        self._requests.add(Request.of(request, order, self._limits.max_total_tokens, constraint))
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -87,14 +88,14 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._drop(request)
+        self._requests.drop(request)
         self._counts.finished += stopped
         self._counts.aborted += not stopped
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
         """Whether a request runs or waits."""
-        return bool(self._requests)
+        return len(self._requests) > 0
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
@@ -102,34 +103,37 @@ class Scheduler:
         Raises RuntimeError if as many steps are in flight as may be.
         """
         self._in_flight.require_room()
-        self._retire()
-        draft = StepDraft(self._config.max_prefill_tokens)
-        budget = self._schedule_running(draft)
-        if self._waiting and budget > 0:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget)
-        if not draft.one_token and not draft.longer.requests:
+        ending, self._last_share = self._last_share, []
+        self._requests.retire(ending)
+        num_preemptions = self._counts.preemptions
+        for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
+            draft = self._draft(lane, num_preemptions)
+            if draft.one_token or draft.longer.requests:
+                break
+        else:
             return None
+        self._lanes.took(lane)
         number = self._counts.begin_step(self._kv_cache.pool.num_free)
-        removed, self._removed = self._removed, []
-        registered = self._kv_cache.take_registered()
-        step = StepInFlight.of(number, draft, removed, registered, constraints=self._num_constrained > 0)
+        removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
+        step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
         self._in_flight.append(step)
         return step.output
 
-    def _retire(self) -> None:
-        """Let those go whose last token is in flight: no later step computes anything for them."""
-        retired = [request for request in self._last_share if request.status is RequestStatus.RUNNING]
-        self._last_share = []
-        for request in retired:
-            self._release(request)
-            request.status = RequestStatus.ENDING
-        if retired:
-            self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
+    def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
+        """A step of the lane; it may be empty. Nobody is admitted if blocks have run out, as they would be next to go:
+        if there are more preemptions than that."""
+        draft = StepDraft(lane, self._config.max_prefill_tokens)
+        running, num_waiting = self._requests.running, len(self._requests.waiting)
+        of_step = self._lanes.of_step(running, lane)
+        room = self._lanes.room(of_step, lane, len(running), num_waiting)
+        budget = self._schedule_running(draft, of_step)
+        if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget, room)
+        return draft
 
-    def _schedule_running(self, draft: StepDraft) -> int:
-        """Returns the budget left for waiting requests: none if blocks ran out, as they would be next to go."""
-        running, budget = self._running, self._config.max_num_batched_tokens
-        num_preemptions = self._counts.preemptions
+    def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
+        """Returns the budget left for waiting requests."""
+        budget = self._config.max_num_batched_tokens
         add_request, add_start = draft.one_token.append, draft.one_token_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
@@ -140,6 +144,8 @@ class Scheduler:
                 request.num_tokens += 1
                 budget -= 1
                 continue
+            if request.status is not RequestStatus.RUNNING:  # preempted just now
+                continue
             # Those behind it keep a token each, so that no long prompt holds up a decode.
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
@@ -147,23 +153,24 @@ class Scheduler:
                 if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
                     continue
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
-                if self._preempt_last() is request:
+                self._counts.preemptions += 1
+                if self._requests.preempt_last() is request:
                     return 0
             if new_block_ids:
                 draft.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
             self._schedule_tokens(draft, request, num_tokens)
-        return budget if self._counts.preemptions == num_preemptions else 0
+        return budget
 
-    def _admit_waiting(self, draft: StepDraft, budget: int) -> None:
-        while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
-            request = self._waiting.peek()
+    def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
+        """At most `room` requests."""
+        waiting, running = self._requests.waiting, self._requests.running
+        while waiting and budget > 0 and len(draft.new) < room:
+            request = waiting.peek()
             # Each running request keeps room to grow by a block, lest this one be preempted right away.
-            if request.awaits_token or not self._kv_cache.admit(request, reserve=len(self._running)):
+            if request.awaits_token or not self._kv_cache.admit(request, reserve=len(running)):
                 break
-            self._waiting.pop()
-            request.start()
-            bisect.insort(self._running, request, key=operator.attrgetter("order"))
+            self._requests.start_next()
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
             budget -= num_tokens
             draft.new.append(request.as_new())
@@ -177,23 +184,19 @@ class Scheduler:
         if end >= request.next_block_end:
             self._kv_cache.register(request)
         if samples:
+            self._lanes.join(request, draft.lane)
             request.num_tokens += 1
             if request.num_tokens == request.max_num_tokens:
                 self._last_share.append(request)
         request.set_steady_limits()
 
-    def _preempt_last(self) -> Request:
-        """Take the blocks of the last running request; it waits in its old place to be computed again."""
-        request = self._running.pop()
-        self._release(request)
-        request.status = RequestStatus.PREEMPTED
-        self._waiting.push(request)
-        self._counts.preemptions += 1
-        return request
+    def knows_tokens_before(self, step: SchedulerOutput) -> bool:
+        """Whether all tokens are known that `masks` of a step in flight need."""
+        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
 
     def masks(self, step: SchedulerOutput) -> TokenMasks:
-        """A constraint that fails ends its request in `update`. RuntimeError unless `step` is the oldest in flight."""
-        return self._masks.make(self._in_flight.oldest(step).constrained)
+        """A constraint that fails ends its request in `update`. Only if `knows_tokens_before`."""
+        return self._masks.make(self._in_flight.find(step).constrained)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.
@@ -218,7 +221,7 @@ class Scheduler:
                 others.append(self._take_token(request, index, result))
         self._in_flight.popleft()
         if self._counts.finished > num_finished:
-            self._running = [r for r in self._running if r.status is RequestStatus.RUNNING]
+            self._requests.sweep()
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_token(self, request: Request, index: int, result: RunnerOutput) -> EngineOutput:
@@ -226,7 +229,7 @@ class Scheduler:
         token_id = result.token_ids[index]
         why = request.failure or WHY_NO_TOKEN.get(token_id)
         if why is not None:
-            self._drop(request)
+            self._requests.drop(request)
             self._counts.aborted += 1
             return error_output(request, why, result)
         request.token_ids.append(token_id)
@@ -235,7 +238,7 @@ class Scheduler:
         request.set_steady_limits()
         output = token_output(request, index, result)
         if output.finish_reason is not None:
-            self._end(request)
+            self._requests.end(request)
             self._counts.finished += 1
         return output
 
@@ -247,37 +250,14 @@ class Scheduler:
             self._kv_cache.unregister(step.registered_blocks)
             removed += step.output.removed
         # A step that failed to be scheduled is not in flight yet, but whoever has a share of it runs.
-        affected = [*self._running, *(request for step in self._in_flight for request in step.requests)]
+        affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]
         self._in_flight.clear()
-        self._running = []
         for request in affected:
             if request.status is not RequestStatus.FINISHED:
-                self._end(request)
+                self._requests.end(request)
                 self._counts.aborted += 1
-        self._removed = list(dict.fromkeys(removed + self._removed))
-
-    def _drop(self, request: Request) -> None:
-        """End a request, whatever it is doing."""
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        self._end(request)
-
-    def _end(self, request: Request) -> None:
-        """Forget a request and free what it holds; the caller takes it off the list of those that run."""
-        if request.status is RequestStatus.RUNNING:
-            self._release(request)
-        elif request.status is not RequestStatus.ENDING:
-            self._waiting.remove(request)
-        request.status = RequestStatus.FINISHED
-        request.set_steady_limits()
-        self._num_constrained -= request.constraint is not None
-        del self._requests[request.request_id]
-
-    def _release(self, request: Request) -> None:
-        """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
-        self._kv_cache.free(request)
-        request.set_steady_limits()
-        self._removed.append(request.request_id)
+        self._requests.sweep()
+        self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
@@ -285,7 +265,7 @@ class Scheduler:
 
     def metrics(self) -> dict[str, int | float]:
         """See SchedulerCounts.metrics."""
-        waiting = len(self._waiting)
+        waiting = len(self._requests.waiting)
         return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
 
     def check_idle(self) -> None:
@@ -295,5 +275,4 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise RuntimeError, with what is wrong, unless each block and request is accounted for once."""
-        check_requests(self._requests.values(), self._running, len(self._waiting))
-        self._kv_cache.check_integrity(self._running)
+        self._requests.check_integrity()

@@ -31,13 +31,14 @@ class Shares:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step that is being put together.
+    """A step of a lane that is being put together.
 
     one_token: requests with a share of one token, which starts at `one_token_starts` and samples, but for those whose
     index is in `unsampled`. longer: shares of more tokens, which together have at most `max_prefill_tokens` where
     others run.
     """
 
+    lane: int = 0
     max_prefill_tokens: int | None = None
     one_token: list[Request] = field(default_factory=list)
     one_token_starts: list[int] = field(default_factory=list)
@@ -83,6 +84,7 @@ class StepInFlight:
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
     constrained: those that sample and have a constraint.
     registered_blocks: those that are in the prefix cache only because this step, or one before it, fills them.
+    lane: whose step it is.
     """
 
     output: SchedulerOutput
@@ -91,10 +93,11 @@ class StepInFlight:
     sampling_ids: list[str]
     constrained: list[Request]
     registered_blocks: list[int]
+    lane: int = 0
 
     @classmethod
     def of(
-        cls, number: int, draft: StepDraft, removed: list[str], registered_blocks: list[int], *, constraints: bool
+        cls, number: int, draft: StepDraft, removed: tuple[str, ...], registered_blocks: list[int], *, constraints: bool
     ) -> StepInFlight:
         """constraints: whether any request has one."""
         shares = draft.shares()
@@ -106,7 +109,7 @@ class StepInFlight:
         constrained = [request for request in sampling if request.constraint is not None] if constraints else []
         output = SchedulerOutput(
             step=number,
-            removed=tuple(removed),
+            removed=removed,
             new=tuple(draft.new),
             request_ids=request_ids,
             starts=shares.starts,
@@ -115,7 +118,7 @@ class StepInFlight:
             new_block_ids=draft.new_block_ids,
             awaits_masks=bool(constrained),
         )
-        return cls(output, shares.requests, sampling, sampling_ids, constrained, registered_blocks)
+        return cls(output, shares.requests, sampling, sampling_ids, constrained, registered_blocks, draft.lane)
 
 
 class StepsInFlight(deque[StepInFlight]):
@@ -129,6 +132,13 @@ class StepsInFlight(deque[StepInFlight]):
         """Raise RuntimeError if there are as many as may be."""
         if len(self) == self._most:
             raise RuntimeError(f"step {self[0].output.step} is in flight: its result must be passed to update() first")
+
+    def find(self, step: SchedulerOutput) -> StepInFlight:
+        """RuntimeError if `step` is not in flight."""
+        for found in self:
+            if found.output is step:
+                return found
+        raise RuntimeError(f"step {step.step} is not in flight")
 
     def oldest(self, step: SchedulerOutput) -> StepInFlight:
         """The oldest one; RuntimeError if that is not `step`."""

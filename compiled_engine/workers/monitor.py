@@ -134,7 +134,7 @@ class Monitor:
                 with self._step_failed:
                     self._failed_steps.setdefault(step, {})[rank] = message
                     self._step_failed.notify_all()
-                if rank:
+                if rank != self._layout.result_rank:
                     timer = threading.Timer(_APART_S, self._fail_unless_settled, (step, rank, message.failed))
                     timer.daemon = True
                     timer.start()
@@ -152,7 +152,7 @@ class Monitor:
         return failed.as_exception(f"the worker of {name}", f"{name}: ")
 
     def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
-        """Rank 0, whose result says that a step has failed, may be waiting for another rank."""
+        """The rank whose result says that a step has failed may be waiting for another rank."""
         with self._lock:
             is_settled = step not in self._failed_steps
         if not is_settled and not self._closing:

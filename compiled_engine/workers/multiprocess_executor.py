@@ -61,7 +61,7 @@ class MultiprocessExecutor:
         *,
         progress: bool = False,
     ):
-        self._layout = layout = RankLayout(config.parallel.tensor_parallel_size)
+        self._layout = layout = RankLayout(config.parallel.tensor_parallel_size, config.parallel.num_stages)
         self._folder = Path(tempfile.mkdtemp(prefix="compiled-engine-"))
         self._step_s = None
         if config.device.type == "cuda":
@@ -141,9 +141,10 @@ class MultiprocessExecutor:
         self._monitor.expect_result_within(None)
         if not isinstance(result, Failed):
             return result
-        name = self._layout.name(0)
+        name = self._layout.name(self._layout.result_rank)
         text = f"{name}: {result.kind}: {result.text}"
-        goes_on = self._layout.size == 1 or self._monitor.survives(step)
+        # What stages have sent one another for the steps in flight would be left over.
+        goes_on = self._layout.pipeline == 1 and (self._layout.size == 1 or self._monitor.survives(step))
         if goes_on:
             self._steps.write(encode(GoOn()))
         error = StepError(text) if goes_on else WorkerError(text)
@@ -163,8 +164,8 @@ class MultiprocessExecutor:
         return [answer.result() for answer in answers]
 
     def metrics(self) -> dict[str, Any]:
-        """Those of rank 0."""
-        metrics: dict[str, Any] = self.collective_rpc("metrics")[0]
+        """Those of the rank that tells what is sampled."""
+        metrics: dict[str, Any] = self.collective_rpc("metrics")[self._layout.result_rank]
         return metrics
 
     def close(self) -> None:

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 
-from compiled_engine.collectives.connect import connect
+from compiled_engine.collectives.gloo import leave
 from compiled_engine.collectives.group import Group, in_group
 from compiled_engine.core.executor import InProcessExecutor, PendingOutput
 from compiled_engine.failure import Failed
 from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.parallel.connect import connect
+from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -48,20 +51,20 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
         start = receive_start(connection)
     except EOFError:
         return
-    num_ranks = start.config.parallel.tensor_parallel_size
+    layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     threading.Thread(target=_exit_without_executor, args=(connection, start.folder), daemon=True).start()
     steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank)
     results = None
-    if start.rank == 0:
+    if start.rank == layout.result_rank:
         results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
     try:
         torch.set_num_threads(start.num_threads)
-        group = connect(start.config, start.rank, start.folder)
+        group, link = connect(start.config, start.rank, start.folder)
         with in_group(group):
-            worker = Worker(start, group, connection, results)
+            worker = Worker(start, group, link, connection, results)
             send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
-            Heartbeats(num_ranks, heartbeats).beat(start.rank)
+            Heartbeats(layout.size, heartbeats).beat(start.rank)
             worker.run(steps)
     except BaseException as error:
         send(connection, Failed.of(error))
@@ -81,15 +84,23 @@ def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
 class Worker:
     """One rank. Public methods that return plain data can be called by `collective_rpc`."""
 
-    def __init__(self, start: StartWorker, group: Group, connection: socket.socket, results: RingWriter | None):
+    def __init__(
+        self,
+        start: StartWorker,
+        group: Group,
+        link: StageLink | None,
+        connection: socket.socket,
+        results: RingWriter | None,
+    ):
         config = start.config
         timeline = Timeline(start.origin_s, start.spans)
         so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
         timeline.add("wait for the workers", so_far, timeline.now() - so_far)
         progress = RichProgress() if start.progress and start.rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
-        self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group)
-        self._rank, self._group, self._connection, self._results = start.rank, group, connection, results
+        self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
+        self._group, self._connection, self._results = group, connection, results
+        self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
         # A step is launched before the one before it has ended; on a CPU launching it is executing it.
@@ -113,12 +124,13 @@ class Worker:
                 case Stop():
                     self.executor.close()
                     self._group.close()
+                    leave()
                     return
 
     def _execute(self, step: SchedulerOutput) -> None:
         self._hand_over_unsampled()
         pending = self._guarded(step.step, lambda: self.executor.submit(step))
-        if step.awaits_masks and not isinstance(pending, _Raised):
+        if step.awaits_masks and self._samples and not isinstance(pending, _Raised):
             self._unsampled = step.step, pending
         else:
             self._hand_over(pending)

@@ -98,6 +98,7 @@ OTHER_FIELDS = (
     "graph.token_sizes",
     "graph.background",
     "parallel.executor",
+    "parallel.stage_layers",
     "parallel.data_parallel_size",
     "device",
     "reasons",

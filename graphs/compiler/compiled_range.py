@@ -7,17 +7,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.stage_plan import StagePlan
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import PassReport
 
 
 @dataclass(frozen=True)
 class CompiledRange:
-    """The model compiled for one range of token counts."""
+    """The model compiled for one range of token counts. staged: the part of the plan that a stage runs."""
 
     compile_range: CompileRange
     plan: Plan
     passes: tuple[PassReport, ...]
+    staged: StagePlan | None = None
+
+    @property
+    def bound_plan(self) -> Plan:
+        """What is to run: the stage's part, or the whole."""
+        return self.staged.plan if self.staged is not None else self.plan
 
 
 def write_compiled_range(entry: Path, compiled: CompiledRange, forward_source: str, graph_text: list[str]) -> None:

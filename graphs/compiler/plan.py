@@ -9,11 +9,13 @@ from typing import Any
 
 from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.rope_attend import rope_attend
 from compiled_engine.passes.rope_kv_write import rope_form_kv_write, rope_kv_write
 
 # The ops that a graph is split at: those that touch the KV cache. The stitched forward calls them directly.
 SPLITTING_OPS: dict[str, Callable[..., Any]] = ATTENTION_OPS | {
     "compiled_engine::rope_kv_write": rope_kv_write,
+    "compiled_engine::rope_attend": rope_attend,
     "compiled_engine::rope_form_kv_write": rope_form_kv_write,
 }
 
@@ -32,16 +34,33 @@ class PlannedStep:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """A value [T, *row_shape] that a step before an attention defines and one behind it reads: where the plan is cut
+    there, it goes from one stage to the next. dtype: by its name in torch."""
+
+    value: int
+    dtype: str
+    row_shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """Value i is input i for the first len(inputs) values; steps define the others."""
+    """Value i is input i for the first len(inputs) values; steps define the others. carried: whatever outlives an
+    attention."""
 
     inputs: tuple[Source, ...]
     steps: tuple[PlannedStep, ...]
     outputs: tuple[int, ...]
+    carried: tuple[Carried, ...] = ()
 
     def packed(self) -> dict[str, tuple[str, ...]]:
         """The packed parameters that the pieces take, each with its members."""
         return {source.name: source.members for source in self.inputs if source.members}
+
+    def parameters(self) -> frozenset[str]:
+        """The parameters and buffers that the pieces take, the members of packed ones for these."""
+        used = [source for source in self.inputs if source.kind == "parameter"]
+        return frozenset(name for source in used for name in source.members or (source.name,))
 
     def piece_keys(self) -> tuple[str, ...]:
         """The unique pieces, in order of first use."""
@@ -57,7 +76,8 @@ class Plan:
         steps = tuple(
             PlannedStep(s["piece"], s["op"], tuple(s["arguments"]), tuple(s["results"])) for s in data["steps"]
         )
-        return Plan(inputs, steps, tuple(data["outputs"]))
+        carried = tuple(Carried(c["value"], c["dtype"], tuple(c["row_shape"])) for c in data["carried"])
+        return Plan(inputs, steps, tuple(data["outputs"]), carried)
 
 
 def read_source(item: dict[str, Any]) -> Source:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.graphs.compiler.piece import piece_key, piece_to_json
-from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
+from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Carried, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import source_of
 from compiled_engine.passes.matching import arg
 
@@ -78,8 +79,23 @@ def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]
             key = piece_key(text)
             unique[key] = text
         planned.append(PlannedStep(key, step.op, arguments, tuple(index[node] for node in step.outputs)))
-    outputs = arg(graph.output_node(), 0)
-    return Plan(inputs, tuple(planned), tuple(index[node] for node in outputs)), unique
+    outputs = tuple(index[node] for node in arg(graph.output_node(), 0))
+    return Plan(inputs, tuple(planned), outputs, _carried(steps, index, set(outputs))), unique
+
+
+def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
+    """What a step before an attention defines and a later one than that attention reads."""
+    attentions = [number for number, step in enumerate(steps) if step.op in ATTENTION_OPS]
+    last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}
+    carried = []
+    for number, step in enumerate(steps):
+        for node in step.outputs:
+            last = len(steps) if index[node] in outputs else last_use.get(node, number)
+            value = node.meta["val"]
+            if any(number < attention < last for attention in attentions) and isinstance(value, torch.Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                carried.append(Carried(index[node], dtype, tuple(value.shape[1:])))
+    return tuple(carried)
 
 
 def _op_name(node: fx.Node) -> str:

@@ -7,6 +7,7 @@ use. It costs about a microsecond a call; Dynamo's own entry with its guards cos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
 from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import Source, derived
+from compiled_engine.passes.rope_attend import in_two
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
 
@@ -30,7 +32,9 @@ def stitch(
     """
     functions: dict[str, Callable[..., Any]] = SPLITTING_OPS
     if on_attention is not None:
-        functions = functions | {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
+        passed = {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
+        attention_passed = partial(in_two, passed["compiled_engine::attend"])
+        functions = functions | passed | {"compiled_engine::rope_attend": attention_passed}
     namespace: dict[str, Any] = {_op_function(name): function for name, function in functions.items()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
     for index, source in enumerate(plan.inputs):
@@ -50,7 +54,8 @@ def forward_source(plan: Plan) -> str:
     names = [_input_name(index, source) for index, source in enumerate(plan.inputs)]
     names += [f"v{i}" for i in range(len(names), len(names) + sum(len(step.results) for step in plan.steps))]
     last_use = _last_uses(plan)
-    lines = ["def forward(input_ids_T, positions_T, attention_inputs, kv_caches):"]
+    received = ", received" * any(source.kind == "received" for source in plan.inputs)
+    lines = [f"def forward(input_ids_T, positions_T, attention_inputs, kv_caches{received}):"]
     lines += [
         f"    {names[i]} = {_argument_expression(source.name)}.shape[{source.dim}]" for i, source in _used_sizes(plan)
     ]
@@ -59,19 +64,19 @@ def forward_source(plan: Plan) -> str:
         dead = [names[i] for i in last_use.get(number, []) if i >= len(plan.inputs)]
         if dead:
             lines.append(f"    del {', '.join(dead)}")
-    lines.append(f"    return {names[plan.outputs[0]]}")
+    lines.append(f"    return {', '.join(names[index] for index in plan.outputs)}")
     return "\n".join(lines) + "\n"
 
 
 def _input_name(index: int, source: Source) -> str:
-    if source.kind == "argument":
+    if source.kind in ("argument", "received"):
         return _argument_expression(source.name)
     return f"parameter_{index}" if source.kind == "parameter" else f"size_{index}"
 
 
 def _argument_expression(name: str) -> str:
     head, _, rest = name.partition(".")
-    return f"kv_caches[{rest}]" if head == "kv_caches" else name
+    return f"{head}[{rest}]" if head in ("kv_caches", "received") else name
 
 
 def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:

@@ -33,16 +33,17 @@ VARIABLES = ("CUDA_", "CUBLAS", "PYTORCH_", "TORCH_", "TRITON_", "NVIDIA_")
 MAPPED_FILES = Path("/proc/self/maps")
 
 
-def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str]) -> dict[str, Any]:
+def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
     """All that the memory of the graphs may depend on, as JSON.
 
-    entry_key: of the compiled model. keys: names of what is captured, in its order.
+    entry_key: of the compiled model. keys: names of what is captured, in its order. stage: of a pipeline.
     """
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
     return {
         "entry": entry_key,
         "keys": list(keys),
+        "stage": stage,
         "config": fields,
         "source": digests_of(CAPTURED_ROOMS),
         "device": _describe(config.device),
@@ -74,15 +75,17 @@ def predicted_bytes(
     lookup: Lookup | None,
     graphs: Predicting,
     least: Callable[[int], int] = lambda value: value,
+    stage: int = 0,
 ) -> int:
     """Bytes that all graphs will take: as `graphs` predicts, or predicted in an earlier process with these factors.
 
     lookup: of the compiled model; without one, or where the cache keeps nothing, the prediction is made. A file that
     is damaged, or another user's, counts as none. least: of all ranks; they predict together, or none of them does.
+    stage: of a pipeline, whose stages have graphs of their own.
     """
     if lookup is None or lookup.status == "off":
         return graphs.predict()
-    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture)))
+    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, stage)))
     path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
     kept = _read(path, factors)
     if least(kept is not None) and kept is not None:

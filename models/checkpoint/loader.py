@@ -30,10 +30,11 @@ def load_weights(
 ) -> None:
     """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
 
-    share: the slices of the tensors that the model's parameters are; nothing else of the files is read. config: of the
-    undivided model. What is missing of a checkpoint from the hub is downloaded first. The model has been through
-    `parameters.materialize`. config.load_format dummy: random weights instead. cache_dir: where is kept what was found
-    out about checkpoints of transformers' models.
+    share: the slices of the tensors that the model's parameters are; nothing else of the files is read, nor what
+    belongs to parameters that are still on the meta device. config: of the undivided model. What is missing of a
+    checkpoint from the hub is downloaded first. The model has been through `parameters.materialize`. config.load_format
+    dummy: random weights instead. cache_dir: where is kept what was found out about checkpoints of transformers'
+    models.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
     unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
     if a download fails.
@@ -54,7 +55,7 @@ def load_weights(
         pairs = _match(tensors, model, config, share)
     else:
         pairs = match_foreign(tensors, model, config, share, cache_dir)
-    device = next(model.parameters()).device
+    device = pairs[0][1].device
     with progress.stage("load weights", len(pairs)) as advance:
         plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for source, target in pairs:
@@ -110,6 +111,11 @@ def _match(
     sources: dict[int, str] = {}
     for name, tensor in known.items():
         twin = sources.setdefault(id(parameters[name]), name)
-        if twin != name and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor)):
+        if (
+            twin != name
+            and not parameters[name].is_meta
+            and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor))
+        ):
             raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
-    return [pair for name in sources.values() for pair in share.pairs(name, known[name], parameters[name])]
+    wanted = [name for name in sources.values() if not parameters[name].is_meta]
+    return [pair for name in wanted for pair in share.pairs(name, known[name], parameters[name])]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import psutil
 import torch
@@ -16,15 +16,23 @@ class InsufficientMemoryError(MemoryError):
     """The device has less free memory than the model's parameters, or the KV cache of one request, need."""
 
 
-def materialize(model: nn.Module, packed: Mapping[str, Sequence[str]], device: torch.device) -> dict[str, torch.Tensor]:
+def materialize(
+    model: nn.Module,
+    packed: Mapping[str, Sequence[str]],
+    device: torch.device,
+    wanted: Collection[str] | None = None,
+) -> dict[str, torch.Tensor]:
     """Allocate every parameter (uninitialised) on the device, and move the buffers there.
 
-    packed: name of a packed parameter -> its members, parameters that become views of its rows, in this order.
+    packed: name of a packed parameter -> its members, parameters that become views of its rows, in this order. wanted:
+    the parameters to allocate, those of a stage; the others stay on the meta device. None: all.
     Returns packed tensors, parameters that are in no packed tensor, and buffers, each under its name; a tied
     parameter appears under each of its names. Raises, before anything is allocated, ValueError where `packed` does not
     fit the model, and InsufficientMemoryError for a device that is too small.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    every = dict(model.named_parameters(remove_duplicate=False))
+    chosen = {id(every[name]) for name in every.keys() & set(every if wanted is None else wanted)}
+    parameters = {name: parameter for name, parameter in every.items() if id(parameter) in chosen}
     _check_packed(parameters, packed)
     _check_memory([*parameters.values(), *model.buffers()], device)
 

@@ -16,9 +16,12 @@ def fill_with_random_weights(model: nn.Module, seed: int, share: RankShare = WHO
     """Normal with a small deviation, around 1 for norms and around 0 for the rest, in place, on its device.
 
     A parameter's values follow from the seed, its name and the kind of device, not from where it is stored, nor from
-    how many ranks share it: of one that is divided all is generated, one parameter at a time.
+    how many ranks share it: of one that is divided all is generated, one parameter at a time. Parameters on the meta
+    device stay there.
     """
     for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator(parameter.device)
         generator.manual_seed(int.from_bytes(digest[:8], "big", signed=True))

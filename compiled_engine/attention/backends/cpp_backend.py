@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 
 
-class CppBackend:
+class CppBackend(AttentionBackend):
     """See the module's docstring. It reads the cache in place, and one call does a layer's decodes."""
 
     name = "cpp"

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from compiled_engine.attention.inputs import AttentionInputs
 
-MAX_SPLITS = 32
+MAX_SPLITS = 64
 # The same where the work list knows the contexts.
 MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
@@ -14,6 +14,10 @@ GRAIN = 32
 # The fewest keys of a listed split: of a mixed batch with few rows, times K/V heads, and of any other.
 FEW_HEADS = 1024
 FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
+# So many programs fit on a multiprocessor where they are small.
+SMALL = 4
+# The host's bound of contexts up to which rotation, KV write and attention are one kernel.
+MOST_CONTEXT_IN_ONE_KERNEL = 8192
 # The most keys that one program reads when a few long contexts stand among many short ones.
 LONG_SPLIT = 16384
 
@@ -22,34 +26,44 @@ LONG_SPLIT = 16384
 class Splits:
     """Between how many programs a request's keys are split at most, and the fewest keys that one of them takes.
 
-    small: the programs are more than multiprocessors but short, so several should fit on one.
+    programs: how many of them should fit on a multiprocessor: 1, 2 or SMALL.
     """
 
     count: int
     min_keys: int
-    small: bool = False
+    programs: int = 1
 
 
 def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms: int) -> Splits:
     """The split rule: a pure function of what a captured graph is keyed by, and of the device.
 
     num_requests: rows of the batch, padding included. max_seq_len: the host's bound of the contexts.
-    A few programs are split until they fill the device once; up to one a multiprocessor they are split into small ones,
-    lest the longest context be waited for; more of them even each other out. Contexts above LONG_SPLIT are always
-    split. On an H200, with 16 query heads on 8 K/V heads of size 128, the attention of 8 requests with 200 and with 100
-    to 1500 tokens takes 6.7 and 17.1 microseconds so, unsplit 6.8 and 27.7; of 64 requests 20.3 and 63.9 unsplit.
+    A few programs are split until there are two for each multiprocessor; up to one a multiprocessor they are split into
+    small ones, lest the longest context be waited for; more of them even each other out. Contexts above LONG_SPLIT are
+    always split. On an H200, with 16 query heads on 8 K/V heads of size 128, the attention of 8 requests with 200 and
+    with 100 to 1500 tokens takes 6.7 and 17.1 microseconds so, unsplit 6.8 and 27.7; of 64 requests 20.3 and 63.9
+    unsplit.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
     to_fill = num_sms // num_programs
     if to_fill >= 8:
-        splits = Splits(min(to_fill, most), GRAIN)
+        splits = Splits(min(2 * num_sms // num_programs, most), GRAIN, programs=2)
     elif num_programs <= num_sms:
-        splits = Splits(min(8, most), GRAIN, small=True)
+        splits = Splits(min(8, most), GRAIN, programs=SMALL)
     else:
         splits = Splits(1, GRAIN)
     to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
     return splits if splits.count >= to_shorten else Splits(to_shorten, LONG_SPLIT // 16)
+
+
+def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
+    """Whether rotation and KV write belong into the kernel of attention: where programs are small, and contexts short.
+
+    A single request waits for the norm in each of its programs; where contexts are long, registers that hold the first
+    tile are missed.
+    """
+    return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ MIN_CAPABILITY = (9, 0) if HAS_VERSION_3 else (8, 0)
 MAX_HEAD_DIM = 256
 
 
-class FlashAttnBackend:
+class FlashAttnBackend(AttentionBackend):
     """See the module's docstring. A row with seq_len 0 gives zeros: the kernels write them and read no key."""
 
     name = "flash_attn"

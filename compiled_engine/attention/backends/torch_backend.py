@@ -17,7 +17,7 @@ GPU_GATHER_BYTES = 256 << 20
 QUERIES_PER_CHUNK = 256
 
 
-class TorchBackend:
+class TorchBackend(AttentionBackend):
     """See the module's docstring. Uniform decodes can be captured: on CUDA nothing there waits for device data."""
 
     name = "torch"

@@ -8,14 +8,15 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
-from compiled_engine.attention.backends.decode_splits import BatchFacts, plan_splits
+from compiled_engine.attention.backends.decode_splits import BatchFacts, one_kernel_pays, plan_splits
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
+from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
-from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
 
@@ -115,6 +116,33 @@ class TritonBackend:
                 hopper_prefill(*arguments, num_sms, scoring)
             else:
                 prefill(*arguments, tiles, num_sms, scoring)
+
+    def attend_unrotated(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        rotation: Rotation,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> bool:
+        """Of decodes alone, where it pays, with the usual form of rotation."""
+        num_kv_heads = kv_cache_N2PKd.shape[3]
+        num_sms = _num_multiprocessors(q_THd.device)
+        facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
+        if facts.listed or not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
+            return False
+        context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
+        splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
+        if not one_kernel_pays(splits, facts.max_seq_len):
+            return False
+        angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
+        require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
+        operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
+        rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
+        return True
 
 
 @cache

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_SPLITS, Splits
+from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys, combined, normalised, scales
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
@@ -23,20 +23,23 @@ from compiled_engine.kernels.launcher import quick_launches
 
 @dataclass(frozen=True)
 class DecodeTiles:
-    """Keys of a tile, and how it is compiled."""
+    """Keys of a tile, how it is compiled, and whether blocks are looked up one tile ahead."""
 
     keys: int
     num_warps: int
     num_stages: int
+    look_ahead: bool = False
 
 
-def decode_tiles(head_dim: int, element_size: int, small: bool) -> DecodeTiles:
-    """Tiles by head size (elements) and element size (bytes); small ones leave room for other programs."""
+def decode_tiles(head_dim: int, element_size: int, programs: int) -> DecodeTiles:
+    """Tiles by head size (elements), element size (bytes) and the programs that share a multiprocessor."""
+    width = max(64, triton.next_power_of_2(head_dim))
     if element_size == 4:
         return DecodeTiles(keys=32 if head_dim <= 128 else 16, num_warps=8, num_stages=2)
-    if small:
-        keys = 4096 // max(64, triton.next_power_of_2(head_dim))
-        return DecodeTiles(keys, num_warps=1 if head_dim <= 128 else 4, num_stages=3)
+    if programs == SMALL:
+        return DecodeTiles(4096 // width, num_warps=1 if head_dim <= 128 else 4, num_stages=3)
+    if programs == 2:
+        return DecodeTiles(8192 // width, num_warps=4, num_stages=3, look_ahead=True)
     if head_dim <= 64:
         return DecodeTiles(keys=128, num_warps=4, num_stages=5)
     if head_dim <= 128:
@@ -82,6 +85,7 @@ def decode_kernel(
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
     GRAIN: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program per (K/V head, request, split). A lone split writes the result, several leave acc, max and sum.
@@ -125,6 +129,7 @@ def decode_kernel(
         TILE_M,
         TILE_N,
         TILE_D,
+        LOOK_AHEAD,
     )
     rows_M = tl.arange(0, TILE_M)
     heads_M = kv_head * GROUP + rows_M
@@ -204,14 +209,12 @@ def decode(
     num_heads = q_THd.shape[1]
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     group = num_heads // num_kv_heads
-    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.small)
-    tile_d = triton.next_power_of_2(head_dim)
+    tiles = decode_tiles(head_dim, kv_cache_N2PKd.element_size(), splits.programs)
     scale_log2, cap_scale = scales(scoring)
     split = splits.count > 1
     partial_shape = (num_decodes, num_heads, splits.count) if split else (0,)
     partial = out_THd.new_empty((*partial_shape, head_dim), dtype=torch.float32)
     partial_max, partial_sum = out_THd.new_empty((2, *partial_shape), dtype=torch.float32)
-    launch_options = dependent_launch(q_THd.device)
     decode_kernel[(num_kv_heads, num_decodes, splits.count)](
         q_THd,
         kv_cache_N2PKd,
@@ -237,15 +240,29 @@ def decode(
         HEAD_DIM=head_dim,
         TILE_M=max(16, triton.next_power_of_2(group)),
         TILE_N=tiles.keys,
-        TILE_D=tile_d,
+        TILE_D=triton.next_power_of_2(head_dim),
         GRAIN=GRAIN,
+        LOOK_AHEAD=tiles.look_ahead,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
-        **launch_options,
+        **dependent_launch(q_THd.device),
     )
-    if not split:
-        return
+    if split:
+        combine_splits(partial, partial_max, partial_sum, out_THd, inputs, splits, scoring)
+
+
+def combine_splits(
+    partial: torch.Tensor,
+    partial_max: torch.Tensor,
+    partial_sum: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    splits: Splits,
+    scoring: Scoring,
+) -> None:
+    """Launch the second kernel: partial is float32 [R, H, S, d], partial_max and partial_sum are float32 [R, H, S]."""
+    num_decodes, num_heads, _, head_dim = partial.shape
     combine_kernel[(num_heads, num_decodes)](
         partial,
         partial_max,
@@ -253,17 +270,17 @@ def decode(
         out_THd,
         inputs.seq_lens_R,
         scoring.sinks_H,
-        scale_log2,
+        scales(scoring)[0],
         out_THd.stride(0),
         splits.count,
         splits.min_keys,
         OUT_HEAD_STRIDE=out_THd.stride(1),
         WINDOW=scoring.sliding_window,
         HEAD_DIM=head_dim,
-        TILE_S=MAX_SPLITS,
-        TILE_D=tile_d,
+        TILE_S=triton.next_power_of_2(splits.count),
+        TILE_D=triton.next_power_of_2(head_dim),
         GRAIN=GRAIN,
         num_warps=4,
         enable_fp_fusion=True,
-        **launch_options,
+        **dependent_launch(out_THd.device),
     )

@@ -129,6 +129,7 @@ def listed_decode_kernel(
                 TILE_M,
                 TILE_N,
                 TILE_D,
+                False,
             )
             out_token_ptr = out_ptr + tl.multiple_of(token * out_token_stride, 8) + kv_head * GROUP * OUT_HEAD_STRIDE
             if num_splits == 1:

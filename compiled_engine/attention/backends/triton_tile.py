@@ -44,6 +44,25 @@ def load_rows(
 
 
 @triton.jit
+def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
+    """The products of queries and keys, through tanh where scores have a soft cap; see `scales`."""
+    if CAP_SCALE > 0:
+        scores = 1 - 2 / (tl.exp2(scores * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
+    return scores
+
+
+@triton.jit
+def weigh(
+    scores_MN: tl.tensor, acc_MD: tl.tensor, max_M: tl.tensor, sum_M: tl.tensor, scale_log2: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Weights of a tile's keys, and (acc, max, sum) rescaled to them; the values are still to be added to acc."""
+    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
+    rescale_M = tl.exp2((max_M - new_max_M) * scale_log2)
+    weights_MN = tl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
+    return weights_MN, acc_MD * rescale_M[:, None], new_max_M, sum_M * rescale_M + tl.sum(weights_MN, 1)
+
+
+@triton.jit
 def attend_tile(
     q_MD: tl.tensor,
     acc_MD: tl.tensor,
@@ -77,23 +96,76 @@ def attend_tile(
     rows_N = block_N.to(tl.int64) * (2 * BLOCK_SIZE) + keys_N % BLOCK_SIZE
     k_ptrs_N = head_cache_ptr + rows_N * (NUM_KV_HEADS * HEAD_DIM)
     k_ND = load_rows(k_ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D)
-    scores_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-    if CAP_SCALE > 0:
-        scores_MN = 1 - 2 / (tl.exp2(scores_MN * (2 * CAP_SCALE * LOG2_E)) + 1)  # tanh
+    scores_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), CAP_SCALE)
     if MASKED:
         visible_MN = stored_N[None, :] & (keys_N[None, :] <= positions_M[:, None])
         if WINDOW > 0:
             visible_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
         scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
 
-    new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
-    rescale_M = tl.exp2((max_M - new_max_M) * scale_log2)
-    weights_MN = tl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
-    sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
-    acc_MD = acc_MD * rescale_M[:, None]
+    weights_MN, acc_MD, max_M, sum_M = weigh(scores_MN, acc_MD, max_M, sum_M, scale_log2)
     v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, stored_N, MASKED, HEAD_DIM, TILE_D)
     acc_MD = tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
-    return acc_MD, new_max_M, sum_M
+    return acc_MD, max_M, sum_M
+
+
+@triton.jit
+def fold_keys(
+    q_MD: tl.tensor,
+    acc_MD: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    table_ptr: tl.tensor,
+    head_cache_ptr: tl.tensor,
+    first_key: tl.tensor,
+    end_key: tl.tensor,
+    scale_log2: tl.tensor,
+    CAP_SCALE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Fold the keys first_key .. end_key - 1 of a request into the (acc, max, sum) of the heads of its one query.
+
+    LOOK_AHEAD: blocks are looked up one tile ahead, so that several tiles are in flight: for long contexts of few
+    requests. Among many programs it gains nothing and takes registers.
+    """
+    positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
+    n_N = tl.arange(0, TILE_N)
+    if LOOK_AHEAD:
+        block_N = tl.load(table_ptr + (first_key + n_N) // BLOCK_SIZE, mask=first_key + n_N < end_key, other=0)
+    for key in range(first_key, end_key, TILE_N):
+        if LOOK_AHEAD:
+            next_N = key + TILE_N + n_N
+            next_block_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < end_key, other=0)
+        else:
+            block_N = tl.load(table_ptr + (key + n_N) // BLOCK_SIZE, mask=key + n_N < end_key, other=0)
+        acc_MD, max_M, sum_M = attend_tile(
+            q_MD,
+            acc_MD,
+            max_M,
+            sum_M,
+            positions_M,
+            key,
+            end_key,
+            block_N,
+            head_cache_ptr,
+            scale_log2,
+            True,
+            0,
+            CAP_SCALE,
+            BLOCK_SIZE,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            TILE_N,
+            TILE_D,
+        )
+        if LOOK_AHEAD:
+            block_N = next_block_N
+    return acc_MD, max_M, sum_M
 
 
 @triton.jit
@@ -114,6 +186,7 @@ def attend_keys(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     TILE_D: tl.constexpr,
+    LOOK_AHEAD: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One query, the heads of one K/V head, over the keys first_key .. end_key - 1: acc, max and sum."""
     rows_M = tl.arange(0, TILE_M)
@@ -121,34 +194,24 @@ def attend_keys(
     d_D = tl.arange(0, TILE_D)
     mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
     q_MD = tl.load(q_token_ptr + heads_M[:, None] * Q_HEAD_STRIDE + d_D[None, :], mask=mask_MD, other=0.0)
-    positions_M = tl.full([TILE_M], 0, tl.int32) + end_key - 1
-    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
-    max_M = tl.full([TILE_M], LOWEST, tl.float32)
-    sum_M = tl.zeros([TILE_M], tl.float32)
-    for key in range(first_key, end_key, TILE_N):
-        keys_N = key + tl.arange(0, TILE_N)
-        block_N = tl.load(table_ptr + keys_N // BLOCK_SIZE, mask=keys_N < end_key, other=0)
-        acc_MD, max_M, sum_M = attend_tile(
-            q_MD,
-            acc_MD,
-            max_M,
-            sum_M,
-            positions_M,
-            key,
-            end_key,
-            block_N,
-            cache_ptr + kv_head * HEAD_DIM,
-            scale_log2,
-            True,
-            0,
-            CAP_SCALE,
-            BLOCK_SIZE,
-            NUM_KV_HEADS,
-            HEAD_DIM,
-            TILE_N,
-            TILE_D,
-        )
-    return acc_MD, max_M, sum_M
+    return fold_keys(
+        q_MD,
+        tl.zeros([TILE_M, TILE_D], tl.float32),
+        tl.full([TILE_M], LOWEST, tl.float32),
+        tl.zeros([TILE_M], tl.float32),
+        table_ptr,
+        cache_ptr + kv_head * HEAD_DIM,
+        first_key,
+        end_key,
+        scale_log2,
+        CAP_SCALE,
+        BLOCK_SIZE,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        TILE_N,
+        TILE_D,
+        LOOK_AHEAD,
+    )
 
 
 @triton.jit

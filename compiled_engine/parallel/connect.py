@@ -1,0 +1,79 @@
+"""How a process becomes one of the ranks."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from compiled_engine.collectives.gloo import GlooGroup, join, least
+from compiled_engine.collectives.group import Group, StandIn
+from compiled_engine.config import EngineConfig
+from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.parallel.stages import Stage, stages_of
+
+log = logging.getLogger("compiled_engine")
+
+# Rows whose logits are there at once where nothing else says: a chunk of a prompt's.
+_LOGITS_ROWS = 256
+
+
+def connect(config: EngineConfig, rank: int, folder: Path) -> tuple[Group, StageLink | None]:
+    """Join the others as `rank`; waits for them. folder: an empty one, private to them.
+
+    Returns the ranks that have a share of the same layers, and the way to other stages where there are any. On GPUs
+    that cannot reach each other's memory, and for float16, the collectives are NCCL's.
+    """
+    parallel, on_gpu = config.parallel, config.device.type == "cuda"
+    layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)
+    if layout.size == 1:
+        return StandIn(), None
+    if on_gpu:
+        torch.cuda.set_device(config.device)
+    join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank, layout.size, folder)
+    stage = stages_of(parallel.stage_layers, config.model.num_layers)[layout.place(rank).stage]
+    group = _group(config, layout, stage)
+    if stage.count == 1:
+        return group, None
+    return group, StageLink(stage, rank, layout.tensor, config.device)
+
+
+def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
+    if layout.tensor == 1:
+        return StandIn(least=least)
+    members = dist.group.WORLD
+    if stage.count > 1:  # all ranks make all groups
+        ranks = [list(range(first, first + layout.tensor)) for first in range(0, layout.size, layout.tensor)]
+        members = [dist.new_group(numbers) for numbers in ranks][stage.index]
+    assert members is not None
+    if config.device.type != "cuda":
+        return GlooGroup(members)
+    from compiled_engine.collectives.nccl import NcclGroup
+    from compiled_engine.collectives.symmetric_memory import SUMMED_DTYPES, SymmetricMemoryGroup
+
+    nccl = NcclGroup(members, config.device)
+    symmetric: SymmetricMemoryGroup | None = None
+    try:
+        if config.model.dtype not in SUMMED_DTYPES:
+            raise RuntimeError(f"its sums are of {' and '.join(map(str, SUMMED_DTYPES))} alone")
+        row_bytes = config.model.hidden_size * config.model.dtype.itemsize
+        symmetric = SymmetricMemoryGroup(
+            nccl, _largest_bytes(config), row_bytes, config.scheduler.max_num_batched_tokens
+        )
+    except RuntimeError as error:
+        log.warning("rank %d does without symmetric memory, its collectives are NCCL's: %s", dist.get_rank(), error)
+    if nccl.least(symmetric is not None) and symmetric is not None:
+        return symmetric
+    nccl.all_reduce(torch.zeros(1, device=config.device))  # connects, which a capture could not
+    return nccl
+
+
+def _largest_bytes(config: EngineConfig) -> int:
+    """Of the tensors that collectives are given: a step's hidden states, or its logits."""
+    scheduler = config.scheduler
+    hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
+    logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * config.local_model.vocab_size
+    return max(hidden, logits) * config.model.dtype.itemsize

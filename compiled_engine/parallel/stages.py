@@ -1,0 +1,153 @@
+"""How the layers of a model are divided into the stages of a pipeline, and what belongs to which stage.
+
+A stage ends after the attention of its last layer: there the compiled model is cut anyway, so stages consist of the
+same compiled pieces as the whole. What follows that attention (its output's linear, the MLP) begins the next stage. The
+embedding is in the first stage, the last norm and the logits in the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """layers: whose attention and KV cache it has. index: from 0 to count - 1."""
+
+    layers: range
+    index: int = 0
+    count: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.count - 1
+
+
+def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ...]:
+    """stage_layers: see ParallelConfig."""
+    ends = tuple(accumulate(stage_layers or (num_layers,)))
+    starts = (0, *ends)
+    return tuple(Stage(range(starts[i], end), i, len(ends)) for i, end in enumerate(ends))
+
+
+@dataclass(frozen=True)
+class ParameterPlaces:
+    """Where a model uses its parameters, by name. attentions: how many attentions come before the first use; tied ones
+    are there under each name. of_logits: those that the logits need."""
+
+    attentions: Mapping[str, int]
+    of_logits: frozenset[str]
+
+    def of_stage(self, stage: Stage) -> frozenset[str]:
+        """What a stage needs: a tied table may belong to two stages."""
+        first, end = stage.layers.start, stage.layers.stop
+        least, most = (0 if stage.is_first else first), (end - 1 if not stage.is_last else end)
+        own = {name for name, count in self.attentions.items() if least <= count <= most}
+        return frozenset(own | self.of_logits if stage.is_last else own)
+
+
+def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
+    """model: of that configuration, on the meta device, where its code runs once without computing anything."""
+    names = _names_by_parameter(model)
+    model.to("meta")  # its buffers
+    watch = _Watch(names)
+    tokens = torch.zeros(4, dtype=torch.int64, device="meta")
+    starts = torch.zeros(2, dtype=torch.int32, device="meta")
+    inputs = AttentionInputs(
+        query_start_loc_R1=starts,
+        seq_lens_R=starts[:1],
+        block_table_RB=starts.view(1, 2),
+        slot_mapping_T=tokens,
+        host_3=torch.zeros(3, dtype=torch.int32, device="meta"),
+        backend="torch",
+        work_W=starts,
+    )
+    caches = [torch.zeros(shape, dtype=config.dtype, device="meta") for shape in config.kv_shapes(2, 16)]
+    with torch.inference_mode(), watch:
+        hidden_TD = model(tokens, tokens, inputs, caches)
+    return ParameterPlaces(watch.found, logits_parameters(model, hidden_TD.shape[1], config.dtype))
+
+
+def logits_parameters(model: Any, hidden_size: int, dtype: torch.dtype) -> frozenset[str]:
+    """The parameters that a model on the meta device needs for logits."""
+    watch = _Watch(_names_by_parameter(model))
+    with torch.inference_mode(), watch:
+        model.logits(torch.zeros(1, hidden_size, dtype=dtype, device="meta"))
+    return frozenset(watch.found)
+
+
+def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers: int, count: int) -> tuple[int, ...]:
+    """Layers for each of `count` stages, so that the stage that takes the longest takes as short as can be.
+
+    nbytes: of each parameter, a tied one under one of its names. What a stage takes is reckoned by the weights that it
+    reads. Those of the logits count half: a layer reads its KV cache as well, about as much again in a large batch, and
+    a prompt needs few logits. An embedding does not count, since few of its rows are read.
+    Raises ValueError if there are more stages than layers.
+    """
+    if count > num_layers:
+        raise ValueError(f"{count} stages of {num_layers} layers")
+    read = [0] * (num_layers + 1)  # by the number of attentions before
+    for name, size in nbytes.items():
+        if name in places.of_logits:
+            read[num_layers] += size // 2
+        elif "embed" not in name:
+            read[places.attentions[name]] += size
+    before = [0, *accumulate(read)]
+
+    def load(first: int, end: int) -> int:
+        """Of a stage with the layers from `first` up to `end`; the last one has what follows the last attention."""
+        return before[num_layers + 1 if end == num_layers else end] - before[first]
+
+    # best[end]: (bytes of the largest stage, layers of each) of the stages so far, which have the first `end` layers.
+    best: dict[int, tuple[int, tuple[int, ...]]] = {0: (0, ())}
+    for stage in range(1, count + 1):
+        ends = [num_layers] if stage == count else range(stage, num_layers - count + stage + 1)
+        best = {
+            end: min(
+                (max(most, load(first, end)), (*layers, end - first))
+                for first, (most, layers) in best.items()
+                if first < end
+            )
+            for end in ends
+        }
+    return best[num_layers][1]
+
+
+def _names_by_parameter(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+class _Watch(TorchDispatchMode):
+    """found: by name, how many attentions were called before the parameter was first an op's argument."""
+
+    def __init__(self, names: Mapping[int, list[str]]):
+        super().__init__()
+        self._names, self._attentions = names, 0
+        self.found: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument in (*args, *(kwargs or {}).values()):
+            for name in self._names.get(id(argument), ()):
+                self.found.setdefault(name, self._attentions)
+        if isinstance(func, torch._ops.OpOverload) and func.name() in ATTENTION_OPS:
+            self._attentions += 1
+            return None
+        return func(*args, **(kwargs or {}))

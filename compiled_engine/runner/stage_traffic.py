@@ -1,0 +1,74 @@
+"""What a stage of a pipeline exchanges with the others for each step, in the order of its launches.
+
+Values go from each stage to the next one, tokens from the last to the first, which needs them to embed: it takes them
+in before the first step that depends on them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.runner.input_batch import InputBatch
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.sampling.async_copies import upload
+
+
+@dataclass(frozen=True)
+class _ExpectedTokens:
+    """For rows_S of the states, of the requests of a step."""
+
+    request_ids: frozenset[str]
+    rows_S: torch.Tensor
+
+
+class StageTraffic:
+    """Of one stage, whose request states are `states`."""
+
+    def __init__(self, link: StageLink, states: RequestStates, device: torch.device):
+        self._stage, self._link, self._states, self._device = link.stage, link, states, device
+        self._expected: deque[_ExpectedTokens] = deque()
+
+    def take_tokens(self, step: SchedulerOutput) -> None:
+        """In the first stage: those that the step depends on, and those of steps that have ended long since."""
+        needed = 0
+        for number, expected in enumerate(self._expected, 1):
+            if not expected.request_ids.isdisjoint(step.request_ids):
+                needed = number
+        self._take(max(needed, len(self._expected) - self._stage.count))
+
+    def _take(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            rows_S = self._expected.popleft().rows_S
+            tokens_S = torch.empty(len(rows_S), dtype=torch.int32, device=self._device)
+            self._link.receive_tokens(tokens_S)
+            self._states.last_token_S.index_copy_(0, rows_S, tokens_S)
+
+    def receive(self, into: torch.Tensor | None) -> None:
+        """What the stage before hands on; None: there is none."""
+        if into is not None:
+            self._link.receive(into)
+
+    def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
+        """A step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
+        self._link.send(packed)
+        if self._stage.is_first and batch.samples.any():
+            self._expected.append(_ExpectedTokens(frozenset(batch.request_ids), self._sampled_rows(batch)))
+
+    def send_tokens(self, batch: InputBatch) -> None:
+        """Those that the last stage has sampled, once all are in the states."""
+        if batch.samples.any():
+            self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
+
+    def finish(self) -> None:
+        """No step comes any more: let everything arrive that was sent."""
+        self._take(len(self._expected))
+        self._link.drain()
+
+    def _sampled_rows(self, batch: InputBatch) -> torch.Tensor:
+        """int64 [S], in the order of the batch, which is that of all stages."""
+        return upload(batch.rows[batch.samples].astype("int64"), self._device)

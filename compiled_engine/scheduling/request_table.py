@@ -1,0 +1,100 @@
+"""All requests that have not ended: who runs, who waits, and what they give back when they stop doing so."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Sequence
+
+from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
+from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
+from compiled_engine.scheduling.waiting_queue import WaitingQueue
+
+
+class RequestTable:
+    """running: sorted by order. removed: whose rows the runner is to free, as the next step tells it. num_constrained:
+    requests that have a constraint."""
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+        self._requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.removed: list[str] = []
+        self.num_constrained = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """It waits."""
+        self._requests[request.request_id] = request
+        self.num_constrained += request.constraint is not None
+        self.waiting.push(request)
+
+    def start_next(self) -> Request:
+        """The first of those that wait, which has its blocks, runs from now on."""
+        request = self.waiting.pop()
+        request.start()
+        bisect.insort(self.running, request, key=operator.attrgetter("order"))
+        return request
+
+    def preempt_last(self) -> Request:
+        """Take the blocks of the last running request; it waits in its old place to be computed again."""
+        request = self.running.pop()
+        self.release(request)
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.push(request)
+        return request
+
+    def retire(self, requests: Sequence[Request]) -> None:
+        """Let those go, as far as they run, whose last token is in flight."""
+        retired = [request for request in requests if request.status is RequestStatus.RUNNING]
+        for request in retired:
+            self.release(request)
+            request.status = RequestStatus.ENDING
+        if retired:
+            self.sweep()
+
+    def drop(self, request: Request) -> None:
+        """End a request, whatever it is doing."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        """Forget a request and free what it holds; `sweep` takes it off those that run."""
+        if request.status is RequestStatus.RUNNING:
+            self.release(request)
+        elif request.status is not RequestStatus.ENDING:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.set_steady_limits()
+        self.num_constrained -= request.constraint is not None
+        del self._requests[request.request_id]
+
+    def sweep(self) -> None:
+        """Keep in `running` those alone that run."""
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+
+    def release(self, request: Request) -> None:
+        """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
+        self._kv_cache.free(request)
+        request.lane = None
+        request.set_steady_limits()
+        self.removed.append(request.request_id)
+
+    def take_removed(self) -> tuple[str, ...]:
+        removed, self.removed = self.removed, []
+        return tuple(removed)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError, with what is wrong, unless each request and its blocks are accounted for once."""
+        check_requests(self._requests.values(), self.running, len(self.waiting))
+        self._kv_cache.check_integrity(self.running)

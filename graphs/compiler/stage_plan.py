@@ -1,0 +1,142 @@
+"""A stage of a pipeline as a plan: the steps of the whole plan between two of its attentions, and what crosses them.
+
+Nothing is compiled for it: the steps call the same pieces. What a stage reads of the stages before it comes packed into
+one tensor of bytes, each value contiguous, for it is sent as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
+from compiled_engine.parallel.stages import Stage
+from compiled_engine.passes.graph_inputs import Source
+
+
+@dataclass(frozen=True)
+class Border:
+    """What goes from one stage to the next, in this order: [T, *row_shape] each."""
+
+    values: tuple[Carried, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token."""
+        return sum(map(_row_bytes, self.values))
+
+    def pack(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The bytes of all values, uint8 [T * row_bytes]."""
+        return torch.cat([value.reshape(-1).view(torch.uint8) for value in values])
+
+    def unpack(self, packed: torch.Tensor, num_tokens: int) -> list[torch.Tensor]:
+        """Views of the values of num_tokens tokens, as `pack` has put them at the beginning of `packed`."""
+        found, start = [], 0
+        for value in self.values:
+            end = start + num_tokens * _row_bytes(value)
+            found.append(packed[start:end].view(_dtype(value)).view(num_tokens, *value.row_shape))
+            start = end
+        return found
+
+
+def _dtype(value: Carried) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, value.dtype)
+    return dtype
+
+
+def _row_bytes(value: Carried) -> int:
+    return math.prod(value.row_shape) * _dtype(value).itemsize
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """received: None for the first stage; sent: None for the last."""
+
+    plan: Plan
+    received: Border | None = None
+    sent: Border | None = None
+
+
+def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
+    """The stage's part of the whole plan. Its KV caches are numbered from 0.
+
+    Raises ValueError if the plan does not have an attention for each layer, or if something crosses a border that does
+    not consist of rows of tokens.
+    """
+    if stage.count == 1:
+        return StagePlan(plan)
+    ends = [number + 1 for number, step in enumerate(plan.steps) if step.op in ATTENTION_OPS]
+    layers = stage.layers
+    if layers.stop > len(ends) or (stage.is_last and layers.stop != len(ends)):
+        raise ValueError(f"the compiled model has {len(ends)} attentions, not one for each of {layers.stop} layers")
+    first = 0 if stage.is_first else ends[layers.start - 1]
+    end = len(plan.steps) if stage.is_last else ends[layers.stop - 1]
+    received = () if stage.is_first else _crossing(plan, first)
+    sent = () if stage.is_last else _crossing(plan, end)
+    steps = plan.steps[first:end]
+
+    used = {argument["value"] for step in steps for argument in step.arguments if "value" in argument}
+    # A stage between two others may only pass on what a later one reads.
+    old_inputs = [index for index in range(len(plan.inputs)) if index in used]
+    inputs = [_renumbered(plan.inputs[index], layers) for index in old_inputs]
+    inputs += [Source("received", f"received.{number}") for number in range(len(received))]
+    new = {old: number for number, old in enumerate([*old_inputs, *(value.value for value in received)])}
+    for step in steps:
+        new |= {old: len(new) + number for number, old in enumerate(step.results)}
+    planned = tuple(_with_values(step, new) for step in steps)
+    outputs = plan.outputs if stage.is_last else tuple(value.value for value in sent)
+    return StagePlan(
+        Plan(tuple(inputs), planned, tuple(new[index] for index in outputs)),
+        None if stage.is_first else Border(received),
+        None if stage.is_last else Border(sent),
+    )
+
+
+def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
+    """What steps before `place` define and those from there on read. Raises ValueError, see stage_plan."""
+    defined = {index for step in plan.steps[:place] for index in step.results}
+    read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}
+    known = {value.value: value for value in plan.carried}
+    unknown = sorted(index for index in defined & read if index not in known)
+    if unknown:
+        raise ValueError(f"values {unknown} of the plan cannot be handed from stage to stage")
+    return tuple(known[index] for index in sorted(defined & read))
+
+
+def _renumbered(source: Source, layers: range) -> Source:
+    head, _, rest = source.name.partition(".")
+    if source.kind == "parameter" or head != "kv_caches":
+        return source
+    return replace(source, name=f"{head}.{int(rest) - layers.start}")
+
+
+def _with_values(step: PlannedStep, new: dict[int, int]) -> PlannedStep:
+    arguments = tuple({"value": new[a["value"]]} if "value" in a else a for a in step.arguments)
+    return replace(step, arguments=arguments, results=tuple(new[index] for index in step.results))
+
+
+class StageForward:
+    """A stage's forward as the whole model is called: what it received is at the beginning of `buffer` (uint8), and it
+    returns what it hands on packed, or what the model returns."""
+
+    def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):
+        self._stitched, self._buffer = stitched, buffer
+        self._received, self._sent = stage.received, stage.sent
+
+    @property
+    def received_row_bytes(self) -> int:
+        return self._received.row_bytes if self._received else 0
+
+    def __call__(self, input_ids_T: torch.Tensor, *arguments: object) -> torch.Tensor:
+        if self._received is not None:
+            assert self._buffer is not None
+            arguments = (*arguments, self._received.unpack(self._buffer, input_ids_T.shape[0]))
+        found = self._stitched(input_ids_T, *arguments)
+        if self._sent is not None:
+            found = self._sent.pack(found if isinstance(found, tuple) else (found,))
+        assert isinstance(found, torch.Tensor)
+        return found

@@ -1,0 +1,91 @@
+"""rope_kv_write and the attention after it become one op, which backends with a kernel for both run as one.
+
+Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run. Any
+other batch gets the kernels that it had: the choice is made when the op is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.attention.inputs import FIELDS, Rotation, Scoring, inputs_of
+from compiled_engine.attention.op import SCORING_AND_INPUTS, attend
+from compiled_engine.attention.registry import get_backend
+from compiled_engine.passes import rope_kv_write
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import emit, is_call, only_user, rewrite_calls
+from compiled_engine.passes.rope_match import RopeForm
+from compiled_engine.passes.structure import Structure
+
+# The op's arguments before those of its scoring.
+LEADING = 15
+
+
+def rope_attend(*arguments: Any) -> None:
+    """What rope_form_kv_write and attend do one after the other, in one kernel where the backend has one for the batch.
+
+    q [T, H, d], k, v [T, K, d], weights of their norms or None, eps, cos, sin, cache, out [T, H, d], norm_offset,
+    norm_wide, the fields of RopeForm; then as attend's after out. The compiled forward calls this directly.
+    """
+    q, k, v, *weights_and_angles, cache, out = arguments[:10]
+    scoring, inputs = Scoring(*arguments[LEADING : -len(FIELDS)]), inputs_of(arguments)
+    rotation = Rotation(*weights_and_angles, *arguments[10:LEADING])
+    if not get_backend(inputs.backend).attend_unrotated(q, k, v, rotation, cache, out, inputs, scoring):
+        in_two(attend, *arguments)
+
+
+def in_two(attention: Callable[..., None], *arguments: Any) -> None:
+    """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
+    q, k, v, *others, cache, out = arguments[:10]
+    slots = inputs_of(arguments).slot_mapping_T
+    rotated = rope_kv_write.rope_form_kv_write(q, k, v, *others, cache, slots, *arguments[10:LEADING])
+    attention(rotated, cache, out, *arguments[LEADING:])
+
+
+rope_attend_op = torch.library.custom_op(
+    "compiled_engine::rope_attend",
+    rope_attend,
+    mutates_args=("kv_cache_N2PKd", "out_THd"),
+    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor? q_norm_weight_d, Tensor? k_norm_weight_d, float eps, "
+    "Tensor cos_T1d, Tensor sin_T1d, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, float norm_offset, bool norm_wide, "
+    f"int rotary_dim, bool interleaved, bool rope_wide, {SCORING_AND_INPUTS}) -> ()",
+)
+rope_attend_op.register_fake(lambda *arguments: None)
+
+FUSED = torch.ops.compiled_engine.rope_attend.default
+
+
+class RopeAttend(GraphPass):
+    name = "rope_attend"
+    requires = ("rope_kv_write",)
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
+
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.turned_attentions
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        return rewrite_calls(graph, rope_kv_write.ATTEND, _rewrite)
+
+
+def _rewrite(graph: fx.Graph, attend_call: fx.Node) -> list[Replacement] | str | None:
+    rotated, cache, out, *others = attend_call.args
+    if not is_call(rotated, rope_kv_write.FUSED, rope_kv_write.FUSED_FORM):
+        return None
+    before, (written, slots, *norm), form = rotated.args[:8], rotated.args[8:12], rotated.args[12:] or RopeForm()
+    if only_user(rotated) is not attend_call:
+        return "the rotated q is used elsewhere too"
+    if written is not cache:
+        return "the cache that is written is not the one that is read"
+    if slots is not inputs_of(attend_call.args).slot_mapping_T:
+        return "the slots that are written are not those of the batch"
+    with graph.inserting_before(attend_call):
+        fused = emit(graph, FUSED, *before, cache, out, *norm, *form, *others)
+    graph.erase_node(attend_call)
+    graph.erase_node(rotated)
+    return [Replacement(attend_call.name, fused)]
