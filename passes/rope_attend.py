@@ -17,7 +17,7 @@ from compiled_engine.attention.op import SCORING_AND_INPUTS, attend
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import emit, is_call, only_user, rewrite_calls
+from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.rope_match import RopeForm
 from compiled_engine.passes.structure import Structure
 
@@ -40,10 +40,9 @@ def rope_attend(*arguments: Any) -> None:
 
 def in_two(attention: Callable[..., None], *arguments: Any) -> None:
     """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
-    q, k, v, *others, cache, out = arguments[:10]
     slots = inputs_of(arguments).slot_mapping_T
-    rotated = rope_kv_write.rope_form_kv_write(q, k, v, *others, cache, slots, *arguments[10:LEADING])
-    attention(rotated, cache, out, *arguments[LEADING:])
+    rotated = rope_kv_write.rope_form_kv_write(*arguments[:9], slots, *arguments[10:LEADING])
+    attention(rotated, *arguments[8:10], *arguments[LEADING:])
 
 
 rope_attend_op = torch.library.custom_op(
@@ -74,7 +73,7 @@ class RopeAttend(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, attend_call: fx.Node) -> list[Replacement] | str | None:
-    rotated, cache, out, *others = attend_call.args
+    rotated, cache, out, *others = (arg(attend_call, i) for i in range(len(attend_call.args)))
     if not is_call(rotated, rope_kv_write.FUSED, rope_kv_write.FUSED_FORM):
         return None
     before, (written, slots, *norm), form = rotated.args[:8], rotated.args[8:12], rotated.args[12:] or RopeForm()
