@@ -123,6 +123,7 @@ def test_stages_are_shown() -> None:
     stages, whole = data["stages"], data["ranks"]["weight_bytes"]
     assert [layer for stage in stages for layer in stage["layers"]] == list(range(6))
     assert [stage["ranks"] for stage in stages] == [[0, 1], [2, 3], [4, 5]]
+    assert "stage 1 has layers" in data["reasons"]["parallel.stage_layers"]
     table_bytes = data["model"]["vocab_size"] // 2 * data["model"]["hidden_size"] * 4
     assert sum(stage["weight_bytes"] for stage in stages) == whole + table_bytes
 

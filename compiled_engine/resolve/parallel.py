@@ -10,7 +10,7 @@ import torch
 from compiled_engine.config import ModelConfig, local_share
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel.stages import divide_layers, parameter_places
+from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
 from compiled_engine.parallel_config import ParallelConfig
 
 # Whose shares are known to add up to the whole: the textbook's, and of transformers' code.
@@ -112,8 +112,10 @@ def _stage_layers(model: ModelConfig, size: int, stages: int, reasons: dict[str,
     local = local_share(model, size)
     built = build_model(local)
     nbytes = {name: parameter.nbytes for name, parameter in built.named_parameters()}
-    reasons["parallel.stage_layers"] = "so that the slowest stage takes as short as can be"
-    return divide_layers(parameter_places(built, local), nbytes, model.num_layers, stages)
+    layers = divide_layers(parameter_places(built, local), nbytes, model.num_layers, stages)
+    has = (f"stage {s.index} has layers {s.layers[0]} to {s.layers[-1]}" for s in stages_of(layers, model.num_layers))
+    reasons["parallel.stage_layers"] = f"{', '.join(has)}: so the slowest stage is as fast as can be"
+    return layers
 
 
 def _more_than_one(sizes: dict[str, int]) -> str:
