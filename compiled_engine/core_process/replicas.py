@@ -64,7 +64,7 @@ class Replicas:
         self._free = weakref.finalize(self, _end, self._all, when_ended)  # if nobody calls `close`
         block_size = config.cache.block_size
         num_blocks = self.num_slots // block_size if config.cache.enable_prefix_caching else 0
-        self._router = Router(len(replicas), AHEAD * config.scheduler.max_num_seqs, block_size, num_blocks)
+        self._router = Router(len(replicas), AHEAD * config.max_running, block_size, num_blocks)
         self._requests: dict[str, RoutedRequest] = {}
         self._waiting: list[RoutedRequest] = []  # a heap; some may have ended
         self._outputs: deque[StepOutputs] = deque()
