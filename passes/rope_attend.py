@@ -41,7 +41,8 @@ def rope_attend(*arguments: Any) -> None:
 def in_two(attention: Callable[..., None], *arguments: Any) -> None:
     """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
     slots = inputs_of(arguments).slot_mapping_T
-    rotated = rope_kv_write.rope_form_kv_write(*arguments[:9], slots, *arguments[10:LEADING])
+    of_write = [*arguments[:9], slots, *arguments[10:LEADING]]
+    rotated = rope_kv_write.rope_form_kv_write(*of_write)
     attention(rotated, *arguments[8:10], *arguments[LEADING:])
 
 
