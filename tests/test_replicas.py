@@ -267,3 +267,18 @@ def test_who_comes_first_is_sent_first_once_there_is_room() -> None:
     assert rest == sorted(rest, key=names.index)
     assert set(order) == set(names)
     engine.close()
+
+
+def test_replicas_that_end_at_once_are_both_heard() -> None:
+    """The last words of two replicas are read together, and told one after the other."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    for name in ("a", "b"):
+        engine.add(EngineRequest(name, (1, 2, 3), SamplingParams(max_tokens=1, seed=1)))
+    for core in cores:
+        core.step(1)
+    ended: list[str] = []
+    while engine.has_unfinished():
+        ended += [output.request_id for output in engine.step().others if output.finish_reason == "length"]
+    assert sorted(ended) == ["a", "b"]
+    engine.close()

@@ -123,7 +123,7 @@ class Replicas:
         return bool(self._outputs) or bool(self._selector.select(0))
 
     def has_unfinished(self) -> bool:
-        return bool(self._requests)
+        return bool(self._requests) or bool(self._outputs)  # what has been said may not have been told
 
     def metrics(self) -> dict[str, Any]:
         """The figures of all together, and under "replicas" some of each. Those that do not add up, such as stages of
