@@ -137,7 +137,7 @@ def start_up(*results: Result) -> str:
     rows.append(["**process start to first token**", *(f"**{median(total, 1)}**" for total in totals)])
     headings = ["seconds", *(f"{model_name(result)}, {kind}" for result, kind in starts)]
     table = below(markdown(headings, rows), *results)
-    if "tokenizer" not in top:
+    if "tokenizer" not in stages:
         table += "\n\nThe checkpoint had no tokenizer: importing transformers and loading one come on top."
     return table
 
