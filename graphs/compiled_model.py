@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compiled_engine.attention.op import OnAttention
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
@@ -107,7 +107,7 @@ class CompiledModel:
 
 
 def compile_model(
-    config: EngineConfig, make_model: Callable[[], nn.Module], progress: Progress, timeline: Timeline
+    config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], progress: Progress, timeline: Timeline
 ) -> CompiledModel:
     """The compiled model for a config, from the cache if it holds it.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
@@ -31,7 +31,7 @@ def traced(config: EngineConfig) -> TracedGraph:
 
 
 def compiled(config: EngineConfig) -> CompiledModel:
-    return compile_model(config, lambda: build_model(config.model), SilentProgress(), Timeline())
+    return compile_model(config, build_model, SilentProgress(), Timeline())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -107,7 +107,7 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     cold = compiled(config)
     assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 3)
 
-    def no_model() -> torch.nn.Module:
+    def no_model(model: ModelConfig) -> torch.nn.Module:
         raise AssertionError("a warm start must not trace")
 
     warm = compile_model(config, no_model, SilentProgress(), Timeline())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -50,10 +50,16 @@ LONG = [
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def cores(of: psutil.Process | None = None) -> list[psutil.Process]:
+def cores_below(process: psutil.Process) -> list[psutil.Process]:
     """The processes of engine cores, those of replicas last."""
-    found = (of or psutil.Process()).children(recursive=True)
-    return [process for process in found if any("core_main" in part for part in process.cmdline())]
+    return [each for each in process.children(recursive=True) if any("core_main" in part for part in each.cmdline())]
+
+
+@pytest.fixture
+def cores() -> Callable[[], list[psutil.Process]]:
+    """Those that are started from now on: servers of other tests may run."""
+    before = {process.pid for process in cores_below(psutil.Process())}
+    return lambda: [process for process in cores_below(psutil.Process()) if process.pid not in before]
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
@@ -84,7 +90,7 @@ def one() -> Iterator[LLM]:
         yield llm
 
 
-def test_the_tokens_are_those_of_one(one: LLM) -> None:
+def test_the_tokens_are_those_of_one(one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
     """Twice: the second time each prompt goes where it was, and is found there."""
     with LLM(**TWO) as two:
         for _ in range(2):
@@ -107,7 +113,7 @@ def test_the_tokens_are_those_of_one(one: LLM) -> None:
     assert not cores()
 
 
-def test_a_replica_is_killed_under_load(one: LLM) -> None:
+def test_a_replica_is_killed_under_load(one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
     """Its requests go on in the other one, with their tokens. When that one dies too, all hear why."""
     wanted = one.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False)
 
@@ -139,7 +145,7 @@ def test_a_replica_is_killed_under_load(one: LLM) -> None:
     assert not cores()
 
 
-def test_a_replica_of_llm_is_killed(one: LLM) -> None:
+def test_a_replica_of_llm_is_killed(one: LLM, cores: Callable[[], list[psutil.Process]]) -> None:
     wanted = one.generate(TEXTS[: len(LONG)], LONG, use_tqdm=False)
     with LLM(**TWO) as two:
 
@@ -155,7 +161,7 @@ def test_a_replica_of_llm_is_killed(one: LLM) -> None:
         same(two.generate(PROMPTS, PARAMS[0], use_tqdm=False), one.generate(PROMPTS, PARAMS[0], use_tqdm=False))
 
 
-def test_a_start_that_fails_says_why_and_leaves_nothing() -> None:
+def test_a_start_that_fails_says_why_and_leaves_nothing(cores: Callable[[], list[psutil.Process]]) -> None:
     with pytest.raises(ValueError, match="FailsToStart") as caught:
         LLM(**TWO | {"logits_processors": ["faulty_processor:FailsToStart"]})
     assert any(note.startswith("in replica ") for note in caught.value.__notes__)
@@ -174,7 +180,7 @@ def test_a_server_stays_healthy_while_a_replica_lives() -> None:
     with served(*arguments, "--data-parallel-size=2", "--api-server-count=2", "--debug-inspect") as server:
         assert server.stream(20).text.endswith("data: [DONE]\n\n")
         assert figure(server, "replica_up") == [1.0, 1.0]
-        replicas = cores(psutil.Process(server.process.pid))[1:]
+        replicas = cores_below(psutil.Process(server.process.pid))[1:]
         answers: list[httpx.Response] = []
         readers = [threading.Thread(target=lambda: answers.append(server.stream())) for _ in range(6)]
         for reader in readers:

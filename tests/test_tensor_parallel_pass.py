@@ -59,7 +59,7 @@ CASES = [*((family, 2) for family in FAMILIES if family.architecture in DIVISIBL
 def test_the_ranks_together_compute_the_whole(family: Family, num_ranks: int) -> None:
     """Every pass keeps its contract and its verifier on a rank's graph."""
     config = config_of(family, num_ranks)
-    graphs, whole = traced(config), trace_whole(config)
+    graphs, whole = traced(config), trace_whole(config, build_model)
     for compile_range in RANGES:
         _, reports = apply_passes(config, graphs, compile_range, whole)
         first = reports[0]
@@ -78,7 +78,7 @@ def test_graphs_of_transformers_code_are_divided_too(tmp_path: Path) -> None:
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
     config = config_of(LLAMA, 2, vocab_size=103)
-    _, reports = apply_passes(config, traced(config), RANGES[0], trace_whole(config))
+    _, reports = apply_passes(config, traced(config), RANGES[0], trace_whole(config, build_model))
     assert reports[0].matches == reports[0].contract == 2 * 2
     assert shards_of(config)["lm_head.weight"].dim is None
 

@@ -211,7 +211,7 @@ class TestScheduling:
         engine.add("m", [1], params=SamplingParams(max_tokens=3, token_mask=ByLastToken(VOCAB_SIZE)))
         engine.begin_step()
         step = engine.begin_step()
-        with pytest.raises(RuntimeError, match="step 2 is not the oldest one in flight"):
+        with pytest.raises(RuntimeError, match="step 2 has masks that need the tokens of a step in flight"):
             engine.scheduler.masks(step)
         engine.run()
 

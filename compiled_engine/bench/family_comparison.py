@@ -149,7 +149,7 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
     config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
     inputs = example_inputs(config)
     traced = trace(without_storage(build_model(config.local_model), config.device), inputs)
-    whole = trace_whole(config)
+    whole = trace_whole(config, build_model)
     ranges = compile_ranges(config)
     return tuple(report for one in ranges for report in apply_passes(config, traced, one, whole)[1])
 

@@ -99,7 +99,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     timeline.add("before the look-up", 0.0, timeline.now())
     if not config.compile.enabled:
         return make_report(json_value(config), None, timeline.as_records())
-    found = compile_model(config, lambda: build_model(config.model), progress, timeline)
+    found = compile_model(config, build_model, progress, timeline)
     entry = CompiledEntry.of(config, found.lookup.folder, found.lookup.status)
     return make_report(json_value(config), entry, timeline.as_records())
 
@@ -155,5 +155,5 @@ def _write_depyf(config: EngineConfig, folder: Path, progress: Progress) -> None
     from compiled_engine.graphs.inspection.depyf_folder import write_depyf_folder
     from compiled_engine.models.checkpoint.build_model import build_model
 
-    write_depyf_folder(config, lambda: build_model(config.model), folder, progress)
+    write_depyf_folder(config, build_model, folder, progress)
     typer.echo(f"wrote {folder}", err=True)

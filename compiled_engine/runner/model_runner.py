@@ -11,7 +11,7 @@ from torch import nn
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
@@ -100,13 +100,13 @@ class Runner:
         given, vocab_size = logits_processors if samples else (), config.model.vocab_size
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
-        def model_to_trace() -> nn.Module:
+        def model_to_trace(model: ModelConfig) -> nn.Module:
             self._is_new = True
             if self._group.rank == 0:
                 workers.start()  # what is new to the compile cache has kernels that are new
-                if on_gpu:
+                if on_gpu and self._ahead is None:
                     self._ahead = InBackground(lambda: rehearse_ahead(config, self._group, workers))
-            return build_model(config.local_model)
+            return build_model(model)
 
         self._is_new, on_gpu = False, config.device.type == "cuda"
         self._compiled: CompiledModel | None = None

@@ -195,7 +195,9 @@ class Scheduler:
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
 
     def masks(self, step: SchedulerOutput) -> TokenMasks:
-        """A constraint that fails ends its request in `update`. Only if `knows_tokens_before`."""
+        """A constraint that fails ends its request in `update`. Raises RuntimeError unless `knows_tokens_before`."""
+        if not self.knows_tokens_before(step):
+            raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
         return self._masks.make(self._in_flight.find(step).constrained)
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:

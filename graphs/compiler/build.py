@@ -9,7 +9,7 @@ from pathlib import Path
 from torch import fx, nn
 
 from compiled_engine.collectives.group import StandIn, in_group
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct
@@ -20,7 +20,6 @@ from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.structured_trace import emit_entry
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
-from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
@@ -41,7 +40,11 @@ def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
 
 
 def build_entry(
-    config: EngineConfig, make_model: Callable[[], nn.Module], folder: Path, progress: Progress, timeline: Timeline
+    config: EngineConfig,
+    make_model: Callable[[ModelConfig], nn.Module],
+    folder: Path,
+    progress: Progress,
+    timeline: Timeline,
 ) -> int:
     """Trace and compile into `folder`, whose layout docs/caching.md describes; returns the number of unique pieces."""
     start_s = timeline.now()
@@ -50,10 +53,10 @@ def build_entry(
     # A trace makes many objects, and they stay: looking through them took a fifth of the time.
     with collection_paused():
         with progress.stage("trace"), timeline.span("trace"):
-            model = without_storage(make_model(), config.device)
+            model = without_storage(make_model(config.local_model), config.device)
             inputs = example_inputs(config)
             traced = trace(model, inputs, strict=config.compile.strict, verify=config.compile.verify)
-            whole = trace_whole(config)
+            whole = trace_whole(config, make_model)
         for compile_range in compile_ranges(config):
             with timeline.span(f"passes {compile_range.name}"):
                 module, reports = apply_passes(config, traced, compile_range, whole)
@@ -100,12 +103,12 @@ def compile_pieces(
     return tuple(records)
 
 
-def trace_whole(config: EngineConfig) -> TracedGraph | None:
+def trace_whole(config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module]) -> TracedGraph | None:
     """The undivided model, where a rank's share is to be compared with it."""
     if config.parallel.tensor_parallel_size == 1 or not config.compile.verify:
         return None
     undivided = replace(config, parallel=replace(config.parallel, tensor_parallel_size=1))
-    return trace(without_storage(build_model(config.model), config.device), example_inputs(undivided))
+    return trace(without_storage(make_model(config.model), config.device), example_inputs(undivided))
 
 
 def apply_passes(

@@ -10,14 +10,14 @@ from pathlib import Path
 import depyf
 from torch import nn
 
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import compile_model
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
 
 def write_depyf_folder(
-    config: EngineConfig, make_model: Callable[[], nn.Module], folder: Path, progress: Progress
+    config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], folder: Path, progress: Progress
 ) -> None:
     """Compile the model anew in this process, without the cache, while depyf watches and writes into `folder`.
 
