@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_engine.attention.backends.triton_rotation import rounded, weighted
+from compiled_engine.attention.triton_rotation import rounded, weighted
 
 
 @triton.jit

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.attention.backends.triton_rotation import normed_and_rotated
 from compiled_engine.attention.backends.triton_tile import (
     LOWEST,
     capped,
@@ -21,6 +20,7 @@ from compiled_engine.attention.backends.triton_tile import (
     weigh,
 )
 from compiled_engine.attention.backends.work_list import split_length
+from compiled_engine.attention.triton_rotation import normed_and_rotated
 from compiled_engine.kernels.launcher import quick_launches
 
 
