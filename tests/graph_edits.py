@@ -1,0 +1,172 @@
+"""Ways to break a graph after a pass: each takes the graph and edits it in place."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import compiled_engine.passes.registry  # noqa: F401 - defines the ops
+from compiled_engine.passes import rope_kv_write
+
+aten = torch.ops.aten
+ours = torch.ops.compiled_engine
+NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
+ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
+ROPE_ATTEND = ours.rope_attend.default
+LAYER_NORM = ours.layer_norm.default
+ROPE_FORM = ours.rope_form_kv_write.default
+SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
+GATED = ours.gated_linear.default
+
+Edit = Callable[[fx.Graph], None]
+
+
+def calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
+    return graph.find_nodes(op="call_function", target=target)
+
+
+def set_argument(target: Any, index: int, change: Callable[[Any], Any]) -> Edit:
+    """Change an argument of the first call that has one there."""
+
+    def edit(graph: fx.Graph) -> None:
+        node = next(node for node in calls(graph, target) if node.args[index] is not None)
+        node.update_arg(index, change(node.args[index]))
+
+    return edit
+
+
+def swap_arguments(target: Any, i: int, j: int) -> Edit:
+    def edit(graph: fx.Graph) -> None:
+        node = calls(graph, target)[0]
+        first, second = node.args[i], node.args[j]
+        node.update_arg(i, second)
+        node.update_arg(j, first)
+
+    return edit
+
+
+def copy_argument(target: Any, source: int, to: int) -> Edit:
+    """In the first call that has something there."""
+
+    def edit(graph: fx.Graph) -> None:
+        node = next(node for node in calls(graph, target) if node.args[to] is not None)
+        node.update_arg(to, node.args[source])
+
+    return edit
+
+
+def take_from_next(target: Any, index: int) -> Edit:
+    """The first call gets an argument of the next one that has another of the same shape there."""
+
+    def edit(graph: fx.Graph) -> None:
+        node, *others = [node for node in calls(graph, target) if node.args[index] is not None]
+        mine: Any = node.args[index]
+        theirs = (other.args[index] for other in others)
+        node.update_arg(
+            index, next(n for n in theirs if n is not mine and n.meta["val"].shape == mine.meta["val"].shape)
+        )
+
+    return edit
+
+
+def swap_results(target: Any, num_results: int = 2) -> Edit:
+    """Who reads result i of the first call with so many results now reads the last but i."""
+
+    def edit(graph: fx.Graph) -> None:
+        found = (node for node in calls(graph, target) if len(node.meta["val"]) == num_results)
+        for item in list(next(found).users):
+            item.update_arg(1, num_results - 1 - item.args[1])  # type: ignore[operator]
+
+    return edit
+
+
+def reverse_packed(ending: str) -> Edit:
+    """A packed parameter has its members in reverse order."""
+
+    def edit(graph: fx.Graph) -> None:
+        for node in graph.find_nodes(op="placeholder"):
+            source = node.meta["source"]
+            if source.members and source.name.endswith(ending):
+                node.meta["source"] = replace(source, members=source.members[::-1])
+                return
+        raise AssertionError(f"no packed parameter ends in {ending}")
+
+    return edit
+
+
+def skip(target: Any, which: Callable[[fx.Node], bool] = lambda node: True) -> Edit:
+    """The first such call is left out: who reads it reads its input."""
+
+    def edit(graph: fx.Graph) -> None:
+        node = next(node for node in calls(graph, target) if which(node))
+        node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.erase_node(node)
+
+    return edit
+
+
+def is_scaled(node: fx.Node) -> bool:
+    return isinstance(node.args[1], float)
+
+
+def widens(node: fx.Node) -> bool:
+    return node.kwargs.get("dtype") == torch.float32 and node.args[0].meta["val"].dtype == torch.bfloat16  # type: ignore[union-attr]
+
+
+def drop_bias(graph: fx.Graph) -> None:
+    node = calls(graph, aten.addmm.default)[0]
+    node.target, node.args = aten.mm.default, node.args[1:]
+
+
+def forget_residual(graph: fx.Graph) -> None:
+    norm = calls(graph, SUM_NORM)[0]
+    total = next(item for item in norm.users if item.args[1] == 1)
+    total.replace_all_uses_with(norm.args[0])  # type: ignore[arg-type]
+
+
+def slots_off_by_one(graph: fx.Graph) -> None:
+    node = calls(graph, ROPE)[0]
+    with graph.inserting_before(node):
+        node.update_arg(9, graph.call_function(aten.add.Tensor, (node.args[9], 1)))
+
+
+def unrotated_k(graph: fx.Graph) -> None:
+    """k is turned back first, so that the op writes it as it was."""
+    node = calls(graph, ROPE)[0]
+    k, cos, sin = node.args[1], node.args[6], node.args[7]
+    with graph.inserting_before(node):
+        back = graph.call_function(aten.neg.default, (sin,))
+        both = graph.call_function(rope_kv_write.reference, (k, k, None, None, 0.0, cos, back))
+        node.update_arg(1, graph.call_function(operator.getitem, (both, 1)))
+
+
+def swap_halves(graph: fx.Graph) -> None:
+    node = calls(graph, SILU_MUL)[0]
+    with graph.inserting_before(node):
+        gate_up: Any = node.args[0]
+        halves = graph.call_function(torch.chunk, (gate_up, 2, -1))
+        gate, up = (graph.call_function(operator.getitem, (halves, i)) for i in range(2))
+        node.update_arg(0, graph.call_function(torch.cat, ([up, gate], -1)))
+
+
+def no_silu(graph: fx.Graph) -> None:
+    node = calls(graph, SILU_MUL)[0]
+    with graph.inserting_before(node):
+        halves = graph.call_function(torch.chunk, (node.args[0], 2, -1))
+        gate, up = (graph.call_function(operator.getitem, (halves, i)) for i in range(2))
+    node.target, node.args = aten.mul.Tensor, (gate, up)
+
+
+def drop_attention(graph: fx.Graph) -> None:
+    graph.erase_node(calls(graph, ATTENTION)[0])
+
+
+def write_twice(graph: fx.Graph) -> None:
+    node = calls(graph, ROPE)[0]
+    with graph.inserting_after(node):
+        graph.call_function(ROPE, node.args)
