@@ -2,20 +2,32 @@
 
 Why: at decode sizes a linear costs about its weights' bytes plus a launch, and one large matrix uses the memory
 bandwidth better than several small ones. The weights are packed before they are loaded, so the loader writes
-each once into its slice and no copy is ever made. silu_mul needs it.
+each once into its slice and no copy is ever made. silu_mul needs it, so a gate and its up are apart from others that
+read the same input, as those of attention do in parallel blocks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, emit_item, fake_mode_of, is_call
+from compiled_engine.passes.matching import (
+    ACTIVATIONS,
+    arg,
+    aten,
+    emit,
+    emit_item,
+    factors,
+    fake_mode_of,
+    is_call,
+    only_user,
+)
 from compiled_engine.passes.structure import Structure
 
 
@@ -44,7 +56,8 @@ class MergeLinears(GraphPass):
                 continue
             reason = _obstacle(group)
             if reason is None:
-                replacements += _merge(graph, group)
+                for part in _gates_apart(group):
+                    replacements += _merge(graph, part)
                 matches += 1
             else:
                 names = ", ".join(source_of(linear.weight).name for linear in group)
@@ -79,6 +92,18 @@ def _obstacle(group: list[_Linear]) -> str | None:
     if len({source_of(linear.weight).name.count(".") for linear in group}) > 1:
         return "their names differ in depth"
     return None
+
+
+def _gates_apart(group: list[_Linear]) -> list[list[_Linear]]:
+    """The group, or the two linears of a gated product, and the others if these are several."""
+    for gate in group:
+        activation: Any = only_user(gate.node)
+        product = only_user(activation) if is_call(activation, *ACTIVATIONS) else None
+        ups = [linear for linear in group if any(other is linear.node for _, other in factors(product))]
+        if ups:
+            others = [linear for linear in group if linear not in (gate, ups[0])]
+            return [part for part in (others, [x for x in group if x not in others]) if len(part) > 1]
+    return [group]
 
 
 def _merge(graph: fx.Graph, group: list[_Linear]) -> list[Replacement]:
