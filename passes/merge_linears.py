@@ -49,19 +49,20 @@ class MergeLinears(GraphPass):
         for node in graph.nodes:
             if (linear := _as_linear(node)) is not None:
                 by_input[arg(node, -2)].append(linear)
-        matches, near_misses = 0, []
+        matches = 0
+        near_misses: list[str] = []
         replacements: list[Replacement] = []
         for group in by_input.values():
             if len(group) < 2:
                 continue
-            reason = _obstacle(group)
-            if reason is None:
-                for part in _gates_apart(group):
+            found = [(part, _obstacle(part)) for part in _gates_apart(group)]
+            matches += all(reason is None for _, reason in found)
+            for part, reason in found:
+                if reason is None:
                     replacements += _merge(graph, part)
-                matches += 1
-            else:
-                names = ", ".join(source_of(linear.weight).name for linear in group)
-                near_misses.append(f"{names}: {reason}")
+                else:
+                    names = ", ".join(source_of(linear.weight).name for linear in part)
+                    near_misses.append(f"{names}: {reason}")
         return PassResult(matches, tuple(near_misses), tuple(replacements))
 
 

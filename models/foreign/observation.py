@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,12 +54,17 @@ class Observation:
     in_tuple: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Mask:
-    """A mask that transformers would have made, and the window that it leaves; None for all keys."""
+    """A mask that transformers would have made. No layer need use it, so what it hides is looked at when one does."""
 
     tensor: torch.Tensor
-    window: int | None
+    function: Callable[..., Any]
+
+    @cached_property
+    def window(self) -> int | None:
+        """How many keys it leaves; None for all. Raises UnsupportedModelError."""
+        return _window_of(self.function)
 
 
 class _Observer(TorchDispatchMode):
@@ -105,7 +111,7 @@ class _Observer(TorchDispatchMode):
 
     def mask(self, *, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor:
         tensor = torch.empty(1, 1, _TOKENS, _TOKENS, device="meta")
-        self.masks.append(_Mask(tensor, _window_of(mask_function)))
+        self.masks.append(_Mask(tensor, mask_function))
         return tensor
 
     def attend(
