@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -179,6 +180,8 @@ def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
 def _equal(first: Any, second: Any) -> bool:
     if first is second:
         return True
+    if isinstance(first, partial) and isinstance(second, partial):  # each is equal to itself alone
+        return all(_equal(getattr(first, part), getattr(second, part)) for part in ("func", "args", "keywords"))
     try:
         return type(first) is type(second) and bool(first == second)
     except Exception:  # tensors, for example, have no one answer
