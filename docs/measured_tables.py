@@ -164,11 +164,14 @@ def beside_transformers(result: Result) -> str:
         records += [(f"transformers {r['way']}", str(r["threads"]), r["tokens_per_s"]) for r in found["transformers"]]
         for label, threads, figure in records:
             spread = " to ".join(f"{value:,.0f}" for value in figure["spread"])
-            rows.append([f"{requests}: {label}", threads, median(figure, 0), *([spread] if repeated else [])])
+            digits = 0 if figure["median"] >= 100 else 1
+            rows.append([f"{requests}: {label}", threads, median(figure, digits), *([spread] if repeated else [])])
         fastest = found["fastest"]
+        share = found.get("bandwidth_share")
         said.append(
             f"{requests}: {found['ratio']:.2f} times the fastest way of transformers"
-            f" ({fastest['way']}, threads: {fastest['threads']})."
+            f" ({fastest['way']}, threads: {fastest['threads']})"
+            + ("." if share is None else f"; a step reads weights and caches at {share:.0%} of the memory's bandwidth.")
         )
     headings = ["", "threads", "tok/s", *(["spread"] if repeated else [])]
     return "\n\n".join([markdown(headings, rows), "\n".join(said), conditions(result)])
