@@ -350,14 +350,16 @@ SHOWN_MODES = {"eager": "eager", "fused": "after passes", "compiled": "compiled"
 def families(result: Result) -> str:
     """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts."""
     modes = [mode for mode in SHOWN_MODES if any(mode in record for record in result["results"])]
-    headings = ["model type", *(SHOWN_MODES[mode] for mode in modes), *SHOWN_PASSES.values()]
+    measured = {report["name"] for record in result["results"] for report in record.get("passes", ())}
+    shown = {name: heading for name, heading in SHOWN_PASSES.items() if name in measured}
+    headings = ["model type", *(SHOWN_MODES[mode] for mode in modes), *shown.values()]
     rows = []
     for record in result["results"]:
         if "refused" in record:
             rows.append([record["family"], "refused", *[""] * (len(headings) - 2)])
             continue
         passes = {report["name"]: report for report in record["passes"]}
-        counts = [passes[name] for name in SHOWN_PASSES]
+        counts = [passes[name] for name in shown]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
         found = [f"{record[mode]['largest']:.0e}" if mode in record else "" for mode in modes]
         rows.append([record["family"], *found, *matches])
