@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from compiled_engine.passes.op_library import implementation
+
 VIEWS = ("view", "t", "split_with_sizes", "split", "unsqueeze", "squeeze", "slice", "transpose", "reshape")
 _LIBRARY_CALLS = ("mm.default", "addmm.default", "embedding.default", "empty_like.default")
 _GETITEM = "operator.getitem"
@@ -64,12 +66,15 @@ def direct_source(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_direct(source: str) -> Callable[..., Any]:
-    """The function that `direct_source` wrote."""
+def load_direct(source: str, device_type: str) -> Callable[..., Any]:
+    """The function that `direct_source` wrote, for inputs on this kind of device.
+
+    Our own ops are called past torch's dispatcher, which takes longer than what their functions do on the host.
+    """
     namespace: dict[str, Any] = {"torch": torch}
     for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
         _, library, op, overload = name.split("__")
-        namespace[name] = getattr(getattr(getattr(torch.ops, library), op), overload)
+        namespace[name] = implementation(getattr(getattr(getattr(torch.ops, library), op), overload), device_type)
     exec(compile(source, "<direct piece>", "exec"), namespace)
     return namespace.pop("piece")
 
