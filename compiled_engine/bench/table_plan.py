@@ -57,7 +57,9 @@ def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves:
     """
     on_gpu = resolve_device(given.get("device", "auto"), {}).type == "cuda"
     known, default = known_rows(on_gpu=on_gpu, own_model="model" in given)
-    rows = chosen(known, default, patterns) if patterns else [row for row in default if row.curve is None or with_curves]
+    rows = (
+        chosen(known, default, patterns) if patterns else [row for row in default if row.curve is None or with_curves]
+    )
     if with_curves and not any(row.curve for row in rows):
         raise ValueError(f"rows is {list(patterns)}, with no point of a plot; allowed with plots: such as 'curve-*'")
     rates_of = cache(device_rates)  # measuring them takes a second
