@@ -65,8 +65,9 @@ def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> di
     """The result, as JSON. say: gets the result so far whenever a row is done.
 
     rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound, and measured (median,
-    spread [least, most], n, values) with share_of_bound, or error; seconds that the row took, with its warm-up. curve and place, where the row is a point of a plot.
-    Besides: date, machine, versions, models, options (the user's), rates, notes, and seconds, which it took.
+    spread [least, most], n, values) with share_of_bound, or error; seconds that the row took, with its warm-up. curve
+    and place, where the row is a point of a plot. Besides: date, machine, versions, models, options (the user's),
+    rates, notes, and seconds, which it took.
 
     repeats: of each row, instead of as many as give it a spread. What fails has an error, and the rest goes on.
     """

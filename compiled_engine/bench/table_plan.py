@@ -52,14 +52,15 @@ class Plan:
 def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves: bool, folder: Path) -> Plan:
     """Raises ValueError, TypeError or OSError for what cannot be measured.
 
-    patterns: ids of rows, in the order in which they are measured; none for all of the device. with_curves: of these the points of plots too. folder: where
-    configurations of the known shapes are written; it must live as long as the plan.
+    patterns: ids of rows, in the order in which they are measured; none for all of the device. with_curves: of these
+    the points of plots too. folder: where configurations of the known shapes are written; it must live as long as the
+    plan.
     """
     on_gpu = resolve_device(given.get("device", "auto"), {}).type == "cuda"
     known, default = known_rows(on_gpu=on_gpu, own_model="model" in given)
-    rows = (
-        chosen(known, default, patterns) if patterns else [row for row in default if row.curve is None or with_curves]
-    )
+    rows = [row for row in default if row.curve is None or with_curves]
+    if patterns:
+        rows = chosen(known, default, patterns)
     if with_curves and not any(row.curve for row in rows):
         raise ValueError(f"rows is {list(patterns)}, with no point of a plot; allowed with plots: such as 'curve-*'")
     rates_of = cache(device_rates)  # measuring them takes a second
