@@ -48,6 +48,8 @@ class StagedWrites:
 
     def apply(self) -> None:
         """Make the staged writes, on the current stream; of two that start at the same place the later one alone."""
+        if not self._writes:
+            return
         writes, self._writes = _without_overwritten(self._writes), []
         if not self._on_gpu:
             memory = self.memory.numpy()

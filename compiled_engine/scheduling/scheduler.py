@@ -107,8 +107,9 @@ class Scheduler:
         Raises RuntimeError if as many steps are in flight as may be.
         """
         self._in_flight.require_room()
-        ending, self._last_share = self._last_share, []
-        self._requests.retire(ending)
+        if self._last_share:
+            self._requests.retire(self._last_share)
+            self._last_share = []
         num_preemptions = self._counts.preemptions
         for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
             draft = self._draft(lane, num_preemptions)
