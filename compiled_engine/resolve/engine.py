@@ -6,12 +6,14 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from compiled_engine.attention.backend import AttentionCase
-from compiled_engine.attention.registry import resolve_backend
+from compiled_engine.attention.registry import get_backend, resolve_backend
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -79,6 +81,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             compiled=compiled,
             graphed=graphed,
             backend=backend,
+            short_contexts=partial(_short_contexts, backend, AttentionCase.all_of(local_model, block_size, device)),
             scheduler=scheduler,
             device=device,
             reasons=reasons,
@@ -88,6 +91,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         attention_backend=backend,
         reasons=reasons,
     )
+
+
+def _short_contexts(backend: str, cases: Sequence[AttentionCase], num_requests: int) -> tuple[int, ...]:
+    """Those that each of the model's attentions has; see AttentionBackend."""
+    first, *others = (get_backend(backend).short_contexts(case, num_requests) for case in cases)
+    return tuple(context for context in first if all(context in contexts for contexts in others))
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
