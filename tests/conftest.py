@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import quick_compiler
 import torch
 from hypothesis import HealthCheck, settings
 from tiny_tokenizers import KINDS
@@ -32,18 +33,25 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 own_cache_dir = pytest.StashKey[str]()
+own_compiler = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Compiled artifacts go to one folder for the whole run (workers inherit it), never to the user's."""
     if CACHE_VARIABLE not in os.environ:
         os.environ[CACHE_VARIABLE] = config.stash[own_cache_dir] = tempfile.mkdtemp(prefix="compiled-engine-tests-")
+    if "CXX" not in os.environ:
+        config.stash[own_compiler] = folder = Path(tempfile.mkdtemp(prefix="compiled-engine-tests-"))
+        os.environ["CXX"] = str(quick_compiler.install(folder) or "g++")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if own_cache_dir in config.stash:
         shutil.rmtree(config.stash[own_cache_dir], ignore_errors=True)
         del os.environ[CACHE_VARIABLE]
+    if own_compiler in config.stash:
+        shutil.rmtree(config.stash[own_compiler], ignore_errors=True)
+        del os.environ["CXX"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
