@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.triton_tile import LOWEST, capped, normalised
-from compiled_engine.attention.triton_rotation import normed_and_rotated
+from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 
 # Rows of a tile of queries; neighbours that a thread loads at once: 16 bytes.
@@ -173,54 +173,52 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], shared)
     k_DN = _load_keys(table_ptr, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
     _copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+    d_1D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))[None, :]
+    other_1D = (d_1D + HEAD_DIM // 2) % HEAD_DIM
+    q_weight_1D = None
+    other_q_weight_1D = None
+    k_weight_1D = None
+    other_k_weight_1D = None
+    if q_weight_ptr is not None:
+        q_weight_1D = gl.load(q_weight_ptr + d_1D)
+        other_q_weight_1D = gl.load(q_weight_ptr + other_1D)
+        k_weight_1D = gl.load(k_weight_ptr + d_1D)
+        other_k_weight_1D = gl.load(k_weight_ptr + other_1D)
     gdc_wait()
     # Not before: weights that the next kernels ask for would come between this one and its keys.
     gdc_launch_dependents()
 
+    # Everything is asked for before any of it is waited for.
     row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
-    d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))
-    cos_ptr += gl.multiple_of(request * cos_stride, STRIDE_MULTIPLE)
-    sin_ptr += gl.multiple_of(request * sin_stride, STRIDE_MULTIPLE)
-    q_MD = normed_and_rotated(
-        q_ptr + gl.multiple_of(request * q_stride, STRIDE_MULTIPLE),
-        q_weight_ptr,
-        cos_ptr,
-        sin_ptr,
-        (kv_head * GROUP + row_M)[:, None] * Q_HEAD_STRIDE,
-        d_D[None, :],
-        (row_M < GROUP)[:, None] & (d_D < HEAD_DIM)[None, :],
-        eps,
-        HEAD_DIM,
-        OFFSET,
-        WIDE,
+    q_ptr += gl.multiple_of(request * q_stride, STRIDE_MULTIPLE)
+    k_ptr += gl.multiple_of(request * k_stride, STRIDE_MULTIPLE) + kv_head * K_HEAD_STRIDE
+    v_ptr += gl.multiple_of(request * v_stride, STRIDE_MULTIPLE) + kv_head * V_HEAD_STRIDE
+    acc_d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
+    q_ptrs_M1 = q_ptr + (kv_head * GROUP + row_M)[:, None] * Q_HEAD_STRIDE
+    mask_M1 = (row_M < GROUP)[:, None]
+    q_MD = gl.load(q_ptrs_M1 + d_1D, mask=mask_M1, other=0.0).to(gl.float32)
+    other_q_MD = gl.load(q_ptrs_M1 + other_1D, mask=mask_M1, other=0.0).to(gl.float32)
+    k_1D = gl.load(k_ptr + d_1D).to(gl.float32)
+    other_k_1D = gl.load(k_ptr + other_1D).to(gl.float32)
+    cos_1D = gl.load(cos_ptr + gl.multiple_of(request * cos_stride, STRIDE_MULTIPLE) + d_1D).to(gl.float32)
+    sin_1D = gl.load(sin_ptr + gl.multiple_of(request * sin_stride, STRIDE_MULTIPLE) + d_1D).to(gl.float32)
+    v_1D = gl.load(v_ptr + d_1D)
+    acc_v_D = gl.load(v_ptr + acc_d_D).to(gl.float32)
+    q_MD = turned(
+        q_MD, other_q_MD, q_weight_1D, other_q_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
+    )
+    k_1D = turned(
+        k_1D, other_k_1D, k_weight_1D, other_k_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
     )
     q_smem.store(q_MD)
-    acc_d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    acc_MD = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout)
-    max_M = gl.full([ROWS], LOWEST, gl.float32, gl.SliceLayout(1, layout))
-    sum_M = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
-    if writes:
-        k_1D = normed_and_rotated(
-            k_ptr + gl.multiple_of(request * k_stride, STRIDE_MULTIPLE),
-            k_weight_ptr,
-            cos_ptr,
-            sin_ptr,
-            kv_head * K_HEAD_STRIDE,
-            d_D[None, :],
-            (d_D < HEAD_DIM)[None, :],
-            eps,
-            HEAD_DIM,
-            OFFSET,
-            WIDE,
-        )
-        v_row_ptr = v_ptr + gl.multiple_of(request * v_stride, STRIDE_MULTIPLE) + kv_head * V_HEAD_STRIDE
-        new_ptr = head_cache_ptr + (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * ROW
-        gl.store(new_ptr + d_D[None, :], k_1D)
-        gl.store(new_ptr + BLOCK_SIZE * ROW + d_D, gl.load(v_row_ptr + d_D))
-        score_M = capped(gl.sum(q_MD.to(gl.float32) * k_1D.to(gl.float32), 1), CAP_SCALE)
-        max_M = gl.convert_layout(score_M, gl.SliceLayout(1, layout))
-        sum_M += 1.0
-        acc_MD += gl.load(v_row_ptr + acc_d_D).to(gl.float32)[None, :]
+    score_M = capped(gl.sum(q_MD.to(gl.float32) * k_1D.to(gl.float32), 1), CAP_SCALE)
+    max_M = gl.where(writes, gl.convert_layout(score_M, gl.SliceLayout(1, layout)), LOWEST)
+    sum_M = gl.where(writes, gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout)), 0.0)
+    acc_MD = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout) + gl.where(writes, acc_v_D, 0.0)[None, :]
+    new_ptr = head_cache_ptr + (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * ROW
+    written_1D = (d_1D < HEAD_DIM) & writes
+    gl.store(new_ptr + d_1D, k_1D, mask=written_1D)
+    gl.store(new_ptr + BLOCK_SIZE * ROW + d_1D, v_1D, mask=written_1D)
     q_MD = q_smem.load(gl.DotOperandLayout(0, layout, WIDTH))
     acc_MD, max_M, sum_M = _weigh_tile(
         q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE
