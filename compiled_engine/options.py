@@ -26,7 +26,8 @@ class EngineOptions:
     max_num_seqs: most requests in one step.
     max_num_batched_tokens: most tokens in one step (the token budget).
     max_prefill_tokens: most tokens of prompts in a step that other requests run in: less holds up their next tokens
-        less, and prompts more; None for as many as the step has room for.
+        less, and prompts more. With eight or more requests waiting it is so much for each four of them. None for as
+        many as the step has room for.
     block_size: tokens in a KV cache block, or "auto" for the attention backend's own.
     num_blocks: size of the KV cache in blocks, instead of what fits into memory.
     gpu_memory_utilization: share of the device's memory that the engine may use, weights included.

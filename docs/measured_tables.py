@@ -332,16 +332,22 @@ SHOWN_PASSES = {
     "experts": "experts",
     "residual_rms_norm": "sums + norms",
     "rms_norm": "norms",
+    "layer_norm": "layer norms",
     "rope_angles": "angles",
     "rope_kv_write": "rope + KV",
+    "rope_attend": "with attention",
     "silu_mul": "gates",
     "small_batch_linear": "linears",
 }
 
 
+SHOWN_MODES = {"eager": "eager", "fused": "after passes", "compiled": "compiled", "graphed": "graphed"}
+
+
 def families(result: Result) -> str:
     """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts."""
-    headings = ["model type", "eager", "after passes", *SHOWN_PASSES.values()]
+    modes = [mode for mode in SHOWN_MODES if any(mode in record for record in result["results"])]
+    headings = ["model type", *(SHOWN_MODES[mode] for mode in modes), *SHOWN_PASSES.values()]
     rows = []
     for record in result["results"]:
         if "refused" in record:
@@ -350,7 +356,8 @@ def families(result: Result) -> str:
         passes = {report["name"]: report for report in record["passes"]}
         counts = [passes[name] for name in SHOWN_PASSES]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
-        rows.append([record["family"], *(f"{record[mode]['largest']:.0e}" for mode in ("eager", "fused")), *matches])
+        found = [f"{record[mode]['largest']:.0e}" if mode in record else "" for mode in modes]
+        rows.append([record["family"], *found, *matches])
     return below(markdown(headings, rows), result)
 
 
