@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
+from compiled_engine.attention.backends.decode_splits import MOST_SHORT_REQUESTS, SHORT_CONTEXTS
 from compiled_engine.attention.backends.triton_tile import scales
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
@@ -27,7 +27,8 @@ def short_contexts(
         return ()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
-    return SHORT_CONTEXTS if fits and num_requests * num_kv_heads <= num_sms else ()
+    few = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
+    return SHORT_CONTEXTS if fits and few else ()
 
 
 @dataclass(frozen=True)
