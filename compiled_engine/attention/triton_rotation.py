@@ -30,7 +30,7 @@ def turned(
     x: tl.tensor,
     y: tl.tensor,
     x_weight: tl.tensor | None,
-    y_weight: tl.tensor | None,
+    y_weight: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
     d: tl.tensor,
