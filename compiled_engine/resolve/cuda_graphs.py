@@ -51,7 +51,7 @@ def resolve_graphs(
             f"max_num_seqs ({scheduler.max_num_seqs}) decodes or max_num_batched_tokens "
             f"({scheduler.max_num_batched_tokens}) tokens, or graph_mode none"
         )
-    short = _short(decode_sizes, short_contexts, scheduler) if compiled else ((), ())
+    short = _short(decode_sizes, short_contexts, scheduler)
     return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture, *short)
 
 

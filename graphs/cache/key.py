@@ -99,6 +99,7 @@ OTHER_FIELDS = (
     "graph.background",
     "graph.short_sizes",
     "graph.short_contexts",
+    "parallel.collectives",
     "parallel.executor",
     "parallel.stage_layers",
     "parallel.data_parallel_size",
