@@ -116,6 +116,8 @@ PERTURBED: dict[str, Any] = {
     "compile.cache_dir": None,
     "graph.mode": GraphMode.FULL_DECODE_ONLY,
     "graph.decode_sizes": (1, 2),
+    "graph.short_sizes": (1, 2),
+    "graph.short_contexts": (64,),
     "graph.token_sizes": (1, 2),
     "graph.background": True,
     "parallel.tensor_parallel_size": 2,

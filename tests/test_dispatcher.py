@@ -74,7 +74,7 @@ def test_every_batch_up_to_the_limits_and_beyond(mode: GraphMode, max_num_seqs: 
     for tokens in range(max_tokens + 10):
         for requests in range(tokens + 2):
             for uniform in {None, 1, 2, tokens // requests if requests else None}:
-                key = dispatcher.dispatch(tokens, requests, uniform)
+                key = dispatcher.dispatch(tokens, requests, uniform, MAX_SEQ_LEN)
                 expected = expected_size(graph, tokens, requests, uniform)
                 if not 1 <= requests <= tokens or expected is None:
                     assert key is None
@@ -99,7 +99,7 @@ def test_with_default_sizes_every_decode_batch_has_a_full_graph(mode: GraphMode)
     for max_num_seqs in (1, 2, 5, 100, 256, 300):
         dispatcher, graph = make(mode, max_num_seqs, 512)
         for requests in range(1, max_num_seqs + 1):
-            key = dispatcher.dispatch(requests, requests, 1)
+            key = dispatcher.dispatch(requests, requests, 1, MAX_SEQ_LEN)
             assert key is not None
             assert key.is_decode
             assert key.num_tokens == smallest(graph.decode_sizes, requests)
@@ -119,7 +119,7 @@ def test_any_sizes(
 ) -> None:
     """In any order."""
     dispatcher, graph = make(mode, 64, 64, *sizes)
-    key = dispatcher.dispatch(tokens, requests, uniform)
+    key = dispatcher.dispatch(tokens, requests, uniform, MAX_SEQ_LEN)
     expected = expected_size(graph, tokens, requests, uniform) if 1 <= requests <= tokens else None
     assert (None if key is None else (key.is_decode, key.num_tokens)) == expected
 
@@ -127,7 +127,7 @@ def test_any_sizes(
 def test_without_graphs_nothing_is_replayed() -> None:
     dispatcher = Dispatcher(GraphConfig(GraphMode.NONE), SchedulerConfig(8, 64, 64, "fcfs"))
     assert dispatcher.keys == ()
-    assert dispatcher.dispatch(1, 1, 1) is None
+    assert dispatcher.dispatch(1, 1, 1, 1) is None
 
 
 def test_kinds_by_mode() -> None:
@@ -139,3 +139,19 @@ def test_kinds_by_mode() -> None:
         GraphMode.FULL_AND_PIECEWISE: {"decode", "piecewise"},
         GraphMode.BREAKABLE: {"breakable"},
     }
+
+
+def test_short_contexts_have_graphs_of_their_own() -> None:
+    graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 8), (64,), short_sizes=(1, 2, 4), short_contexts=(50, 100))
+    dispatcher = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
+    assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys) == 11
+    for requests in range(1, 9):
+        for longest, least in ((1, 50), (50, 50), (51, 100), (100, 100), (101, MAX_SEQ_LEN)):
+            key = dispatcher.dispatch(requests, requests, 1, longest)
+            assert key is not None
+            bound = least if requests <= 4 else MAX_SEQ_LEN
+            assert (key.is_decode, key.short, key.max_seq_len) == (True, bound <= 100, bound)
+            assert key.num_tokens == min(size for size in graph.decode_sizes if size >= requests)
+    mixed = dispatcher.dispatch(20, 3, None, 50)
+    assert mixed is not None
+    assert (mixed.is_decode, mixed.max_seq_len) == (False, MAX_SEQ_LEN)

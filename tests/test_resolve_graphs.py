@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ def resolved(
     backend: str = "triton",
     device: str = "cuda",
     scheduler: SchedulerConfig = SCHEDULER,
+    short_contexts: Callable[[int], tuple[int, ...]] = lambda size: (),
     **options: Any,
 ) -> tuple[GraphConfig, dict[str, str]]:
     reasons: dict[str, str] = {}
@@ -28,6 +30,7 @@ def resolved(
         compiled=mode != "eager",
         graphed=mode == "graphed",
         backend=backend,
+        short_contexts=short_contexts,
         scheduler=scheduler,
         device=torch.device(device),
         reasons=reasons,
@@ -41,6 +44,22 @@ def test_the_default_has_23_graphs_of_decodes_and_59_of_other_batches() -> None:
     assert (len(graph.decode_sizes), len(graph.token_sizes)) == (23, 59)
     assert reasons.keys() == {"graph.mode", "graph.decode_sizes", "graph.token_sizes"}
     assert reasons["graph.mode"] == "default: attention backend triton can be captured for every batch"
+
+
+@pytest.mark.parametrize(
+    ("most", "short", "sizes", "contexts"),
+    [
+        (8, (256, 512), (1, 2, 4, 8), (256, 512)),
+        (8, (512, 4096), (1, 2, 4, 8), (512,)),
+        (8, (4096,), (), ()),
+        (0, (9,), (), ()),
+    ],
+)
+def test_short_contexts_have_graphs_where_they_are_less_than_all(
+    most: int, short: tuple[int, ...], sizes: tuple[int, ...], contexts: tuple[int, ...]
+) -> None:
+    graph, _ = resolved(short_contexts=lambda size: short if size <= most else ())
+    assert (graph.short_sizes, graph.short_contexts) == (sizes, contexts)
 
 
 def test_where_attention_cannot_be_captured_it_runs_between_graphs_of_up_to_512_tokens() -> None:

@@ -58,7 +58,7 @@ class AttentionCase:
 class AttentionBackend(Protocol):
     """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows.
 
-    A backend that derives from this class need not define `attend_unrotated`.
+    A backend that derives from this class need not define `attend_unrotated` and `short_contexts`.
     """
 
     name: str
@@ -118,3 +118,10 @@ class AttentionBackend(Protocol):
         The slot of a request with one query is that of its last position, or -1.
         """
         return False
+
+    def short_contexts(self, case: AttentionCase, num_requests: int) -> tuple[int, ...]:
+        """Up to which contexts, ascending, so many decodes have kernels of their own in `attend_unrotated`.
+
+        A captured graph does not know how long contexts are, so such batches have graphs of their own.
+        """
+        return ()

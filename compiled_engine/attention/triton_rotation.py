@@ -26,6 +26,31 @@ def weighted(
 
 
 @triton.jit
+def turned(
+    x: tl.tensor,
+    y: tl.tensor,
+    x_weight: tl.tensor | None,
+    y_weight: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    d: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """Elements d of heads, normed where there are weights, and rotated. x: these elements; y: those that they are
+    rotated with, half a head apart; all in fp32, but for the weights."""
+    if x_weight is not None:
+        scale = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / HEAD_DIM + eps)
+        x = weighted(x * scale, x_weight.to(tl.float32), OFFSET, WIDE, dtype)
+        y = weighted(y * scale, y_weight.to(tl.float32), OFFSET, WIDE, dtype)
+    crossed = rounded(tl.where(d < HEAD_DIM // 2, -y, y) * sin, dtype)
+    return (rounded(x * cos, dtype) + crossed).to(dtype)
+
+
+@triton.jit
 def normed_and_rotated(
     ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -51,11 +76,9 @@ def normed_and_rotated(
     y = tl.load(ptr + start + partner, mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_ptr + d, mask=in_head, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + d, mask=in_head, other=0.0).to(tl.float32)
+    x_weight = None
+    y_weight = None
     if weight_ptr is not None:
-        scale = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / HEAD_DIM + eps)
-        x_weight = tl.load(weight_ptr + d, mask=in_head, other=0.0).to(tl.float32)
-        y_weight = tl.load(weight_ptr + partner, mask=in_head, other=0.0).to(tl.float32)
-        x = weighted(x * scale, x_weight, OFFSET, WIDE, dtype)
-        y = weighted(y * scale, y_weight, OFFSET, WIDE, dtype)
-    turned = rounded(tl.where(d < HALF, -y, y) * sin, dtype)
-    return (rounded(x * cos, dtype) + turned).to(dtype)
+        x_weight = tl.load(weight_ptr + d, mask=in_head, other=0.0)
+        y_weight = tl.load(weight_ptr + partner, mask=in_head, other=0.0)
+    return turned(x, y, x_weight, y_weight, cos, sin, d, eps, HEAD_DIM, OFFSET, WIDE, dtype)

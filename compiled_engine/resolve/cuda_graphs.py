@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,11 +27,15 @@ def resolve_graphs(
     compiled: bool,
     graphed: bool,
     backend: str,
+    short_contexts: Callable[[int], tuple[int, ...]],
     scheduler: SchedulerConfig,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphConfig:
-    """compiled, graphed: what `mode` came to. Raises ValueError or TypeError naming the field."""
+    """compiled, graphed: what `mode` came to. short_contexts: see AttentionBackend, of all of the model's attention.
+
+    Raises ValueError or TypeError naming the field.
+    """
     mode = _mode(options, compiled, graphed, backend, device, reasons)
     if mode is GraphMode.NONE:
         for name in CAPTURE_OPTIONS:
@@ -46,7 +51,18 @@ def resolve_graphs(
             f"max_num_seqs ({scheduler.max_num_seqs}) decodes or max_num_batched_tokens "
             f"({scheduler.max_num_batched_tokens}) tokens, or graph_mode none"
         )
-    return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture)
+    short = _short(decode_sizes, short_contexts, scheduler)
+    return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture, *short)
+
+
+def _short(
+    decode_sizes: tuple[int, ...], short_contexts: Callable[[int], tuple[int, ...]], scheduler: SchedulerConfig
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of the sizes those that have graphs of their own for short contexts, and what is short."""
+    sizes = tuple(size for size in decode_sizes if short_contexts(size))
+    contexts = short_contexts(sizes[0]) if sizes else ()
+    contexts = tuple(context for context in contexts if context < scheduler.max_model_len)
+    return (sizes, contexts) if contexts else ((), ())
 
 
 def _mode(

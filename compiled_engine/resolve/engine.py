@@ -6,12 +6,14 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from compiled_engine.attention.backend import AttentionCase
-from compiled_engine.attention.registry import resolve_backend
+from compiled_engine.attention.registry import get_backend, resolve_backend
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -21,6 +23,7 @@ from compiled_engine.config import (
 )
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
+from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.checks import check_types
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
@@ -66,6 +69,10 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     scheduler = _scheduler(options, model, device, reasons)
     local_model = local_share(model, parallel.tensor_parallel_size)
     backend, block_size = _attention(options, local_model, device, reasons)
+    compile_config = resolve_compile(options, compiled, scheduler, device, reasons)
+    # Kernels for short contexts are reached through the op that this pass makes.
+    fused = RopeAttend.name in compile_config.passes
+    cases = AttentionCase.all_of(local_model, block_size, device) if fused else ()
     return EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
@@ -73,12 +80,13 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),
         scheduler=scheduler,
-        compile=resolve_compile(options, compiled, scheduler, device, reasons),
+        compile=compile_config,
         graph=resolve_graphs(
             options,
             compiled=compiled,
             graphed=graphed,
             backend=backend,
+            short_contexts=partial(_short_contexts, backend, cases),
             scheduler=scheduler,
             device=device,
             reasons=reasons,
@@ -88,6 +96,12 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
         attention_backend=backend,
         reasons=reasons,
     )
+
+
+def _short_contexts(backend: str, cases: Sequence[AttentionCase], num_requests: int) -> tuple[int, ...]:
+    """Those that each of these has; see AttentionBackend."""
+    found = [get_backend(backend).short_contexts(case, num_requests) for case in cases]
+    return tuple(context for context in (found[0] if found else ()) if all(context in each for each in found))
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:

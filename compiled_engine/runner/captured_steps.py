@@ -56,11 +56,11 @@ class CapturedSteps:
         if capture is not None:
             self.graphs = CudaGraphManager(self.dispatcher.keys, capture, step, graph.background)
 
-    def graph_for(self, num_tokens: int, num_requests: int, hidden_wanted: bool) -> GraphKey | None:
-        """The graph to replay for a batch; why there is none is counted."""
+    def graph_for(self, num_tokens: int, num_requests: int, longest: int, hidden_wanted: bool) -> GraphKey | None:
+        """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted."""
         decodes_only = num_tokens == num_requests
         self.counters.batch(num_tokens, decodes_only)
-        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None)
+        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest)
         if key is None:
             self.counters.no_key(num_tokens, decodes_only)
             return None

@@ -220,7 +220,8 @@ class Runner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
-        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), hidden_wanted)
+        longest = max(step.starts, default=0) + 1  # of decodes; of others nobody asks
+        key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
         self._clock.device_begins()

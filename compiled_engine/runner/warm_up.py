@@ -5,6 +5,7 @@ A warm-up batch is an ordinary batch without slots and with empty contexts, so i
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,7 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     Attention's kernels differ by the number of decodes, in steps wider than a factor of two, by the bound of the
     contexts, and between few and many tokens of prompts; those of passes where the passes say so.
     """
-    scheduler = config.scheduler
+    scheduler, graph = config.scheduler, config.graph
     max_tokens, max_requests = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     longest = scheduler.max_model_len
     num_requests = 2 if max_requests > 1 and max_tokens > 2 else 1
@@ -58,7 +59,8 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     ]
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
-    return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes]
+    short = [BatchShape(size, size, context) for context, size in product(graph.short_contexts, graph.short_sizes)]
+    return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes, *short]
 
 
 def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:

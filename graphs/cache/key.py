@@ -97,6 +97,8 @@ OTHER_FIELDS = (
     "graph.decode_sizes",
     "graph.token_sizes",
     "graph.background",
+    "graph.short_sizes",
+    "graph.short_contexts",
     "parallel.collectives",
     "parallel.executor",
     "parallel.stage_layers",

@@ -20,28 +20,41 @@ class Dispatcher:
     def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig):
         most, longest = scheduler.max_num_seqs, scheduler.max_model_len
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
+        short = {
+            context: tuple(decode_key(size, context, short=True) for size in sorted(graph.short_sizes))
+            for context in sorted(graph.short_contexts)
+        }
+        self.short_keys = tuple(key for keys in short.values() for key in keys)
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
             for size in sorted(graph.token_sizes)
         )
         self._decode_table = _table(self.decode_keys)
+        self._short_tables = [(context, _table(keys)) for context, keys in short.items()]
         self._token_table = _table(self.token_keys)
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """Every key that `dispatch` may return."""
-        return self.decode_keys + self.token_keys
+        return self.decode_keys + self.short_keys + self.token_keys
 
-    def dispatch(self, num_tokens: int, num_requests: int, uniform_query_len: int | None) -> GraphKey | None:
+    def dispatch(
+        self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
+    ) -> GraphKey | None:
         """The key of the graph to replay, or None where the batch runs without one.
 
-        uniform_query_len: tokens of each request if all have the same number, else None.
+        uniform_query_len: tokens of each request if all have the same number, else None. longest: of the contexts, with
+        this step's tokens.
         """
         if not 1 <= num_requests <= num_tokens:
             return None
-        if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
-            return self._decode_table[num_tokens]
+        if uniform_query_len == 1 and num_requests == num_tokens:
+            for context, table in self._short_tables:
+                if longest <= context and num_tokens < len(table):
+                    return table[num_tokens]
+            if num_tokens < len(self._decode_table):
+                return self._decode_table[num_tokens]
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
 

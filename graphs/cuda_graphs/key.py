@@ -22,7 +22,8 @@ class GraphKey:
 
     num_tokens: tokens of the padded batch, on which every launch outside of attention depends. The others are what
     attention's launches depend on, so they are 0 where attention is not captured: num_requests rows, of which the
-    first num_decodes have one query token each, none more than max_query_len, and contexts of at most max_seq_len.
+    first num_decodes have one query token each, none more than max_query_len, and contexts of at most max_seq_len,
+    which is less than the engine's limit in graphs for short contexts.
     """
 
     kind: GraphKind
@@ -31,6 +32,7 @@ class GraphKey:
     num_decodes: int = 0
     max_query_len: int = 0
     max_seq_len: int = 0
+    short: bool = False
 
     @property
     def is_decode(self) -> bool:
@@ -39,13 +41,14 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """`decode 8`, `full 512`, `piecewise 512`: unique within an engine."""
-        return f"{'decode' if self.is_decode else self.kind.value} {self.num_tokens}"
+        """`decode 8`, `short-256 8`, `full 512`, `piecewise 512`: unique within an engine."""
+        kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
+        return f"{kind} {self.num_tokens}"
 
 
-def decode_key(num_requests: int, max_seq_len: int) -> GraphKey:
+def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> GraphKey:
     """A full graph of num_requests decodes."""
-    return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len)
+    return GraphKey(GraphKind.FULL, num_requests, num_requests, num_requests, 1, max_seq_len, short)
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:

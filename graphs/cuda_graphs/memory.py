@@ -44,9 +44,14 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
     return sum(plausible) / len(plausible) if plausible else 0.0
 
 
-def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int]:
+def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int, int]:
     """What to sort keys by, in the order of capture: those around attention come first, or decodes do."""
-    return (decodes_first or key.kind is GraphKind.FULL, key.is_decode is not decodes_first, -key.num_tokens)
+    return (
+        decodes_first or key.kind is GraphKind.FULL,
+        key.is_decode is not decodes_first,
+        -key.num_tokens,
+        -key.max_seq_len,
+    )
 
 
 def families(keys: Iterable[GraphKey], decodes_first: bool) -> list[list[GraphKey]]:

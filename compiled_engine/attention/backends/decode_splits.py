@@ -18,6 +18,11 @@ FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
 SMALL = 4
 # The host's bound of contexts up to which rotation, KV write and attention are one kernel.
 MOST_CONTEXT_IN_ONE_KERNEL = 8192
+# Contexts whose keys one program reads, where a Hopper has as many multiprocessors as there are requests and K/V heads.
+SHORT_CONTEXTS = (256, 512)
+MOST_SHORT_REQUESTS = 16
+# Up to so many requests the longer of them are split into so many.
+FEW_REQUESTS, FEW_SPLITS = 2, 16
 # The most keys that one program reads when a few long contexts stand among many short ones.
 LONG_SPLIT = 16384
 

@@ -8,8 +8,18 @@ import torch
 import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
-from compiled_engine.attention.backends.decode_splits import BatchFacts, one_kernel_pays, plan_splits
+from compiled_engine.attention.backends.decode_splits import (
+    FEW_REQUESTS,
+    FEW_SPLITS,
+    GRAIN,
+    SMALL,
+    BatchFacts,
+    Splits,
+    one_kernel_pays,
+    plan_splits,
+)
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
+from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
 from compiled_engine.attention.backends.triton_decode import decode
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode
 from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, prefill, prefill_tiles
@@ -136,13 +146,26 @@ class TritonBackend:
             return False
         context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
         splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
-        if not one_kernel_pays(splits, facts.max_seq_len):
+        _, num_heads, head_dim = q_THd.shape
+        contexts = short_contexts(facts.num_requests, num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type)
+        short = max(contexts, default=0) >= facts.max_seq_len
+        if short and facts.num_requests <= FEW_REQUESTS and facts.max_seq_len > contexts[0]:
+            short, splits = False, Splits(FEW_SPLITS, GRAIN, programs=SMALL)
+        if not short and not one_kernel_pays(splits, facts.max_seq_len):
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-        rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
+        if short:
+            short_decode(*operands, inputs, facts.num_requests, scoring, ShortTiles.of(facts.max_seq_len))
+        else:
+            rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True
+
+    def short_contexts(self, case: AttentionCase, num_requests: int) -> tuple[int, ...]:
+        return short_contexts(
+            num_requests, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device_type
+        )
 
 
 @cache

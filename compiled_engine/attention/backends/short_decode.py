@@ -1,0 +1,102 @@
+"""Launch of the kernel that norms, rotates, writes and attends for decodes with short contexts, one program a head."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from compiled_engine.attention.backends.decode_splits import MOST_SHORT_REQUESTS, SHORT_CONTEXTS
+from compiled_engine.attention.backends.triton_tile import scales
+from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+
+# Of these a tile fits the registers and the shared memory; query heads that share a K/V head are rows of a tile.
+HEAD_DIMS = (64, 128)
+MAX_GROUP = 16
+
+
+@cache
+def short_contexts(
+    num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str
+) -> tuple[int, ...]:
+    """Contexts up to which so many decodes have kernels of their own: on Hopper, where each program has a
+    multiprocessor to itself."""
+    if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        return ()
+    num_sms = torch.cuda.get_device_properties().multi_processor_count
+    fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
+    few = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
+    return SHORT_CONTEXTS if fits and few else ()
+
+
+@dataclass(frozen=True)
+class ShortTiles:
+    """Keys of a tile, of which the first is read before the wait, and warps of a program."""
+
+    keys: int
+    warps: int = 8
+
+    @classmethod
+    def of(cls, max_seq_len: int) -> ShortTiles:
+        """For contexts of up to so many tokens, one of SHORT_CONTEXTS."""
+        return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
+
+
+def short_decode(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    rotation: Rotation,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    inputs: AttentionInputs,
+    num_decodes: int,
+    scoring: Scoring,
+    tiles: ShortTiles,
+) -> None:
+    """Launch the kernel for the first num_decodes requests, whose queries are the first num_decodes tokens."""
+    # Gluon takes a while to import, and only a Hopper needs it.
+    from compiled_engine.attention.backends.short_decode_kernel import short_decode_kernel
+
+    block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
+    scale_log2, cap_scale = scales(scoring)
+    token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]
+    short_decode_kernel[(num_kv_heads, num_decodes)](
+        q_THd,
+        k_TKd,
+        v_TKd,
+        rotation.q_norm_weight_d,
+        rotation.k_norm_weight_d,
+        rotation.cos_T1d,
+        rotation.sin_T1d,
+        kv_cache_N2PKd,
+        out_THd,
+        inputs.slot_mapping_T,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        scoring.sinks_H,
+        rotation.eps,
+        scale_log2,
+        inputs.block_table_RB.stride(0),
+        *token_strides,
+        out_THd.stride(0),
+        STRIDE_MULTIPLE=math.gcd(8, *token_strides),
+        Q_HEAD_STRIDE=q_THd.stride(1),
+        K_HEAD_STRIDE=k_TKd.stride(1),
+        V_HEAD_STRIDE=v_TKd.stride(1),
+        OUT_HEAD_STRIDE=out_THd.stride(1),
+        OFFSET=rotation.norm_offset,
+        WIDE=rotation.norm_wide,
+        WINDOW=scoring.sliding_window,
+        CAP_SCALE=cap_scale,
+        GROUP=q_THd.shape[1] // num_kv_heads,
+        BLOCK_SIZE=block_size,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        KEYS=tiles.keys,
+        WARPS=tiles.warps,
+        num_warps=tiles.warps,
+        launch_pdl=True,
+    )

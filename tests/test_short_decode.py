@@ -1,0 +1,150 @@
+"""The kernel for decodes with short contexts: compiled for Hopper without a GPU, and on one against the ops that it
+stands for; and which batches it serves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from attention_cases import PADDING, Case, decodes
+from test_rope_attend import DECODES, TOLERANCE, WITH_PADDING, arguments_of, copied
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
+from compiled_engine.attention.backends.short_decode import (
+    HEAD_DIMS,
+    MAX_GROUP,
+    ShortTiles,
+    short_contexts,
+    short_decode,
+)
+from compiled_engine.attention.backends.short_decode_kernel import short_decode_kernel
+from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
+from compiled_engine.attention.op import attend
+from compiled_engine.passes import rope_attend as op
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Bytes of a thread's stack: addresses, where a tile would be kilobytes.
+MOST_STACK = 96
+# One key, both sides of a tile's end, several tiles.
+CASES = (
+    Case("decodes around a tile", (*decodes(1, 2, 255, 256, 257, 258), PADDING), num_heads=4, head_dim=128),
+    Case("several tiles", decodes(512, 513, 900), num_heads=8, head_dim=64),
+    *(case for case in DECODES if case.head_dim in HEAD_DIMS and case.num_heads <= MAX_GROUP * case.num_kv_heads),
+)
+
+
+def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, tiles: ShortTiles) -> Any:
+    kernel = getattr(short_decode_kernel, "jit_function", short_decode_kernel)
+    constants: dict[str, Any] = {
+        "STRIDE_MULTIPLE": 8,
+        "Q_HEAD_STRIDE": head_dim,
+        "K_HEAD_STRIDE": head_dim,
+        "V_HEAD_STRIDE": head_dim,
+        "OUT_HEAD_STRIDE": head_dim,
+        "OFFSET": 0.0,
+        "WIDE": False,
+        "WINDOW": window,
+        "CAP_SCALE": cap_scale,
+        "GROUP": group,
+        "BLOCK_SIZE": 16,
+        "NUM_KV_HEADS": 8,
+        "HEAD_DIM": head_dim,
+        "KEYS": tiles.keys,
+        "WARPS": tiles.warps,
+    } | ({} if sinks else {"sinks_ptr": None})
+    types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
+    types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "*bf16" if name.endswith("_ptr") else "i32") for name in kernel.arg_names}
+    aligned = [name for name, kind in signature.items() if kind == "*bf16" and name != "sinks_ptr"]
+    source = GluonASTSource(
+        kernel,
+        signature,
+        {(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": tiles.warps, "launch_pdl": True}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+@pytest.mark.parametrize("context", SHORT_CONTEXTS)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window", "sinks", "cap_scale"),
+    [(128, 2, 0, False, 0.0), (128, 16, 100, True, 0.0), (64, 7, 0, False, 0.5)],
+)
+def test_it_fits_and_reads_keys_before_the_wait(
+    head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, context: int, tmp_path: Path
+) -> None:
+    program = compiled(head_dim, group, window, sinks, cap_scale, ShortTiles.of(context))
+    assert program.metadata.shared <= 227 << 10
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= MOST_STACK  # type: ignore[index]
+    before, after = re.split(r"griddepcontrol\.wait", program.asm["ptx"])
+    assert "ld.global.v4" in before
+    assert "cp.async.cg.shared.global" in before
+    assert "st.global" not in before
+    assert "st.global" in after
+
+
+def test_other_devices_have_no_kernel() -> None:
+    assert short_contexts(1, 16, 8, 128, torch.bfloat16, "cpu") == ()
+
+
+def _hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+
+
+def in_one(arguments: list[Any], context: int) -> None:
+    q, k, v, *others, cache, out = arguments[:10]
+    scoring, inputs = Scoring(*arguments[15:19]), inputs_of(tuple(arguments))
+    rotation = Rotation(*others, *arguments[10:15])
+    short_decode(q, k, v, rotation, cache, out, inputs, inputs.seq_lens_R.shape[0], scoring, ShortTiles.of(context))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", SHORT_CONTEXTS)
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, context: int) -> None:
+    """Unused slots and the output are NaN; contexts may be longer than a tile."""
+    _hopper()
+    arguments = arguments_of(case, dtype, "cuda", normed)
+    one, two = copied(arguments), copied(arguments)
+    in_one(one, context)
+    op.in_two(attend, *two)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(one[8], two[8], rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(one[9], two[9], rtol=tolerance, atol=tolerance)
+    assert not one[9][inputs_of(tuple(arguments)).slot_mapping_T < 0].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("context", SHORT_CONTEXTS)
+def test_padding_and_unused_slots_change_no_bit(context: int) -> None:
+    _hopper()
+    outputs = []
+    for garbage in (float("nan"), 1e4):
+        arguments = arguments_of(WITH_PADDING, torch.bfloat16, "cuda", True, garbage)
+        in_one(arguments, context)
+        outputs.append(arguments[9][inputs_of(tuple(arguments)).slot_mapping_T >= 0])
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.gpu
+def test_it_serves_as_many_heads_as_there_are_multiprocessors() -> None:
+    _hopper()
+    num_sms = torch.cuda.get_device_properties().multi_processor_count
+    assert short_contexts(num_sms // 8, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS
+    assert short_contexts(num_sms // 8 + 1, 16, 8, 128, torch.bfloat16, "cuda") == ()
+    assert short_contexts(1, 16, 8, 128, torch.float32, "cuda") == ()
+    assert short_contexts(1, 16, 8, 96, torch.bfloat16, "cuda") == ()
