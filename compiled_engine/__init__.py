@@ -1,12 +1,15 @@
 """compiled_engine: an LLM inference engine whose centre is the compiler.
 
-Names are imported when they are first used, so that importing the package costs nothing.
+Names are imported when they are first used, so that importing the package costs nothing. PyTorch comes with most of
+them, and while it is imported nothing is collected: it makes very many objects, none of which is garbage.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from compiled_engine.process.garbage_collection import collection_paused
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
@@ -54,7 +57,8 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("compiled-engine")
     if name in _MODULES:
-        return getattr(import_module(_MODULES[name]), name)
+        with collection_paused():
+            return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

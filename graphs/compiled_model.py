@@ -118,6 +118,7 @@ def compile_model(
     Inductor fails, ContractError (strict) and VerificationError (verify) for a pass.
     """
     compiles: list[int] = []
+    device_type = config.device.type
 
     def build(folder: Path) -> None:
         with timeline.span("import the compilers"):  # which a warm start does without
@@ -129,7 +130,8 @@ def compile_model(
         with timeline.span("load pieces"):
             ranges = read_compiled_ranges(folder)
             keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
-            return ranges, {key: load_piece(folder, key) for key in keys}, read_logits_head(folder)
+            pieces = {key: load_piece(folder, key, device_type) for key in keys}
+            return ranges, pieces, read_logits_head(folder, device_type)
 
     with timeline.span("compile"):
         with timeline.span("cache key"):
@@ -148,9 +150,9 @@ def compile_model(
     )
 
 
-def load_piece(entry: Path, key: str) -> Piece:
-    """Inductor's artifact of a piece, or the generated Python of one that did not need Inductor."""
+def load_piece(entry: Path, key: str, device_type: str) -> Piece:
+    """Inductor's artifact of a piece, or the generated Python of one that did not need Inductor; see `load_direct`."""
     if (entry / "pieces" / f"{key}.bin").exists():
         compile_piece = import_apart("compiled_engine.graphs.compiler.compile_piece")  # Inductor, which takes seconds
         return compile_piece.load_artifact(entry, key)
-    return load_direct((entry / "pieces" / f"{key}.py").read_text())
+    return load_direct((entry / "pieces" / f"{key}.py").read_text(), device_type)

@@ -83,9 +83,9 @@ def test_every_kind_of_row_is_measured_beside_its_bound_and_peers(
     assert f"{len(ids)} same" in same.stdout
 
 
-def test_rows_share_engines_and_starts_come_first(tmp_path: Path) -> None:
+def test_rows_share_engines_and_starts_come_last(tmp_path: Path) -> None:
     plan = make_plan({"device": "cpu"}, [], with_curves=False, folder=tmp_path)
-    assert [(engine.starts, len(engine.rows)) for engine in plan.engines] == [(True, 2), (False, len(ON_A_CPU) - 2)]
+    assert [(engine.starts, len(engine.rows)) for engine in plan.engines] == [(False, len(ON_A_CPU) - 2), (True, 2)]
     assert plan.ids == tuple(f"bundled-{name}" for name in ON_A_CPU)
 
 
@@ -128,11 +128,22 @@ def test_a_failed_row_is_named_and_the_others_are_shown() -> None:
     assert "failed" in result.stdout
 
 
-def test_patterns_choose_in_the_order_of_the_rows() -> None:
+def test_rows_are_measured_in_the_order_of_the_patterns_and_shown_in_their_own(tmp_path: Path) -> None:
     rows = rows_of(BUNDLED, ON_A_CPU, on_gpu=False)
-    ids = [row.id for row in chosen(rows, ["bundled-T", "bundled-tpot-?"])]
-    assert ids == ["bundled-tpot-1", "bundled-tpot-8", "bundled-T"]
-    assert not any(row.curve for row in chosen(rows, ["bundled-*"]))
+    patterns = ["bundled-T", "bundled-tpot-?", "bundled-T*"]
+    ids = ["bundled-T", "bundled-tpot-1", "bundled-tpot-8", "bundled-T-penalties", "bundled-T-logprobs", "bundled-T-n4"]
+    assert [row.id for row in chosen(rows, rows, patterns)] == ids
+    assert not any(row.curve for row in chosen(rows, rows, ["bundled-*"]))
+    plan = make_plan({"device": "cpu"}, patterns, with_curves=False, folder=tmp_path)
+    assert [row.id for engine in plan.engines for row in engine.rows] == ids
+    assert plan.ids == tuple(row.id for row in rows if row.id in ids)
+
+
+def test_a_pattern_chooses_rows_of_the_device_where_it_can() -> None:
+    for on_gpu, prefixes in ((True, {"0.6b", "8b"}), (False, {"bundled"})):
+        known, default = known_rows(on_gpu=on_gpu, own_model=False)
+        assert {row.subject.prefix for row in chosen(known, default, ["curve-*"])} == prefixes
+        assert {row.subject.prefix for row in chosen(known, default, ["8b-*", "bundled-T"])} == {"8b", "bundled"}
 
 
 @pytest.mark.parametrize("own_model", [False, True])

@@ -39,13 +39,13 @@ def test_default_sizes() -> None:
     assert default_capture_sizes(1) == (1,)
     assert default_capture_sizes(7) == (1, 2, 4, 7)
     assert default_capture_sizes(24) == (1, 2, 4, 8, 16, 24)
-    assert default_capture_sizes(256)[-3:] == (240, 248, 256)
-    assert len(default_capture_sizes(256)) == 35
-    assert len(default_capture_sizes(512)) == 51
+    assert default_capture_sizes(256)[-6:] == (120, 128, 160, 192, 224, 256)
+    assert len(default_capture_sizes(256)) == 23
+    assert len(default_capture_sizes(512)) == 31
     assert default_token_sizes(300) == default_capture_sizes(300)
-    assert default_token_sizes(700)[-4:] == (496, 512, 640, 700)
+    assert default_token_sizes(700)[-4:] == (480, 512, 640, 700)
     assert default_token_sizes(9000)[-3:] == (7680, 8192, 9000)
-    assert default_capture_sizes(300) == (*default_capture_sizes(256), 272, 288, 300)
+    assert default_capture_sizes(300) == (*default_capture_sizes(256), 288, 300)
 
 
 @given(limit=st.integers(1, 1 << 20))

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_engine.graphs.compiled_model import load_piece
 from compiled_engine.graphs.compiler.compile_pool import CompileError, compile_pool
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct, load_direct
 from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
+from compiled_engine.passes.silu_mul import silu_mul
 
 aten = torch.ops.aten
 
@@ -93,7 +96,7 @@ def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> Non
     assert set(done) == set(keys)
     assert all((worker is None) == (workers == 0) for worker in done.values())
     for key, scale in zip(keys, (2.0, 3.0), strict=True):
-        compiled = load_piece(tmp_path, key)
+        compiled = load_piece(tmp_path, key, "cpu")
         for rows in (1, 7, 64):
             torch.testing.assert_close(tuple(call(compiled, rows)), call(pointwise_piece(scale), rows))
         assert "def call(" in (tmp_path / "pieces" / f"{key}.py").read_text()
@@ -130,9 +133,35 @@ def test_a_piece_with_nothing_to_fuse_runs_as_python() -> None:
     source = direct_source(text)
     assert source.count("del ") >= 3  # every value is dropped after its last use
     x_value, w_value = torch.randn(3, 4), torch.randn(8, 4)
-    result, buffer = load_direct(source)(x_value, w_value)
+    result, buffer = load_direct(source, "cpu")(x_value, w_value)
     torch.testing.assert_close(result, (x_value @ w_value.t())[:, :6])
     assert buffer.shape == (3, 6)
+
+
+def test_our_own_ops_are_called_past_the_dispatcher() -> None:
+    graph = fx.Graph()
+    gate_up = graph.placeholder("gate_up")
+    gate_up.meta["val"] = torch.empty(3, 8)
+    graph.output((graph.call_function(silu_mul, (graph.call_function(aten.view.default, (gate_up, [3, 8])),)),))
+    piece = load_direct(direct_source(piece_to_json(fx.GraphModule({}, graph))), "cpu")
+    values = torch.randn(3, 8)
+    with Dispatched() as seen:
+        (result,) = piece(values)
+    torch.testing.assert_close(result, silu_mul(values))
+    assert "aten::view" in seen.names
+    assert "compiled_engine::silu_mul" not in seen.names
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of the ops that go through the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("factor", [2.0, None])
@@ -146,7 +175,7 @@ def test_an_embedding_times_a_constant_needs_no_compiler(factor: float | None) -
     assert is_direct(text) == (factor is not None)
     if factor is not None:
         weights, tokens = torch.randn(8, 4), torch.tensor([5, 0, 5])
-        (result,) = load_direct(direct_source(text))(tokens, weights)
+        (result,) = load_direct(direct_source(text), "cpu")(tokens, weights)
         torch.testing.assert_close(result, weights[tokens] * factor)
 
 

@@ -35,10 +35,10 @@ def resolved(
     return graph, reasons
 
 
-def test_the_default_has_35_graphs_of_decodes_and_79_of_other_batches() -> None:
+def test_the_default_has_23_graphs_of_decodes_and_59_of_other_batches() -> None:
     graph, reasons = resolved()
     assert graph == GraphConfig(GraphMode.FULL, default_capture_sizes(256), default_token_sizes(8192), False)
-    assert (len(graph.decode_sizes), len(graph.token_sizes)) == (35, 79)
+    assert (len(graph.decode_sizes), len(graph.token_sizes)) == (23, 59)
     assert reasons.keys() == {"graph.mode", "graph.decode_sizes", "graph.token_sizes"}
     assert reasons["graph.mode"] == "default: attention backend triton can be captured for every batch"
 

@@ -29,6 +29,21 @@ def main():
     with suppress(SystemExit):
         app(["generate", "--prompt", "def f(", "--max-tokens", "2", "--quiet", *flags])
 """
+# What a start whose model is compiled does with it.
+PLACE = """
+from compiled_engine.models.checkpoint.build_model import build_tensors
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
+
+def main():
+    config = resolve(EngineOptions(**options))
+    model = build_tensors(config.model, None)
+    materialize(model, {}, config.device)
+    load_weights(model, config.model, SilentProgress())
+"""
 SHOW = """
 import json, sys
 main()
@@ -57,6 +72,11 @@ def test_the_command_line_imports_what_it_runs() -> None:
 
 def test_the_engine_itself_imports_no_compiler() -> None:
     modules = modules_of_a_start("def main():\n    import compiled_engine.core.engine_core")
+    assert sorted(COMPILERS & modules) == []
+
+
+def test_placing_a_model_imports_no_compiler() -> None:
+    modules = modules_of_a_start(PLACE, device="cpu", mode="compiled", max_model_len=64)
     assert sorted(COMPILERS & modules) == []
 
 

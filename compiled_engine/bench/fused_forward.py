@@ -103,7 +103,7 @@ def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
         forwards.append((compile_range, stitch(plan, pieces, named)))
     with tempfile.TemporaryDirectory() as folder:
         write_logits_head(Path(folder), traced.module.graph)
-        head = read_logits_head(Path(folder))
+        head = read_logits_head(Path(folder), config.device.type)
     assert head is not None
     return FusedModel(config, tuple(forwards), head(named), reports[0])
 

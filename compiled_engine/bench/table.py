@@ -65,8 +65,9 @@ def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> di
     """The result, as JSON. say: gets the result so far whenever a row is done.
 
     rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound, and measured (median,
-    spread [least, most], n, values) with share_of_bound, or error. curve and place, where the row is a point of a plot.
-    Besides: date, machine, versions, models, options (the user's), rates, notes, and seconds, which it took.
+    spread [least, most], n, values) with share_of_bound, or error; seconds that the row took, with its warm-up. curve
+    and place, where the row is a point of a plot. Besides: date, machine, versions, models, options (the user's),
+    rates, notes, and seconds, which it took.
 
     repeats: of each row, instead of as many as give it a spread. What fails has an error, and the rest goes on.
     """
@@ -100,11 +101,12 @@ def _measure_engine(engine: EngineRows, repeats: int | None, progress: Progress,
             advance(1)
         with llm:
             while left:
+                begun = time.perf_counter()
                 try:
                     found = _measure_row(llm, left[0], repeats, rows.where(left[0]), progress)
                 except Exception as error:  # a row that fails must not take the others with it
                     found = {"error": f"{type(error).__name__}: {error}"}
-                rows.add(engine, left.pop(0), found)
+                rows.add(engine, left.pop(0), found | {"seconds": round(time.perf_counter() - begun, 2)})
     except Exception as error:
         for row in left:
             rows.add(engine, row, {"error": f"{type(error).__name__}: {error}"})

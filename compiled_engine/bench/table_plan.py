@@ -52,12 +52,15 @@ class Plan:
 def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves: bool, folder: Path) -> Plan:
     """Raises ValueError, TypeError or OSError for what cannot be measured.
 
-    patterns: ids of rows; none for all of the device. with_curves: of these the points of plots too. folder: where
-    configurations of the known shapes are written; it must live as long as the plan.
+    patterns: ids of rows, in the order in which they are measured; none for all of the device. with_curves: of these
+    the points of plots too. folder: where configurations of the known shapes are written; it must live as long as the
+    plan.
     """
     on_gpu = resolve_device(given.get("device", "auto"), {}).type == "cuda"
     known, default = known_rows(on_gpu=on_gpu, own_model="model" in given)
-    rows = chosen(known, patterns) if patterns else [row for row in default if row.curve is None or with_curves]
+    rows = [row for row in default if row.curve is None or with_curves]
+    if patterns:
+        rows = chosen(known, default, patterns)
     if with_curves and not any(row.curve for row in rows):
         raise ValueError(f"rows is {list(patterns)}, with no point of a plot; allowed with plots: such as 'curve-*'")
     rates_of = cache(device_rates)  # measuring them takes a second
@@ -74,16 +77,16 @@ def make_plan(given: Mapping[str, Any], patterns: Sequence[str], *, with_curves:
     if not engines:
         raise ValueError("; ".join(["no row can be measured", *notes]))
     measured = {row.id for engine in engines for row in engine.rows}
-    ids = tuple(row.id for row in rows if row.id in measured)
+    ids = tuple(row.id for row in known if row.id in measured)
     return Plan(tuple(engines), ids, given, tuple(notes))
 
 
 def _groups(rows: Iterable[Row]) -> list[tuple[Subject, Limits, bool, list[Row]]]:
-    """Rows that share an engine. Starts come first: their processes want the device's memory for themselves."""
+    """Rows that share an engine, in the order of the first of each. Starts come last, as they take the longest."""
     found: dict[tuple[Subject, Limits, bool], list[Row]] = {}
     for row in rows:
         found.setdefault((row.subject, row.limits, isinstance(row.workload, Start)), []).append(row)
-    return sorted(((*key, members) for key, members in found.items()), key=lambda group: not group[2])
+    return sorted(((*key, members) for key, members in found.items()), key=lambda group: group[2])
 
 
 def _options(

@@ -112,12 +112,12 @@ def _curves(on_gpu: bool) -> list[tuple[str, int, Limits, Workload]]:
     batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512) if on_gpu else (1, 2, 4, 8, 16)
     contexts = (128, 512, 2048, 8192, 32_000) if on_gpu else (16, 64, 256, 1024)
     queues = (1, 10, 100, 1000, 10_000) if on_gpu else (1, 10, 100)
-    wide, long, narrow, output = (WIDE, LONG, SERVING, 257) if on_gpu else (ANY, ANY, ANY, 17)
+    wide, long, output = (WIDE, LONG, 129) if on_gpu else (ANY, ANY, 17)
     each = 32 if on_gpu else 8
     return [
         *((BY_BATCH, size, wide, TimePerToken(size, contexts[0], output)) for size in batches),
         *((BY_CONTEXT, size, long, TimePerToken(CONTEXT_BATCH, size, output)) for size in contexts),
-        *((BY_QUEUE, size, narrow, Requests(size, (each, each), (each, each), sampling=T)) for size in queues),
+        *((BY_QUEUE, size, wide, Requests(size, (each, each), (each, each), sampling=T)) for size in queues),
     ]
 
 
@@ -145,13 +145,21 @@ def known_rows(*, on_gpu: bool, own_model: bool) -> tuple[list[Row], list[Row]]:
     return rows, default
 
 
-def chosen(rows: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
-    """Those whose ids are among `patterns` or match one (*, ? and [...] as in a shell), in the order of `rows`.
+def chosen(known: Sequence[Row], default: Sequence[Row], patterns: Sequence[str]) -> list[Row]:
+    """Those whose ids are among `patterns` or match one (*, ? and [...] as in a shell), in the order of the patterns.
 
-    Raises ValueError for a pattern that matches no id, with the id that is spelled most like it.
+    A pattern that matches rows of `default`, those of the device, chooses these alone. Raises ValueError for one that
+    matches no id, with the id that is spelled most like it.
     """
-    ids = [row.id for row in rows]
+    found: dict[str, Row] = {}
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in ids):
+        matching = _matching(default, pattern) or _matching(known, pattern)
+        if not matching:
+            ids = [row.id for row in known]
             raise ValueError(unknown_name_message("there is no row", pattern, ids) + " (--list shows all)")
-    return [row for row in rows if any(fnmatchcase(row.id, pattern) for pattern in patterns)]
+        found |= {row.id: row for row in matching}
+    return list(found.values())
+
+
+def _matching(rows: Sequence[Row], pattern: str) -> list[Row]:
+    return [row for row in rows if fnmatchcase(row.id, pattern)]

@@ -32,7 +32,7 @@ def demo(
       compiled-engine demo --mode eager
     """
     with bad_input_is_reported():
-        from compiled_engine.llm import LLM
+        from compiled_engine import LLM
 
         llm = LLM(**engine)
     with llm:

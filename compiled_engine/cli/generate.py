@@ -50,7 +50,8 @@ def generate(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
-            from compiled_engine.llm import LLM, make_options
+            from compiled_engine import LLM
+            from compiled_engine.llm import make_options
             from compiled_engine.process.progress import RichProgress, SilentProgress
 
             params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())

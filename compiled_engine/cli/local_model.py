@@ -15,8 +15,8 @@ class LocalModel:
 
     def __init__(self, engine: Mapping[str, Any], sampling: Mapping[str, Any], *, quiet: bool) -> None:
         with bad_input_is_reported():
+            from compiled_engine import LLM
             from compiled_engine.frontend.tokenizer import find_tokenizer_folder, load_tokenizer
-            from compiled_engine.llm import LLM
 
             self._llm = LLM(**engine, progress=not quiet)
             try:

@@ -18,11 +18,13 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """A process that runs `main()` of a module, with the caller's import path and these open file descriptors.
 
-    It has a session of its own: Ctrl-C is the caller's business. has_input: its stdin is a pipe. environment: variables
+    It has a session of its own: Ctrl-C is the caller's business. While it imports the module nothing is collected, see
+    `compiled_engine`. has_input: its stdin is a pipe. environment: variables
     that it has beside the caller's, or instead of them.
     """
+    program = f"import gc; gc.disable(); from {module} import main; gc.enable(); main()"
     return subprocess.Popen(
-        [sys.executable, "-P", "-c", f"from {module} import main; main()", *arguments],
+        [sys.executable, "-P", "-c", program, *arguments],
         stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,

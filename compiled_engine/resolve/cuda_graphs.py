@@ -114,8 +114,11 @@ def _always_captured(backend: str) -> bool:
 
 
 def default_capture_sizes(limit: int) -> tuple[int, ...]:
-    """1, 2, 4, 8 to 256 in steps of 8, then in steps of 16, up to and including `limit`."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, limit + 1, 16)]
+    """1, 2, 4, 8 to 128 in steps of 8, then in steps of 32, up to and including `limit`.
+
+    From 128 rows on a product takes as long as with the next multiple of 32; each size costs a capture at the start.
+    """
+    sizes = [1, 2, 4, *range(8, 129, 8), *range(160, limit + 1, 32)]
     return tuple(sorted({size for size in sizes if size <= limit} | {limit}))
 
 
@@ -155,7 +158,7 @@ def _sizes(
         if given is None:
             sizes.append(default if captured else ())
             if captured:
-                reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 256 in steps of 8, then in wider ones"
+                reasons[f"graph.{field}"] = "default rule: 1, 2, 4, 8 to 128 in steps of 8, then in wider ones"
         elif not captured:
             raise ValueError(f"{option} is {given!r}, but graph mode {mode.value!r} captures no such batches")
         else:

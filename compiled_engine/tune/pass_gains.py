@@ -79,7 +79,8 @@ def measure(
         parameters = materialize(model, packed, config.device)
         load_weights(model, replace(config.model, load_format="dummy"), progress)
         named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | parameters
-        pieces = {key: load_piece(entry, key) for plan in plans.values() for key in plan.piece_keys()}
+        keys = {key for plan in plans.values() for key in plan.piece_keys()}
+        pieces = {key: load_piece(entry, key, config.device.type) for key in keys}
         for num_tokens in token_counts:
             compile_range = next(r for r in compile_ranges(config) if num_tokens <= r.high)
             inputs = make_step_inputs(config, num_tokens, CONTEXT, decodes=compile_range.small)

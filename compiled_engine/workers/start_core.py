@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import Executor, InProcessExecutor
+from compiled_engine.process.garbage_collection import young_collected_alone
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
@@ -29,10 +30,11 @@ def start_core(
     timeline, clock = timeline or Timeline(), StepClock(config.device)
     start_s = timeline.now()
     executor: Executor
-    if config.parallel.executor == "multiprocess":
-        names = [given for given in logits_processors if isinstance(given, str)]
-        executor = MultiprocessExecutor(config, timeline, names, progress=not isinstance(progress, SilentProgress))
-    else:
-        found = resolve_logits_processors(tuple(logits_processors))
-        executor = InProcessExecutor(config, progress, timeline, clock, found)
+    with young_collected_alone():
+        if config.parallel.executor == "multiprocess":
+            names = [given for given in logits_processors if isinstance(given, str)]
+            executor = MultiprocessExecutor(config, timeline, names, progress=not isinstance(progress, SilentProgress))
+        else:
+            found = resolve_logits_processors(tuple(logits_processors))
+            executor = InProcessExecutor(config, progress, timeline, clock, found)
     return EngineCore(config, executor, clock, timeline.now() - start_s)

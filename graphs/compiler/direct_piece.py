@@ -13,9 +13,24 @@ from typing import Any
 
 import torch
 
+from compiled_engine.passes.op_library import implementation
+
 VIEWS = ("view", "t", "split_with_sizes", "split", "unsqueeze", "squeeze", "slice", "transpose", "reshape")
 _LIBRARY_CALLS = ("mm.default", "addmm.default", "embedding.default", "empty_like.default")
 _GETITEM = "operator.getitem"
+# The same as the ops of ATen; the host calls them faster.
+_TORCH_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "view.default": torch.Tensor.view,
+    "t.default": torch.t,
+    "split_with_sizes.default": torch.split_with_sizes,
+    "transpose.int": torch.transpose,
+    "unsqueeze.default": torch.unsqueeze,
+    "reshape.default": torch.reshape,
+    "mm.default": torch.mm,
+    "addmm.default": torch.addmm,
+    "embedding.default": torch.embedding,
+    "empty_like.default": torch.empty_like,
+}
 
 
 def is_direct(text: str) -> bool:
@@ -64,12 +79,18 @@ def direct_source(text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_direct(source: str) -> Callable[..., Any]:
-    """The function that `direct_source` wrote."""
+def load_direct(source: str, device_type: str) -> Callable[..., Any]:
+    """The function that `direct_source` wrote, for inputs on this kind of device.
+
+    Our own ops are called past torch's dispatcher, which takes longer than what their functions do on the host, and
+    those of ATen as functions of torch.
+    """
     namespace: dict[str, Any] = {"torch": torch}
     for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
         _, library, op, overload = name.split("__")
-        namespace[name] = getattr(getattr(getattr(torch.ops, library), op), overload)
+        function = _TORCH_FUNCTIONS.get(f"{op}.{overload}") if library == "aten" else None
+        target = getattr(getattr(getattr(torch.ops, library), op), overload)
+        namespace[name] = function or implementation(target, device_type)
     exec(compile(source, "<direct piece>", "exec"), namespace)
     return namespace.pop("piece")
 

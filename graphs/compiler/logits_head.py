@@ -20,11 +20,11 @@ INPUTS_FILE, CODE_FILE = "logits.json", "logits.py"
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
-def read_logits_head(folder: Path) -> Callable[[Mapping[str, torch.Tensor]], Logits] | None:
+def read_logits_head(folder: Path, device_type: str) -> Callable[[Mapping[str, torch.Tensor]], Logits] | None:
     """What binds the code to parameters, by name; None where an entry has none."""
     if not (folder / CODE_FILE).is_file():
         return None
-    code = load_direct((folder / CODE_FILE).read_text())
+    code = load_direct((folder / CODE_FILE).read_text(), device_type)
     sources = [read_source(item) for item in json.loads((folder / INPUTS_FILE).read_text())[1:]]
 
     def bind(parameters: Mapping[str, torch.Tensor]) -> Logits:

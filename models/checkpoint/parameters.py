@@ -50,7 +50,8 @@ def materialize(
         if name in members_of_any:
             continue
         if id(parameter) not in placed:
-            tensor = torch.empty_like(parameter, device=device)  # with its strides
+            # empty_like of a tensor without storage imports sympy.
+            tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
             placed[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
         tensors[name] = placed[id(parameter)]
 
