@@ -20,6 +20,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.layer_norm_match import match_layer_norm
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
@@ -126,7 +127,17 @@ class LayerNorm(GraphPass):
         return structure.layer_norms
 
     def run(self, graph: fx.Graph) -> PassResult:
-        return rewrite_calls(graph, aten.native_layer_norm.default, _rewrite)
+        native = rewrite_calls(graph, aten.native_layer_norm.default, _rewrite)
+        written_out = rewrite_calls(graph, aten.rsqrt.default, _rewrite_written_out)
+        replacements = (*native.replacements, *written_out.replacements)
+        near_misses = (*native.near_misses, *written_out.near_misses)
+        return PassResult(native.matches + written_out.matches, near_misses, replacements)
+
+
+def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
+    """rsqrt: the root in a norm that is computed op by op, or in anything else."""
+    found = match_layer_norm(rsqrt)
+    return found if found is None or isinstance(found, str) else _fuse(graph, *found)
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
@@ -142,14 +153,21 @@ def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
     for parameter in (weight, bias):
         if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):
             return "its weight or bias is not a parameter of its dtype"
-    total, addends = x, _addends(x)
+    return _fuse(graph, items[0], x, weight, bias, eps)
+
+
+def _fuse(
+    graph: fx.Graph, value: fx.Node, total: fx.Node, weight: fx.Node | None, bias: fx.Node | None, eps: float
+) -> list[Replacement]:
+    """Put the op in the place of `value`, the norm of `total`."""
+    addends = _addends(total)
     # Others may read the sum before the norm does.
-    with graph.inserting_before(norm) if addends is None else graph.inserting_after(total):
+    with graph.inserting_before(value) if addends is None else graph.inserting_after(total):
         fused = emit(graph, layer_norm, *(addends or (total, None)), weight, bias, eps)
     with graph.inserting_after(fused):
         normed = emit_item(graph, fused, 0)
-    items[0].replace_all_uses_with(normed)
-    replacements = [Replacement(items[0].name, normed)]
+    value.replace_all_uses_with(normed)
+    replacements = [Replacement(value.name, normed)]
     if addends is not None:
         with graph.inserting_after(fused):
             new_total = emit_item(graph, fused, 1)

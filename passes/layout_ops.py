@@ -44,6 +44,8 @@ class LayoutOps:
             return self._stack(node)
         if node.target in _BY_DIMENSION:
             return self._by_dimension(node)
+        if is_call(node, aten.select.int):
+            return self._select(node)
         if is_call(node, aten.clone.default):
             form = self.ordered(self.form(arg(node, 0)))
             return Form(emit_like(self.graph, node, form.core), form.dims)
@@ -76,6 +78,16 @@ class LayoutOps:
             left = [dim for dim in kept if dim is None or dim not in gone]
             kept = tuple(None if dim is None else dim - sum(g < dim for g in gone) for dim in left)
         return Form(emit_like(self.graph, node, *args), kept)
+
+    def _select(self, node: fx.Node) -> Form | None:
+        form = self.form(arg(node, 0))
+        place = arg(node, 1) % form.rank
+        gone = form.dims[place]
+        if gone is None:
+            return None
+        left = [*form.dims[:place], *form.dims[place + 1 :]]
+        core = emit_like(self.graph, node, form.core, gone, arg(node, 2))
+        return Form(core, tuple(None if dim is None else dim - (dim > gone) for dim in left))
 
     def _cat(self, node: fx.Node) -> Form | None:
         forms = [self.form(part) for part in arg(node, 0)]

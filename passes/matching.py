@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 from compiled_engine.passes.graph_pass import PassResult, Replacement
 
 aten = torch.ops.aten
+# Of gates.
+ACTIVATIONS = (aten.silu.default, aten.gelu.default)
 
 
 def rewrite_calls(

@@ -2,20 +2,32 @@
 
 Why: at decode sizes a linear costs about its weights' bytes plus a launch, and one large matrix uses the memory
 bandwidth better than several small ones. The weights are packed before they are loaded, so the loader writes
-each once into its slice and no copy is ever made. silu_mul needs it.
+each once into its slice and no copy is ever made. silu_mul needs it, so a gate and its up are apart from others that
+read the same input, as those of attention do in parallel blocks.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
 from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, emit_item, fake_mode_of, is_call
+from compiled_engine.passes.matching import (
+    ACTIVATIONS,
+    arg,
+    aten,
+    emit,
+    emit_item,
+    factors,
+    fake_mode_of,
+    is_call,
+    only_user,
+)
 from compiled_engine.passes.structure import Structure
 
 
@@ -37,18 +49,20 @@ class MergeLinears(GraphPass):
         for node in graph.nodes:
             if (linear := _as_linear(node)) is not None:
                 by_input[arg(node, -2)].append(linear)
-        matches, near_misses = 0, []
+        matches = 0
+        near_misses: list[str] = []
         replacements: list[Replacement] = []
         for group in by_input.values():
             if len(group) < 2:
                 continue
-            reason = _obstacle(group)
-            if reason is None:
-                replacements += _merge(graph, group)
-                matches += 1
-            else:
-                names = ", ".join(source_of(linear.weight).name for linear in group)
-                near_misses.append(f"{names}: {reason}")
+            found = [(part, _obstacle(part)) for part in _gates_apart(group)]
+            matches += all(reason is None for _, reason in found)
+            for part, reason in found:
+                if reason is None:
+                    replacements += _merge(graph, part)
+                else:
+                    names = ", ".join(source_of(linear.weight).name for linear in part)
+                    near_misses.append(f"{names}: {reason}")
         return PassResult(matches, tuple(near_misses), tuple(replacements))
 
 
@@ -79,6 +93,18 @@ def _obstacle(group: list[_Linear]) -> str | None:
     if len({source_of(linear.weight).name.count(".") for linear in group}) > 1:
         return "their names differ in depth"
     return None
+
+
+def _gates_apart(group: list[_Linear]) -> list[list[_Linear]]:
+    """The group, or the two linears of a gated product, and the others if these are several."""
+    for gate in group:
+        activation: Any = only_user(gate.node)
+        product = only_user(activation) if is_call(activation, *ACTIVATIONS) else None
+        ups = [linear for linear in group if any(other is linear.node for _, other in factors(product))]
+        if ups:
+            others = [linear for linear in group if linear not in (gate, ups[0])]
+            return [part for part in (others, [x for x in group if x not in others]) if len(part) > 1]
+    return [group]
 
 
 def _merge(graph: fx.Graph, group: list[_Linear]) -> list[Replacement]:

@@ -162,10 +162,11 @@ class _Normalisation:
         sizes, dims = found
         if sizes is None:
             return Form(form.core, dims)
+        # A size that is not known is given as a value of the graph, or as -1 where it is the only one.
         given = {str(size): argument for size, argument in zip(wanted, node.args[1], strict=True)}  # type: ignore[arg-type]
-        if any(not isinstance(size, int) and not isinstance(given.get(str(size)), fx.Node) for size in sizes):
+        arguments = [size if isinstance(size, int) else given.get(str(size)) for size in sizes]
+        if None in arguments or arguments.count(-1) > 1:
             return None
-        arguments = [size if isinstance(size, int) else given[str(size)] for size in sizes]
         target = aten.view.default if _is_a_view(form.core.meta["val"], sizes) else aten.reshape.default
         return Form(emit(self.graph, target, form.core, arguments), dims)
 

@@ -14,10 +14,18 @@ from torch import fx
 
 from compiled_engine.attention.value_op import ATTENTION, ATTENTION_VALUE
 from compiled_engine.passes.graph_inputs import is_parameter
-from compiled_engine.passes.matching import arg, aten, factors, is_call, only_user, through_cast, user_through_cast
+from compiled_engine.passes.matching import (
+    ACTIVATIONS,
+    arg,
+    aten,
+    factors,
+    is_call,
+    only_user,
+    through_cast,
+    user_through_cast,
+)
 from compiled_engine.passes.structure import Structure
 
-_ACTIVATIONS = (aten.silu.default, aten.gelu.default)
 _LINEARS = (aten.mm.default, aten.addmm.default)
 # What may stand between an angle and a query or key that it turns.
 _TURNING = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default, aten.stack.default)
@@ -30,7 +38,9 @@ _VIEWS = (
 def structure_of(graph: fx.Graph) -> Structure:
     """Of a graph of ATen ops as it was traced, or lowered."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
-    norms = [node for node in calls if is_call(node, aten.rsqrt.default) and _of_tokens(node)]
+    roots = [node for node in calls if is_call(node, aten.rsqrt.default) and _of_tokens(node)]
+    centred = [node for node in roots if is_call(_normed(node), aten.sub.Tensor)]
+    norms = [node for node in roots if node not in centred]
     readers: dict[fx.Node, int] = {}
     for linear in filter(_is_linear, calls):
         readers[arg(linear, -2)] = readers.get(arg(linear, -2), 0) + 1
@@ -46,10 +56,10 @@ def structure_of(graph: fx.Graph) -> Structure:
         sum_norms=len(sums),
         inner_norms=len(inner),
         norms=len(norms) - len(sums) - len(inner),
-        layer_norms=sum(1 for node in calls if is_call(node, aten.native_layer_norm.default) and _has_tokens(node)),
+        layer_norms=len(centred) + sum(1 for node in calls if _is_layer_norm(node)),
         angles=sum(1 for node in calls if is_call(node, aten.cos.default)),
         turned_attentions=sum(1 for node in attentions if _is_turned(arg(node, 0))),
-        gated_products=sum(1 for node in calls if is_call(node, *_ACTIVATIONS) and _is_gate(node)),
+        gated_products=sum(1 for node in calls if is_call(node, *ACTIVATIONS) and _is_gate(node)),
         routers=sum(1 for node in calls if is_call(node, aten.topk.default) and _is_router(node)),
         scalings_by_one=sum(1 for node in calls if is_call(node, aten.mul.Tensor) and node.args[1:] == (1.0,)),
     )
@@ -90,8 +100,8 @@ def _is_linear(node: fx.Node) -> bool:
     return is_call(matrix, aten.t.default) and is_parameter(arg(matrix, 0))
 
 
-def _has_tokens(norm: fx.Node) -> bool:
-    return arg(norm, 0).meta["val"].dim() == 2
+def _is_layer_norm(node: fx.Node) -> bool:
+    return is_call(node, aten.native_layer_norm.default) and arg(node, 0).meta["val"].dim() == 2
 
 
 def _of_tokens(rsqrt: fx.Node) -> bool:

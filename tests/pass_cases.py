@@ -72,6 +72,7 @@ QWEN3_MOE = Family("Qwen3MoeForCausalLM", tied=False)
 GPT_OSS = Family("GptOssForCausalLM", foreign="gpt_oss")
 STARCODER2 = Family("Starcoder2ForCausalLM", foreign="starcoder2")
 GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
+COHERE = Family("CohereForCausalLM", foreign="cohere")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 
 

@@ -42,6 +42,7 @@ from graph_edits import (
     write_twice,
 )
 from pass_cases import (
+    COHERE,
     CPU,
     DTYPES,
     DYNAMIC,
@@ -132,6 +133,9 @@ MUTATIONS = (
     Mutation("layer_norm", "no weight", set_argument(LAYER_NORM, 2, none), STARCODER2),
     Mutation("layer_norm", "no bias", set_argument(LAYER_NORM, 3, none), STARCODER2),
     Mutation("layer_norm", "the residual twice", copy_argument(LAYER_NORM, 0, 1), STARCODER2),
+    Mutation("layer_norm", "wrong eps, written out", set_argument(LAYER_NORM, 4, ten_times), COHERE),
+    Mutation("layer_norm", "no weight, written out", set_argument(LAYER_NORM, 2, none), COHERE),
+    Mutation("merge_linears", "gate and up swapped, apart", swap_results(aten.split_with_sizes.default), COHERE),
     Mutation("rope_angles", "cos and sin swapped", swap_results(ANGLES)),
     Mutation("rope_angles", "wrong scale", set_argument(ANGLES, 2, ten_times), QWEN3_YARN),
     Mutation("rope_kv_write", "cos and sin swapped", swap_arguments(ROPE, 6, 7)),
@@ -204,8 +208,8 @@ def test_a_broken_rewrite_is_caught(mutation: Mutation, dtype: torch.dtype) -> N
             run_all(mutation.family, dtype, compile_range, passes)
 
 
-# Applied where there are several ranks: tests/test_tensor_parallel_pass.py verifies it there.
-OF_RANKS = {"all_reduce_residual_rms_norm"}
+# Applied where there are several ranks: tests/test_sequence_parallel.py breaks them there.
+OF_RANKS = {"all_reduce_residual_rms_norm", "sequence_parallel"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -15,9 +15,9 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler import trace as trace_module
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.repeated_layers import traced_layers
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.graphs.compiler.traced_layers import traced_layers
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.layer_stack import LayerStack
@@ -95,9 +95,13 @@ def test_plan_and_pieces_are_those_of_a_whole_trace(architecture: str, monkeypat
         ((FULL,) + (WINDOW,) * 6, 4),
         ((FULL,) * 6 + (WINDOW,) * 2 + (FULL,), 6),
         ((FULL, WINDOW) * 3, 6),
+        ((FULL, WINDOW) * 6, 6),
+        ((FULL, WINDOW) * 4 + (FULL,), 5),
+        (((WINDOW,) * 3 + (FULL,)) * 3 + (WINDOW,), 7),
+        ((FULL, WINDOW, WINDOW, FULL, WINDOW, FULL, FULL) * 2, 11),
     ],
 )
-def test_each_stretch_of_alike_layers_is_traced(
+def test_few_layers_of_each_kind_are_traced(
     windows: tuple[int | None, ...], num_traced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = with_windows(tiny_config("Qwen2ForCausalLM"), windows)

@@ -66,6 +66,7 @@ _SHORT_YARN = {
     "original_max_position_embeddings": 64,
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+_NARROW = {"moe_intermediate_size": 48}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FAMILIES: tuple[Family, ...] = (
     Family("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -109,7 +110,12 @@ FAMILIES: tuple[Family, ...] = (
     Family("persimmon", {}, _NO_HEADS),
     Family("jais2"),
     Family("cwm", _WINDOWS, _TOKENS),
-    Family("qwen3_moe", _EXPERTS | {"norm_topk_prob": True, "moe_intermediate_size": 48}),
+    Family("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}, _NO_HEADS),
+    Family("qwen2_moe", _EXPERTS | _NARROW | {"shared_expert_intermediate_size": 48}),
+    Family("glm4_moe", {"n_routed_experts": 6, "num_experts_per_tok": 2, "first_k_dense_replace": 1} | _NARROW),
+    Family("ernie4_5_moe", {"moe_num_experts": 6, "moe_k": 2} | _NARROW),
+    Family("flex_olmo", _EXPERTS),
+    Family("qwen3_moe", _EXPERTS | _NARROW | {"norm_topk_prob": True}),
     Family("mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": WINDOW}),
     Family("olmoe", _EXPERTS, ("head_dim",)),
     Family(

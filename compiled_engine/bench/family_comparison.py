@@ -24,7 +24,7 @@ from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.llm import LLM, make_options
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.passes.manager import PassReport
-from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.engine import resolve, resolve_device
 from compiled_engine.sampling.params import SamplingParams
 
 # Largest difference of a log-probability in fp32.
@@ -34,6 +34,8 @@ BF16_FACTOR = 1.3
 PROMPT_LENS = (1, 5, 33, 70)
 OUTPUT_LEN = 10
 OPTIONS: dict[str, Any] = {
+    # As many as three requests need, so that several comparisons have room on a device.
+    "num_blocks": 64,
     "max_num_batched_tokens": 32,
     "max_num_seqs": 3,
     "max_model_len": 128,
@@ -71,9 +73,9 @@ def compare_families(
         with tempfile.TemporaryDirectory() as folder:
             results.append(_compare(case, Path(folder), modes, options))
         done(results[-1])
-    config = resolve(make_options(options))
-    ranks = config.parallel.tensor_parallel_size
-    return {"benchmark": "families", "ranks": ranks, "results": results, **provenance(config.device)}
+    device = resolve_device(options.get("device", "auto"), {})
+    ranks = options.get("tensor_parallel_size", 1)
+    return {"benchmark": "families", "ranks": ranks, "results": results, **provenance(device)}
 
 
 def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str, Any]) -> dict[str, Any]:

@@ -1,176 +1,42 @@
-"""Of layers that are alike three are traced, and the graph repeats what was traced for the others.
+"""Gives the graph of the layers that were traced (traced_layers.py) all the others.
 
-A trace takes a fixed time for each op, so a model of 36 layers took ten times as long as one of three. A `LayerStack`
-applies its layers one after another and in the same way, so layers whose modules are alike give the same ops. Of each
-stretch of such layers the first, the second and the last are traced; copies of the second go between the last two. That
-the second does what the first does, on what the first has left, is checked node by node. If it does not, all layers
-have to be traced.
+A layer's ops are copied from a traced layer in the same role. That traced layers of a kind take the same values from
+the layer before, and that those in a role do the same with them, is checked node by node. Where one of them does not,
+nothing is copied, and all layers have to be traced.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from compiled_engine.models.textbook.layer_stack import LayerStack
-from compiled_engine.passes.graph_inputs import Source, source_of
+from compiled_engine.graphs.compiler.traced_layers import Role, TracedLayers
+from compiled_engine.passes.graph_inputs import source_of
 
 Segments = dict[int, list[fx.Node]]
-
-
-@dataclass(frozen=True)
-class TracedLayers:
-    """`stack`, which lies at `path`, and the numbers of those of its layers that are traced.
-
-    A stack of foreign code has no say in which layers are applied: those that are not hand on what they are given, `in
-    a tuple` where its layers do so.
-    """
-
-    stack: nn.ModuleList
-    path: str
-    numbers: tuple[int, ...]
-    in_tuple: bool = False
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Within this context the stack applies no other layers."""
-        if isinstance(self.stack, LayerStack):
-            self.stack.only = self.numbers
-            try:
-                yield
-            finally:
-                self.stack.only = None
-            return
-        every = list(self.stack)
-        for number in set(range(len(every))) - set(self.numbers):
-            self.stack[number] = _HandsOn(self.in_tuple)
-        try:
-            yield
-        finally:
-            for number, layer in enumerate(every):
-                self.stack[number] = layer
-
-    def gaps(self) -> list[tuple[int, int, int]]:
-        """Where layers are missing: the two that were traced before them, and the one behind."""
-        numbers = self.numbers
-        return [
-            (before, last, after)
-            for (before, last), after in zip(pairwise(numbers), numbers[2:], strict=False)
-            if after > last + 1
-        ]
-
-    def layer_of(self, node: fx.Node) -> int | None:
-        """The layer that a graph input belongs to; None for any other node."""
-        if node.op != "placeholder" or source_of(node).kind == "size":
-            return None
-        found = self._numbered(source_of(node))
-        return int(found["layer"]) if found else None
-
-    def of_layer(self, source: Source, layer: int) -> Source:
-        """The same input of another layer."""
-        found = self._numbered(source)
-        assert found is not None
-        return replace(source, name=f"{found['owner']}.{layer}{found['rest']}")
-
-    def _numbered(self, source: Source) -> re.Match[str] | None:
-        return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", source.name)
-
-
-class _HandsOn(nn.Module):
-    """Stands for a layer of foreign code that is not traced."""
-
-    def __init__(self, in_tuple: bool) -> None:
-        super().__init__()
-        self.in_tuple = in_tuple
-
-    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
-        return (hidden_states, None, None) if self.in_tuple else hidden_states
-
-
-def traced_layers(model: nn.Module) -> TracedLayers | None:
-    """Which layers to trace; None for a model whose layers all have to be.
-
-    Foreign layers know their number. Whether they act on it shows in `layer_signatures`, which say what each has done
-    when the model was observed (models/foreign/observation.py).
-    """
-    stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
-    foreign = str(getattr(model, "layers_path", ""))
-    if foreign:
-        stacks.append((foreign, model.get_submodule(foreign)))
-    if len(stacks) != 1:
-        return None
-    path, stack = stacks[0]
-    if _shares(stack):
-        return None
-    signatures: Any = model.layer_signatures if foreign else [0] * len(stack)
-    beside = ("layer_idx",) if foreign else ()
-    stretches: list[list[int]] = []
-    for number, layer in enumerate(stack):
-        first = stretches[-1][0] if stretches else number
-        if first < number and signatures[first] == signatures[number] and _alike(stack[first], layer, beside):
-            stretches[-1].append(number)
-        else:
-            stretches.append([number])
-    numbers = [number for stretch in stretches for number in dict.fromkeys((*stretch[:2], stretch[-1]))]
-    in_tuple = bool(foreign and model.layers_in_tuple)
-    return TracedLayers(stack, path, tuple(numbers), in_tuple) if len(numbers) < len(stack) else None
+# Of a traced layer: the values that it takes from the one traced before, in the order of their first use.
+Taken = dict[int, list[fx.Node]]
 
 
 def repeat_layers(graph: fx.Graph, layers: TracedLayers) -> bool:
     """Give the graph of the traced layers all the others. False, and no change, if layers do not repeat one another."""
     segments = _segments(graph, layers)
-    if segments is None or not all(_repeats(segments, gap, layers) for gap in layers.gaps()):
+    if segments is None or not _hands_on_to_the_next_alone(segments):
         return False
-    for gap in layers.gaps():
-        _fill(graph, segments, gap, layers)
+    taken = _taken(segments)
+    given = _given(segments, taken, layers)
+    missing = {layers.roles[n] for before, behind in layers.gaps() for n in range(before + 1, behind)}
+    if given is None or not all(_alike_in_role(role, segments, taken, layers) for role in missing):
+        return False
+    for before, behind in layers.gaps():
+        _fill(graph, before, behind, segments, taken, given, layers)
     graph.lint()
     return True
-
-
-def _shares(stack: nn.ModuleList) -> bool:
-    """Whether a module or a parameter is there twice, so that layers are more than their own."""
-    modules, parameters = stack.named_modules, stack.named_parameters
-    return any(len([*all_of(remove_duplicate=False)]) > len([*all_of()]) for all_of in (modules, parameters))
-
-
-def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
-    """Whether two modules are of the same class, with equal settings beside those, equally shaped parameters, and alike
-    children."""
-    held = ("_parameters", "_buffers", "_modules", *beside)
-    settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
-    children, other_children = (list(module.named_children()) for module in (first, second))
-    return (
-        type(first) is type(second)
-        and settings.keys() == other_settings.keys()
-        and all(_equal(value, other_settings[name]) for name, value in settings.items())
-        and _tensors(first) == _tensors(second)
-        and [name for name, _ in children] == [name for name, _ in other_children]
-        and all(_alike(one, other, beside) for (_, one), (_, other) in zip(children, other_children, strict=True))
-    )
-
-
-def _equal(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
-    try:
-        return type(first) is type(second) and bool(first == second)
-    except Exception:  # tensors, for example, have no one answer
-        return False
-
-
-def _tensors(module: nn.Module) -> list[Any]:
-    """What the trace sees of a module's own parameters and buffers."""
-    own = module._parameters | module._buffers
-    return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]
 
 
 def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
@@ -191,66 +57,126 @@ def _segments(graph: fx.Graph, layers: TracedLayers) -> Segments | None:
                 current = layer
         if current is not None:
             segments[current].append(node)
-    return segments
+    return segments if all(segments.values()) else None
 
 
-def _repeats(segments: Segments, gap: tuple[int, int, int], layers: TracedLayers) -> bool:
-    """Whether the last layer before a gap does to what the one before it left what that one does to what it found, and
-    each hands on to the next one alone."""
-    before, last, after = (segments[layer] for layer in gap)
-    place_before = {node: i for i, node in enumerate(before)}
-    place = {node: i for i, node in enumerate(last)}
-
-    def same(first: Any, second: Any) -> bool:
-        if isinstance(second, fx.Node):
-            if not isinstance(first, fx.Node):
-                return False
-            if second in place:
-                return place_before.get(first) == place[second]
-            if second in place_before:  # what comes from one layer to the next
-                return first not in place_before and first.op != "placeholder"
-            if layers.layer_of(second) is None:
-                return first is second
-            return layers.layer_of(first) == gap[0] and source_of(first) == layers.of_layer(source_of(second), gap[0])
-        if isinstance(second, list | tuple):
-            return type(first) is type(second) and len(first) == len(second) and all(map(same, first, second))
-        if isinstance(second, dict):
-            return first.keys() == second.keys() and all(same(first[key], second[key]) for key in second)
-        return type(first) is type(second) and first == second
-
-    def same_op(first: fx.Node, second: fx.Node) -> bool:
-        same_target = first.op == second.op and first.target == second.target
-        return same_target and same(first.args, second.args) and same(first.kwargs, second.kwargs)
-
-    readers = ((before, {*before, *last}), (last, {*last, *after}))
-    return (
-        len(before) == len(last)
-        and all(map(same_op, before, last))
-        and all(user in allowed for nodes, allowed in readers for node in nodes for user in node.users)
+def _hands_on_to_the_next_alone(segments: Segments) -> bool:
+    return all(
+        user in allowed
+        for own, following in pairwise(segments.values())
+        for allowed in [{*own, *following}]
+        for node in own
+        for user in node.users
     )
 
 
-def _fill(graph: fx.Graph, segments: Segments, gap: tuple[int, int, int], layers: TracedLayers) -> None:
-    """Put copies of the last layer before a gap into it."""
-    before, last, after = (segments[layer] for layer in gap)
-    inputs = [node for node in graph.find_nodes(op="placeholder") if layers.layer_of(node) == gap[1]]
-    following = set(after)
-    users = [[user for user in node.users if user in following] for node in last]
-    last_input, newest = inputs[-1], last
-    for layer in range(gap[1] + 1, gap[2]):
-        copies = dict(zip(before, newest, strict=True))  # what the layer before left
-        for node in inputs:
+def _taken(segments: Segments) -> Taken:
+    taken: Taken = {}
+    for (_, nodes), (number, own) in pairwise(segments.items()):
+        before = set(nodes)
+        taken[number] = [*dict.fromkeys(value for node in own for value in node.all_input_nodes if value in before)]
+    return taken
+
+
+def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Role, list[int]] | None:
+    """Of each role, which of its nodes the layer behind takes, in that one's order.
+
+    None where traced layers in a role give different nodes, or those of a kind take them at different places.
+    """
+    given: dict[Role, list[int]] = {}
+    first_uses: dict[int, list[int]] = {}
+    for before, number in pairwise(segments):
+        places = [segments[before].index(node) for node in taken[number]]
+        uses = [
+            next(place for place, node in enumerate(segments[number]) if value in node.all_input_nodes)
+            for value in taken[number]
+        ]
+        if given.setdefault(layers.roles[before], places) != places:
+            return None
+        if first_uses.setdefault(layers.roles[number].kind, uses) != uses:
+            return None
+    return given
+
+
+def _template(role: Role, taken: Taken, layers: TracedLayers) -> int:
+    """The traced layer that shows what a role does. It is not the first of all, which takes what no layer gives."""
+    return next(number for number in layers.traced_in_role(role) if number in taken)
+
+
+def _alike_in_role(role: Role, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
+    template = _template(role, taken, layers)
+    others = [number for number in layers.traced_in_role(role) if number != template]
+    return bool(others) and all(_alike(number, template, segments, taken, layers) for number in others)
+
+
+def _alike(number: int, template: int, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
+    """Whether a layer does to what it is given what another one does."""
+    own = {node: place for place, node in enumerate(segments[number])}
+    of_template = {node: place for place, node in enumerate(segments[template])}
+    # For the first layer, which takes what is computed before all layers, the first use tells which is which.
+    stands_for: dict[fx.Node, Any] = dict(zip(taken[template], taken[number], strict=True)) if number in taken else {}
+    from_before = set(taken[template])
+
+    def same(value: Any, expected: Any) -> bool:
+        if isinstance(expected, fx.Node):
+            if not isinstance(value, fx.Node):
+                return False
+            if expected in of_template:
+                return own.get(value) == of_template[expected]
+            if expected in from_before:
+                is_given = value not in own and value.op != "placeholder"
+                return is_given and stands_for.setdefault(expected, value) is value
+            if layers.layer_of(expected) is None:
+                return value is expected
+            source = layers.of_layer(source_of(expected), number)
+            return layers.layer_of(value) == number and source_of(value) == source
+        if isinstance(expected, list | tuple):
+            return type(value) is type(expected) and len(value) == len(expected) and all(map(same, value, expected))
+        if isinstance(expected, dict):
+            return value.keys() == expected.keys() and all(same(value[key], expected[key]) for key in expected)
+        return type(value) is type(expected) and value == expected
+
+    def same_op(node: fx.Node, expected: fx.Node) -> bool:
+        same_target = node.op == expected.op and node.target == expected.target
+        return same_target and same(node.args, expected.args) and same(node.kwargs, expected.kwargs)
+
+    return (
+        len(own) == len(of_template)
+        and all(map(same_op, own, of_template))
+        and len(set(stands_for.values())) == len(stands_for)
+    )
+
+
+def _fill(
+    graph: fx.Graph,
+    before: int,
+    behind: int,
+    segments: Segments,
+    taken: Taken,
+    given: dict[Role, list[int]],
+    layers: TracedLayers,
+) -> None:
+    """Put copies between two traced layers; the second of them then takes what the last copy gives."""
+    inputs = graph.find_nodes(op="placeholder")
+    last_input = [node for node in inputs if layers.layer_of(node) == before][-1]
+    newest = taken[behind]
+    for number in range(before + 1, behind):
+        role = layers.roles[number]
+        template = _template(role, taken, layers)
+        copies = dict(zip(taken[template], newest, strict=True))  # what the layer before gives
+        for node in [node for node in inputs if layers.layer_of(node) == template]:
             with graph.inserting_after(last_input):
-                last_input = copies[node] = graph.placeholder(f"{node.target}_layer_{layer}")
-            source, fake = layers.of_layer(source_of(node), layer), _another(node.meta["val"])
+                last_input = copies[node] = graph.placeholder(f"{node.target}_layer_{number}")
+            source, fake = layers.of_layer(source_of(node), number), _another(node.meta["val"])
             last_input.meta = node.meta | {"source": source, "val": fake}
-        with graph.inserting_before(after[0]):
-            for node in last:
+        with graph.inserting_before(segments[behind][0]):
+            for node in segments[template]:
                 copies[node] = graph.node_copy(node, partial(_copied, copies))
-        newest = [copies[node] for node in last]
-    for node, newest_node, behind in zip(last, newest, users, strict=True):
-        for user in behind:
-            user.replace_input_with(node, newest_node)
+        newest = [copies[segments[template][place]] for place in given[role]]
+    for value, newer in zip(taken[behind], newest, strict=True):
+        for node in segments[behind]:
+            node.replace_input_with(value, newer)
+    taken[behind] = newest
 
 
 def _copied(copies: dict[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

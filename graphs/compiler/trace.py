@@ -22,7 +22,8 @@ from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.functional import to_aten
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
-from compiled_engine.graphs.compiler.repeated_layers import repeat_layers, traced_layers
+from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
+from compiled_engine.graphs.compiler.traced_layers import traced_layers
 from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.lowering import is_foreign, lower

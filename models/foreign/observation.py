@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -53,12 +54,17 @@ class Observation:
     in_tuple: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Mask:
-    """A mask that transformers would have made, and the window that it leaves; None for all keys."""
+    """A mask that transformers would have made. No layer need use it, so what it hides is looked at when one does."""
 
     tensor: torch.Tensor
-    window: int | None
+    function: Callable[..., Any]
+
+    @cached_property
+    def window(self) -> int | None:
+        """How many keys it leaves; None for all. Raises UnsupportedModelError."""
+        return _window_of(self.function)
 
 
 class _Observer(TorchDispatchMode):
@@ -71,6 +77,7 @@ class _Observer(TorchDispatchMode):
         self.layer: int | None = None
         self.ops: dict[int, list[Any]] = {}
         self.in_tuple = False
+        self._records = True
         self._kept: list[torch.Tensor] = []
         self._origin: dict[int, tuple[int | None, Any]] = {}
 
@@ -87,6 +94,8 @@ class _Observer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if not self._records:
+            return result
         ops = self.ops.setdefault(-1 if self.layer is None else self.layer, [])
         ops.append((str(func), tree_map(self._described, args), tree_map(self._described, kwargs or {})))
         for place, leaf in enumerate(result if isinstance(result, tuple | list) else [result]):
@@ -105,7 +114,7 @@ class _Observer(TorchDispatchMode):
 
     def mask(self, *, mask_function: Callable[..., Any], **others: Any) -> torch.Tensor:
         tensor = torch.empty(1, 1, _TOKENS, _TOKENS, device="meta")
-        self.masks.append(_Mask(tensor, _window_of(mask_function)))
+        self.masks.append(_Mask(tensor, mask_function))
         return tensor
 
     def attend(
@@ -133,7 +142,9 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its attention is not causal, or its mask is made in a way of its own")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
+        self._records = False  # what a mask hides is no concern of the layer that asks first
         window = found[0].window
+        self._records = True
         if sliding_window is not None and sliding_window != window:
             raise UnsupportedModelError(f"its sliding window is {sliding_window} beside a mask with {window}")
         self.calls[layer] = LayerAttention(

@@ -114,17 +114,11 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     """
     config = read_hf_config(config_json)
     name = causal_lm_name(config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=NAME,
-            experts_implementation=EXPERTS_NAME,
-            trust_remote_code=False,
-        )
-    model.eval().requires_grad_(False)
     try:
+        model = _on_the_meta_device(config, dtype)
         observation = observe(model, config.num_hidden_layers)
+        _adapt(model, observation)
+        _require_head_alone(model)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{name} cannot be run through transformers' code: {error}") from error
     except Exception as error:
@@ -136,8 +130,48 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     for module, attribute in experts_by_columns(model):
         transposed = getattr(module, attribute).mT.contiguous().mT
         setattr(module, attribute, nn.Parameter(transposed, requires_grad=False))
-    _adapt(model, observation)
     return model, observation
+
+
+def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                experts_implementation=EXPERTS_NAME,
+                trust_remote_code=False,
+            )
+    except KeyError as error:  # a table of its own of classes by implementation
+        if error.args != (NAME,):
+            raise
+        raise UnsupportedModelError("its attention does not go through transformers' AttentionInterface") from error
+    return model.eval().requires_grad_(False)
+
+
+def _require_head_alone(model: Any) -> None:
+    """Raise UnsupportedModelError where logits are not those of the hidden states that the decoder returns."""
+    config = model.config.get_text_config(decoder=True)
+    layers_run: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda module, arguments: layers_run.append(type(module).__name__))
+        for module in model.modules()
+        if hasattr(module, "layer_idx")
+    ]
+    head = model.get_output_embeddings()
+    hidden_RD = torch.empty(2, config.hidden_size, dtype=head.weight.dtype, device="meta")
+    try:
+        logits_RV = model.logits(hidden_RD)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if layers_run:
+        raise UnsupportedModelError(f"its head runs the decoder in a way of its own ({layers_run[0]})")
+    if logits_RV.shape != (2, config.vocab_size):
+        raise UnsupportedModelError(
+            f"its head makes {logits_RV.shape[-1]} logits of a vocabulary of {config.vocab_size}"
+        )
 
 
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
@@ -176,9 +210,11 @@ def _one_integer(value: Any) -> int:
 
 
 def _adapt(model: Any, observation: Observation) -> None:
-    base = model.base_model
     # Classes of objects that are there, instead of objects around them: every parameter keeps its name.
-    base.__class__ = _mixed(Decoder, type(base))
+    # A decoder within the base model is what some heads call.
+    for decoder in (model.base_model, getattr(model.base_model, "decoder", None)):
+        if isinstance(decoder, nn.Module):
+            decoder.__class__ = _mixed(Decoder, type(decoder))
     model.__class__ = _mixed(CausalLM, type(model))
     step = Step([layer.sliding_window for layer in observation.attention])
     for module in model.modules():

@@ -13,7 +13,7 @@ from compiled_engine.attention.inputs import AttentionInputs
 class LayerStack(nn.ModuleList):
     """Decoder layers, each applied to what the one before it returned.
 
-    The compiler traces few of the layers that are alike (graphs/compiler/repeated_layers.py): `only` says which, while
+    The compiler traces few of the layers that are alike (graphs/compiler/traced_layers.py): `only` says which, while
     it does. An attribute that differs from layer to layer, such as its number, makes them unlike: all are traced.
     """
 

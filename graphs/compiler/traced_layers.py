@@ -1,0 +1,194 @@
+"""Which of a model's layers are traced: of each kind of layer, and of each that may follow it, two are enough.
+
+A trace takes a fixed time for each op, so a model of 36 layers took ten times as long as one of three. A `LayerStack`
+applies its layers one after another and in the same way, so layers whose modules are alike give the same ops. The graph
+repeats what was traced for the others (repeated_layers.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from compiled_engine.models.textbook.layer_stack import LayerStack
+from compiled_engine.passes.graph_inputs import Source, source_of
+
+
+class Role(NamedTuple):
+    """A layer's kind and that of the layer behind it; None: there is none.
+
+    Ops of the layer behind come before the first use of its parameters, so they look like ops of this layer.
+    """
+
+    kind: int
+    following: int | None
+
+
+@dataclass(frozen=True)
+class TracedLayers:
+    """`stack`, which lies at `path`, the role of each of its layers, and the `numbers` of those that are traced.
+
+    Each of these plays its role in the trace too: the layer that is traced behind it is of the kind that it should be.
+
+    A stack of foreign code has no say in which layers are applied: those that are not hand on what they are given, `in
+    a tuple` where its layers do so.
+    """
+
+    stack: nn.ModuleList
+    path: str
+    roles: tuple[Role, ...]
+    numbers: tuple[int, ...]
+    in_tuple: bool = False
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within this context the stack applies no other layers."""
+        if isinstance(self.stack, LayerStack):
+            self.stack.only = self.numbers
+            try:
+                yield
+            finally:
+                self.stack.only = None
+            return
+        every = list(self.stack)
+        for number in set(range(len(every))) - set(self.numbers):
+            self.stack[number] = _HandsOn(self.in_tuple)
+        try:
+            yield
+        finally:
+            for number, layer in enumerate(every):
+                self.stack[number] = layer
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The traced layers before and behind those that are missing."""
+        return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
+
+    def traced_in_role(self, role: Role) -> list[int]:
+        return [number for number in self.numbers if self.roles[number] == role]
+
+    def layer_of(self, node: fx.Node) -> int | None:
+        """The layer that a graph input belongs to; None for any other node."""
+        if node.op != "placeholder" or source_of(node).kind == "size":
+            return None
+        found = self._numbered(source_of(node))
+        return int(found["layer"]) if found else None
+
+    def of_layer(self, source: Source, layer: int) -> Source:
+        """The same input of another layer."""
+        found = self._numbered(source)
+        assert found is not None
+        return replace(source, name=f"{found['owner']}.{layer}{found['rest']}")
+
+    def _numbered(self, source: Source) -> re.Match[str] | None:
+        return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", source.name)
+
+
+class _HandsOn(nn.Module):
+    """Stands for a layer of foreign code that is not traced."""
+
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.in_tuple = in_tuple
+
+    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        return (hidden_states, None, None) if self.in_tuple else hidden_states
+
+
+def traced_layers(model: nn.Module) -> TracedLayers | None:
+    """Which layers to trace; None for a model whose layers all have to be.
+
+    Foreign layers know their number. Whether they act on it shows in `layer_signatures`, which say what each has done
+    when the model was observed (models/foreign/observation.py).
+    """
+    stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
+    foreign = str(getattr(model, "layers_path", ""))
+    if foreign:
+        stacks.append((foreign, model.get_submodule(foreign)))
+    if len(stacks) != 1:
+        return None
+    path, stack = stacks[0]
+    if _shares(stack):
+        return None
+    signatures: Any = model.layer_signatures if foreign else [0] * len(stack)
+    kinds = _kinds(stack, signatures, beside=("layer_idx",) if foreign else ())
+    roles = tuple(map(Role, kinds, [*kinds[1:], None]))
+    numbers = _chosen(roles)
+    in_tuple = bool(foreign and model.layers_in_tuple)
+    return TracedLayers(stack, path, roles, numbers, in_tuple) if len(numbers) < len(stack) else None
+
+
+def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
+    """Of each layer the number of the first one that is like it."""
+    kinds: list[int] = []
+    for number, layer in enumerate(stack):
+        alike = (
+            kind
+            for kind in dict.fromkeys(kinds)
+            if signatures[kind] == signatures[number] and _alike(stack[kind], layer, beside)
+        )
+        kinds.append(next(alike, number))
+    return kinds
+
+
+def _chosen(roles: Sequence[Role]) -> tuple[int, ...]:
+    """The first layer, the last, and of each role two before others in it are left out: one shows what to repeat, the
+    other that it can be."""
+    chosen, seen = [0], Counter([roles[0]])
+    while chosen[-1] < len(roles) - 1:
+        following = chosen[-1] + 1
+        for number in range(following + 1, len(roles)):
+            if seen[roles[number - 1]] < 2:
+                break
+            if roles[number].kind == roles[chosen[-1]].following:
+                following = number
+        chosen.append(following)
+        seen[roles[following]] += 1
+    return tuple(chosen)
+
+
+def _shares(stack: nn.ModuleList) -> bool:
+    """Whether a module or a parameter is there twice, so that layers are more than their own."""
+    modules, parameters = stack.named_modules, stack.named_parameters
+    return any(len([*all_of(remove_duplicate=False)]) > len([*all_of()]) for all_of in (modules, parameters))
+
+
+def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
+    """Whether two modules are of the same class, with equal settings beside those, equally shaped parameters, and alike
+    children."""
+    held = ("_parameters", "_buffers", "_modules", *beside)
+    settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
+    children, other_children = (list(module.named_children()) for module in (first, second))
+    return (
+        type(first) is type(second)
+        and settings.keys() == other_settings.keys()
+        and all(_equal(value, other_settings[name]) for name, value in settings.items())
+        and _tensors(first) == _tensors(second)
+        and [name for name, _ in children] == [name for name, _ in other_children]
+        and all(_alike(one, other, beside) for (_, one), (_, other) in zip(children, other_children, strict=True))
+    )
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    if isinstance(first, partial) and isinstance(second, partial):  # each is equal to itself alone
+        return all(_equal(getattr(first, part), getattr(second, part)) for part in ("func", "args", "keywords"))
+    try:
+        return type(first) is type(second) and bool(first == second)
+    except Exception:  # tensors, for example, have no one answer
+        return False
+
+
+def _tensors(module: nn.Module) -> list[Any]:
+    """What the trace sees of a module's own parameters and buffers."""
+    own = module._parameters | module._buffers
+    return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]
