@@ -1,8 +1,8 @@
 """Others' parameters of sampling that are not ours: what becomes of each, so that their scripts run or say why not.
 
 Of vLLM these are all names of its signature, and some of earlier versions. A value that asks for nothing is taken
-without a word. Any other is either without effect here, with a warning, or an error that says what to do instead. A name of
-transformers' `generate` is an error that has our name for it.
+without a word. Any other is either without effect here, with a warning, or an error that says what to do instead.
+A name of transformers' `generate` is an error that has our name for it.
 """
 
 from __future__ import annotations
