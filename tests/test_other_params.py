@@ -9,9 +9,10 @@ import warnings
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from compiled_engine import SamplingParams
-from compiled_engine.sampling.other_params import OTHER_PARAMS
+from compiled_engine.sampling.other_params import OF_TRANSFORMERS, OTHER_PARAMS
 
 # vLLM's public signature, and what earlier versions had; names that begin with an underscore are not for callers.
 SIGNATURE = re.findall(
@@ -155,3 +156,11 @@ def test_a_near_name_is_proposed_only_if_it_is_near() -> None:
                 ask(**{name: 1})
             assert str(caught.value) == f"SamplingParams has no field {ending}"
     assert not hasattr(params, "temprature")
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_a_name_of_transformers_is_an_error_with_ours(name: str) -> None:
+    assert hasattr(GenerationConfig(), name)
+    assert name not in {field.name for field in dataclasses.fields(SamplingParams)}
+    with pytest.raises(TypeError, match=rf"no field '{name}'; .+"):
+        SamplingParams(**{name: 1})

@@ -128,7 +128,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 SchedulerMachine.TestCase.settings = settings(
-    max_examples=1000,
+    max_examples=600,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,
@@ -139,7 +139,7 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 @pytest.mark.parametrize(("steps_in_flight", "num_lanes"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
 def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, num_lanes: int, seed: int) -> None:
     """Dozens of requests over shared prefixes, in pools from ample to so small that most are preempted."""

@@ -1,7 +1,8 @@
-"""vLLM's parameters of sampling that are not ours: what becomes of each, so that scripts written for it run or say why.
+"""Others' parameters of sampling that are not ours: what becomes of each, so that their scripts run or say why not.
 
-A value that asks for nothing is taken without a word. Any other is either without effect here, with a warning, or an
-error that says what to do instead. The names are all of its signature, and some of earlier versions.
+Of vLLM these are all names of its signature, and some of earlier versions. A value that asks for nothing is taken
+without a word. Any other is either without effect here, with a warning, or an error that says what to do instead.
+A name of transformers' `generate` is an error that has our name for it.
 """
 
 from __future__ import annotations
@@ -81,14 +82,32 @@ OTHER_PARAMS: dict[str, Settle] = {
     "early_stopping": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
 }
 
+# What transformers' names are here.
+OF_TRANSFORMERS = {
+    "max_new_tokens": "use max_tokens",
+    "min_new_tokens": "use min_tokens",
+    "max_length": "use max_tokens, which does not count the prompt",
+    "min_length": "use min_tokens, which does not count the prompt",
+    "do_sample": "temperature=0 takes the most likely token, any above samples",
+    "num_return_sequences": "use n",
+    "num_beams": f"{_BEAM_SEARCH} not supported; {_NO_BEAMS}",
+    "eos_token_id": "use stop_token_ids",
+    "stop_strings": "use stop",
+    "bad_words_ids": "use bad_words, which are texts",
+    "output_scores": "use logprobs",
+    "output_logits": "use logprobs",
+}
+
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
     """What becomes of a parameter that is none of the `known` fields; nothing, if it is without effect.
 
-    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either. For the warning's
-    place, called from what the user calls.
+    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with our name
+    where it is one of transformers'. For the warning's place, called from what the user calls.
     """
     settle = OTHER_PARAMS.get(name)
+    if name in OF_TRANSFORMERS:
+        raise unknown(f"SamplingParams has no field {name!r}; {OF_TRANSFORMERS[name]}")
     if settle is None:
         raise unknown(unknown_name_message("SamplingParams has no field", name, known))
     settle(name, value)
