@@ -132,7 +132,8 @@ POLICIES = ("fcfs", "priority")
 class SchedulerConfig:
     """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first).
 
-    `max_prefill_tokens`: most tokens of prompts in a step that others run in; None for as many as it has room for.
+    `max_prefill_tokens`: most tokens of prompts in a step that others run in, while few requests wait; None for as many
+    as it has room for.
     """
 
     max_num_seqs: int

@@ -77,6 +77,7 @@ class SimulatedEngine:
         self.ended: list[Record] = []
         self.in_flight: deque[tuple[SchedulerOutput, RunnerOutput, list[Record]]] = deque()
         self.unmasked: tuple[SchedulerOutput, list[Record]] | None = None
+        self.masks_begun: tuple[SchedulerOutput, set[str]] | None = None
         self.num_arrived = 0
         self.num_preemptions = 0
         self.max_request_tokens = 1
@@ -132,6 +133,7 @@ class SimulatedEngine:
         if self.unmasked is not None:
             return None
         step = self.scheduler.schedule()
+        self._take_masks()
         self.scheduler.check_integrity()
         if step is None:
             assert self.in_flight or not self.live, "requests are left, but nothing is computed"
@@ -144,7 +146,7 @@ class SimulatedEngine:
         sampled = Counter(id(r) for step, _, records in self.in_flight for r in compress(records, step.samples))
         assert max(sampled.values(), default=0) <= self.most_unknown, "a request is in too many steps at a time"
         self.unmasked = (step, records) if step.awaits_masks else None
-        self._give_masks()
+        self._begin_masks()
         return step
 
     def _note_preemptions(self) -> None:
@@ -155,17 +157,23 @@ class SimulatedEngine:
         self.waiting |= {*running[len(running) - count :]}
         self.num_preemptions += count
 
-    def _give_masks(self) -> None:
-        """To the newest step, if it awaits masks and the tokens before it are known: they are if it is the oldest."""
+    def _begin_masks(self) -> None:
+        """Of the newest step, if it awaits masks and the tokens before it are known: they are if it is the oldest."""
         if self.unmasked is None:
             return
         step, records = self.unmasked
         if self.scheduler.knows_tokens_before(step):
             ended = {record.request.request_id for record in records if record.finish_reason is not None}
-            self.runner.check_masks(step, self.scheduler.masks(step), ended)
-            self.unmasked = None
+            self.scheduler.begin_masks(step)
+            self.unmasked, self.masks_begun = None, (step, ended)
         else:
             assert step is not self.in_flight[0][0]
+
+    def _take_masks(self) -> None:
+        """Those that are begun, of the requests that had not ended then."""
+        if self.masks_begun is not None:
+            (step, ended), self.masks_begun = self.masks_begun, None
+            self.runner.check_masks(step, self.scheduler.masks(), ended)
 
     def _check_order(self, step: SchedulerOutput) -> None:
         """Served strictly in order: nobody is admitted past one who waits, and the last one is preempted."""
@@ -203,10 +211,11 @@ class SimulatedEngine:
 
     def finish_step(self) -> StepOutputs:
         """Take in the oldest step in flight."""
+        self._take_masks()
         step, result, records = self.in_flight.popleft()
         outputs = self.scheduler.update(step, result)
         self._take(step, records, outputs)
-        self._give_masks()
+        self._begin_masks()
         return outputs
 
     def fail_step(self, *, launching: bool = False) -> None:
@@ -227,7 +236,7 @@ class SimulatedEngine:
             self._forget(records)
         self._forget([record for request_id, record in self.live.items() if request_id not in self.waiting])
         self.in_flight.clear()
-        self.unmasked = None
+        self.unmasked = self.masks_begun = None
         self.scheduler.fail_step()
         self.scheduler.check_integrity()
 

@@ -46,6 +46,13 @@ def test_lines_are_completed(server: RunningServer, offline: Any, remote: bool) 
     assert ("8 tokens in" in result.stderr) == remote  # --quiet
 
 
+def test_a_line_of_the_command_line_is_answered_alone(server: RunningServer, offline: Any) -> None:
+    result = run("complete", "import\n", "--url", server.url, "--quick", "x = 1")
+    assert (result.exit_code, result.stdout) == (0, f"{offline[0][0]}\n")
+    result = run("chat", "", "--url", server.url, "--system", "s", "-q", "x = 1")
+    assert (result.exit_code, result.stdout) == (0, f"{offline[1][0]}\n")
+
+
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_conversation_goes_on_until_it_is_cleared(server: RunningServer, offline: Any, remote: bool) -> None:
     where = ["--url", f"{server.url}/v1", "--quiet"] if remote else LOCAL

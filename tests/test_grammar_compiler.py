@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ def test_copies_do_not_know_of_each_other(compiler: GrammarCompiler, bundled_tok
     one, other = compiler.constraint(compiled), compiler.constraint(compiled)
     words_MW = np.zeros((2, num_words(VOCAB_SIZE)), np.int32)
     (token_id,) = bundled_tokenizer.encode("c", add_special_tokens=False)
-    assert fill_masks([(one, []), (other, [token_id])], words_MW) == {}
+    with ThreadPoolExecutor(1) as thread:
+        assert fill_masks([(one, []), (other, [token_id])], words_MW, thread).result() == {}
     texts = [
         {
             bundled_tokenizer.decode([int(i)])
@@ -76,7 +78,8 @@ def test_failures_are_by_row_and_disturb_nobody(compiler: GrammarCompiler) -> No
     bad = compiler.constraint(compiler.compile(choice("ab")))
     mask = MaskConstraint(ByLastToken(VOCAB_SIZE, 1), VOCAB_SIZE)
     words_MW = np.zeros((3, num_words(VOCAB_SIZE)), np.int32)
-    failures = fill_masks([(bad, [7, 7, 7]), (mask, [5]), (good, [])], words_MW)
+    with ThreadPoolExecutor(1) as thread:
+        failures = fill_masks([(bad, [7, 7, 7]), (mask, [5]), (good, [])], words_MW, thread).result()
     assert failures.keys() == {0, 1}
     assert failures[0].startswith("structured_outputs: ")
     assert failures[1].startswith("token_mask: ")

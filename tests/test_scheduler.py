@@ -58,6 +58,19 @@ class TestBudget:
             engine.finish_step()
         assert steps == [[("b", 0, 3, True), ("c", 0, 2, False)], [("c", 2, 5, False)], [("c", 7, 2, True)], []]
 
+    def test_the_bound_of_prompts_grows_with_the_queue(self) -> None:
+        engine = SimulatedEngine(budget=60, max_prefill_tokens=2, num_blocks=64, max_num_seqs=32)
+        engine.add("a", [1])
+        engine.step()
+        for index in range(16):
+            engine.add(str(index), list(range(10 * index, 10 * index + 4)), params=outputs_of(1))
+        sizes = []
+        for _ in range(6):
+            sizes.append(sum(count for request_id, _, count, _ in shares(engine.begin_step()) if request_id != "a"))
+            engine.finish_step()
+        assert sizes == [8, 6, 6, 4, 4, 4]
+        engine.run()
+
     def test_an_urgent_long_prompt_does_not_hold_up_decodes(self) -> None:
         engine = SimulatedEngine(budget=8, policy="priority")
         for request_id in "abc":

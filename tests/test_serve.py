@@ -109,6 +109,7 @@ def test_the_death_of_the_core_ends_the_server(config: Path) -> None:
         (["--max-num-seqs", "0"], "max_num_seqs"),
         (["one", "--model", "another"], "given twice"),
         (["--host", "256.1.1.1"], "cannot listen at 256.1.1.1"),
+        (["--chat-template", "/no/such.jinja"], "chat_template is '/no/such.jinja'"),
     ],
 )
 def test_options_that_cannot_be_honoured(arguments: list[str], message: str) -> None:
@@ -117,9 +118,22 @@ def test_options_that_cannot_be_honoured(arguments: list[str], message: str) -> 
     assert message in result.stderr
 
 
+def test_a_wrong_value_of_the_environment_is_named() -> None:
+    result = CliRunner().invoke(app, ["serve"], env={"COMPILED_ENGINE_PORT": "abc"})
+    assert result.exit_code == 2
+    assert "(the environment has COMPILED_ENGINE_PORT='abc')" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("max-modellen: 3", "max_model_len"), ("- a", "option names"), ("port: {a: 1}", "port"), ("a: [", "cannot read")],
+    [
+        ("max-modellen: 3", "max_model_len"),
+        ("- a", "option names"),
+        ("port: {a: 1}", "port"),
+        ("a: [", "cannot read"),
+        ("port: abc", "(the file of --config has 'abc')"),
+        ("api-key: ''", "api_key has an empty entry"),  # one is a list of one
+    ],
 )
 def test_files_that_are_no_configuration(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"

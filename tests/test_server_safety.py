@@ -105,6 +105,24 @@ def test_bounds_of_a_conversation(client: httpx.Client) -> None:
         assert (response.status_code, error_of(response)["param"]) == (400, name)
 
 
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        (
+            {"role": "usr", "content": "x"},
+            "messages[0].role: expected 'assistant' or 'developer' or 'system' or 'tool' or 'user', got 'usr'",
+        ),
+        (
+            {"role": "user", "content": [{"type": "image_url"}]},
+            "messages[0].content[0].type: expected 'text', got 'image_url'",
+        ),
+    ],
+)
+def test_messages_say_which_words_are_allowed(client: httpx.Client, message: dict[str, Any], what: str) -> None:
+    response = client.post("/v1/chat/completions", json={"messages": [message]})
+    assert (response.status_code, error_of(response)["message"]) == (400, what)
+
+
 def test_tokens_and_prompts_are_checked_against_the_model(server: RunningServer) -> None:
     for prompt in ([4096], [-1], [2**40], [1] * 256, "x " * 600):
         response = httpx.post(f"{server.url}/v1/completions", json={"prompt": prompt}, timeout=30)

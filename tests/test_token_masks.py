@@ -212,7 +212,9 @@ class TestScheduling:
         engine.begin_step()
         step = engine.begin_step()
         with pytest.raises(RuntimeError, match="step 2 has masks that need the tokens of a step in flight"):
-            engine.scheduler.masks(step)
+            engine.scheduler.begin_masks(step)
+        with pytest.raises(RuntimeError, match="no masks are being made"):
+            engine.scheduler.masks()
         engine.run()
 
     def test_the_step_in_which_a_mask_fails_goes_on_without_it(self) -> None:

@@ -18,6 +18,7 @@ from compiled_engine.cli.remote_model import RemoteModel
 Named = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)]
 Url = Annotated[str | None, typer.Option(help="Server to ask instead, such as http://localhost:8000.")]
 ApiKey = Annotated[str | None, typer.Option(help="Key for the server.", envvar="OPENAI_API_KEY", show_default=False)]
+Quick = Annotated[str | None, typer.Option("--quick", "-q", help="A line to answer, instead of lines of input.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Show neither progress nor speed.")]
 
 
@@ -31,6 +32,7 @@ def chat(
     url: Url = None,
     api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    quick: Quick = None,
     quiet: Quiet = False,
 ) -> None:
     """Chat with a model.
@@ -42,12 +44,12 @@ def chat(
 
       compiled-engine chat path/to/Qwen3-0.6B
 
-      compiled-engine chat --url http://localhost:8000 --temperature 0 --system "Be brief."
+      compiled-engine chat --url http://localhost:8000 --temperature 0 --system "Be brief." --quick "Who are you?"
     """
     begin = [] if system is None else [{"role": "system", "content": system}]
     messages = list(begin)
     with closing(_model(named, engine, sampling, url, api_key, quiet)) as model:
-        for line in _lines("> "):
+        for line in _lines("> ") if quick is None else [quick]:
             if line == "/clear":
                 messages = list(begin)
                 continue
@@ -64,6 +66,7 @@ def complete(
     sampling: dict[str, Any],
     url: Url = None,
     api_key: ApiKey = None,
+    quick: Quick = None,
     quiet: Quiet = False,
 ) -> None:
     """Complete one line after the other.
@@ -72,12 +75,12 @@ def complete(
 
     Examples:
 
-      compiled-engine complete --max-tokens 32
+      compiled-engine complete --quick "import os" --max-tokens 32
 
       echo "def fibonacci(n):" | compiled-engine complete --url http://localhost:8000 --temperature 0
     """
     with closing(_model(named, engine, sampling, url, api_key, quiet)) as model:
-        for line in _lines("> "):
+        for line in _lines("> ") if quick is None else [quick]:
             _show(model, model.complete(line), quiet)
 
 

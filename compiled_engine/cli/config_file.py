@@ -28,6 +28,7 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     if not isinstance(values, dict):
         raise typer.BadParameter(f"{str(path)!r} must hold option names with their values")
     names = _names_of_options(context)
+    lists = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
     defaults: dict[str, Any] = {}
     for written, value in values.items():
         name = names.get(str(written).replace("-", "_"))
@@ -35,7 +36,8 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
             raise typer.BadParameter(unknown_name_message(f"{str(path)!r} has the unknown option", str(written), names))
         if isinstance(value, dict) or value is None:
             raise typer.BadParameter(f"{written} in {str(path)!r} must be a value or a list, got {value!r}")
-        defaults[name] = value
+        several = name in lists and not isinstance(value, list)
+        defaults[name] = [value] if several else value
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 

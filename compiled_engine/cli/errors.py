@@ -57,7 +57,7 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if not error.format_message():  # no command was given: its help was shown
                 sys.exit(0)
-            _exit_with(error.format_message())
+            _exit_with(f"{error.format_message()}{_origin(error)}")
         except BadInputError as error:
             _exit_with(str(error))
         except OSError as error:
@@ -68,6 +68,19 @@ class OneLineErrors(TyperGroup):
         except (typer.Abort, KeyboardInterrupt):
             sys.exit(130)
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _origin(error: Any) -> str:
+    """Where an option's value comes from, and the value, unless the command line has it."""
+    context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
+    if context is None or parameter is None:
+        return ""
+    match getattr(context.get_parameter_source(parameter.name), "name", None):
+        case "ENVIRONMENT":
+            return f" (the environment has {parameter.envvar}={os.environ.get(str(parameter.envvar))!r})"
+        case "DEFAULT_MAP":
+            return f" (the file of --config has {context.lookup_default(parameter.name)!r})"
+    return ""
 
 
 def _exit_with(message: str) -> NoReturn:

@@ -51,7 +51,8 @@ class EngineCore:
         )
         self.num_slots = executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first
-        self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks
+        self._unmasked: SchedulerOutput | None = None  # the newest, while it awaits masks that cannot be made yet
+        self._masks_begun = False  # those of the newest
         self._grammars = GrammarQueue()
         self._seeds = random.Random(config.model.seed)
         self._start_s = start_s
@@ -97,8 +98,10 @@ class EngineCore:
 
         With async scheduling the device has the next step already while this one's result is taken in; each stage of a
         pipeline has one besides. If requests of the newest one have a grammar or a token mask, these are told of their
-        tokens as soon as these are known, and its sampling is launched while the device still computes its logits. A
-        step that nobody waits for any more (all its requests ended after its launch) may stay behind; a later call
+        tokens as soon as these are known, while the device still computes its logits. While their masks are made, these
+        outputs are the caller's and the next step is scheduled; then the sampling is launched, and after it that step.
+
+        A step that nobody waits for any more (all its requests ended after its launch) may stay behind; a later call
         takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
         others go on.
 
@@ -110,10 +113,12 @@ class EngineCore:
                 if (step := self._scheduler.schedule()) is None:
                     break
                 self.clock.lap("schedule")
+                self._give_masks()
                 self._pending.append((step, self.executor.submit(step)))
                 self.clock.lap("launch")
                 self._unmasked = step if step.awaits_masks else None
-                self._give_masks()
+                self._begin_masks()
+            self._give_masks()
             if not self._pending:
                 return StepOutputs(others=failed)
             step, pending = self._pending.popleft()
@@ -121,7 +126,7 @@ class EngineCore:
             outputs = self._scheduler.update(step, result)
             self._generated_tokens += len(outputs.token_ids) + sum(len(each.new_token_ids) for each in outputs.others)
             self.clock.lap("output")
-            self._give_masks()
+            self._begin_masks()
         except BaseException:
             self._scheduler.fail_step()
             self._drain()
@@ -129,11 +134,18 @@ class EngineCore:
         self._scheduler.check_idle()
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
-    def _give_masks(self) -> None:
-        """To the newest step, if it awaits masks and all tokens before it are known."""
+    def _begin_masks(self) -> None:
+        """Those of the newest step, if it awaits any and all tokens before it are known."""
         if self._unmasked is not None and self._scheduler.knows_tokens_before(self._unmasked):
-            self.executor.sample(self._scheduler.masks(self._unmasked))
-            self._unmasked = None
+            self._scheduler.begin_masks(self._unmasked)
+            self._unmasked, self._masks_begun = None, True
+            self.clock.lap("masks")
+
+    def _give_masks(self) -> None:
+        """Those that are begun, as soon as they are made."""
+        if self._masks_begun:
+            self._masks_begun = False
+            self.executor.sample(self._scheduler.masks())
             self.clock.lap("masks")
 
     def _queue_compiled(self) -> list[EngineOutput]:
@@ -149,6 +161,8 @@ class EngineCore:
     def _drain(self) -> None:
         """Wait for the steps that are launched. Nobody wants their results, nor to hear that they failed."""
         self._unmasked = None
+        with suppress(Exception):
+            self._give_masks()  # else a step has no result
         while self._pending:
             _, pending = self._pending.popleft()
             with suppress(Exception):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
+from threading import Event
 
 import numpy as np
 
@@ -10,10 +12,13 @@ from compiled_engine.grammars.constraint import GrammarConstraint, fill_together
 from compiled_engine.sampling.constraint import Constraint
 
 
-def fill_masks(asked: Sequence[tuple[Constraint, Sequence[int]]], words_MW: np.ndarray) -> dict[int, str]:
+def fill_masks(
+    asked: Sequence[tuple[Constraint, Sequence[int]]], words_MW: np.ndarray, thread: Executor
+) -> Future[dict[int, str]]:
     """Tell each constraint of its new tokens and have it fill its row of the masks, int32 [M, W].
 
-    Those of grammars are filled side by side. Returns why some have none, by row; the others are not disturbed.
+    Those of grammars are filled side by side and without the GIL: `thread` waits for them, and the caller goes on. What
+    comes of it is why some have no mask, by row; the others are not disturbed.
     """
     failures: dict[int, str] = {}
     grammars: dict[int, GrammarConstraint] = {}
@@ -26,4 +31,16 @@ def fill_masks(asked: Sequence[tuple[Constraint, Sequence[int]]], words_MW: np.n
                 constraint.fill(words_MW[row])
         except ValueError as error:
             failures[row] = str(error)
-    return failures | fill_together(grammars, words_MW)
+    if not grammars:
+        filled: Future[dict[int, str]] = Future()
+        filled.set_result(failures)
+        return filled
+    begun = Event()
+
+    def fill() -> dict[int, str]:
+        begun.set()
+        return failures | fill_together(grammars, words_MW)
+
+    filled = thread.submit(fill)
+    begun.wait()  # to begin takes the GIL, for which the thread would wait as long as the caller computes
+    return filled

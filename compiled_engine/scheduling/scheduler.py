@@ -34,10 +34,14 @@ from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, S
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
 from compiled_engine.scheduling.token_masks import MaskMaker
 
+# With so many requests waiting and more, prompts have more of a step, in proportion: the queue delays them more than
+# they delay others.
+FEW_WAITING = 4
+
 
 class Scheduler:
-    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `masks`), call
-    `update` with both; repeat while unfinished.
+    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
+    `masks`), call `update` with both; repeat while unfinished.
 
     Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
     than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
@@ -122,8 +126,9 @@ class Scheduler:
     def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
         """A step of the lane; it may be empty. Nobody is admitted if blocks have run out, as they would be next to go:
         if there are more preemptions than that."""
-        draft = StepDraft(lane, self._config.max_prefill_tokens)
         running, num_waiting = self._requests.running, len(self._requests.waiting)
+        most = self._config.max_prefill_tokens
+        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING))
         of_step = self._lanes.of_step(running, lane)
         room = self._lanes.room(of_step, lane, len(running), num_waiting)
         budget = self._schedule_running(draft, of_step)
@@ -191,14 +196,19 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Whether all tokens are known that `masks` of a step in flight need."""
+        """Whether all tokens are known that the masks of a step in flight need."""
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
 
-    def masks(self, step: SchedulerOutput) -> TokenMasks:
-        """A constraint that fails ends its request in `update`. Raises RuntimeError unless `knows_tokens_before`."""
+    def begin_masks(self, step: SchedulerOutput) -> None:
+        """Have the masks of a step made; meanwhile another one may be scheduled. Raises RuntimeError unless
+        `knows_tokens_before`."""
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
-        return self._masks.make(self._in_flight.find(step).constrained)
+        self._masks.begin(self._in_flight.find(step).constrained)
+
+    def masks(self) -> TokenMasks:
+        """Those begun last. A constraint that fails ends its request in `update`, which comes later."""
+        return self._masks.take()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.

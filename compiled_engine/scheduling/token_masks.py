@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
@@ -14,22 +15,38 @@ from compiled_engine.scheduling.request import Request, RequestStatus
 
 
 class MaskMaker:
-    """Owns the array that masks are written to, a row for each request that may run, once there is a constraint."""
+    """Owns the array that masks are written to, a row for each request that may run, once there is a constraint; and
+    the thread that waits for grammars to fill it."""
 
     def __init__(self, max_num_requests: int, vocab_size: int) -> None:
         self._shape = (max_num_requests, num_words(vocab_size))
         self._words_NW: np.ndarray | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # it begins with the first grammar
+        self._asked: list[Request] = []
+        self._failures: Future[dict[int, str]] | None = None
 
-    def make(self, requests: Sequence[Request]) -> TokenMasks:
-        """For those that have not ended; all their tokens are known. Valid until the next call.
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Have the masks made of those that have not ended; all their tokens are known.
 
-        A request whose constraint fails gets a `failure`.
+        Masks that were begun and never taken are dropped.
         """
         if self._words_NW is None:
             self._words_NW = np.zeros(self._shape, np.int32)
-        asked = [request for request in requests if request.status is not RequestStatus.FINISHED]
-        words_MW = self._words_NW[: len(asked)]
-        failures = fill_masks([_with_new_tokens(request) for request in asked], words_MW)
+        if self._failures is not None:
+            self._failures.result()
+        self._asked = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        words_MW = self._words_NW[: len(self._asked)]
+        self._failures = fill_masks([_with_new_tokens(request) for request in self._asked], words_MW, self._thread)
+
+    def take(self) -> TokenMasks:
+        """Those begun last, once they are made. Valid until the next call of `begin`.
+
+        A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
+        """
+        if self._failures is None or self._words_NW is None:
+            raise RuntimeError("no masks are being made: begin must be called first")
+        failures, self._failures = self._failures.result(), None
+        asked, words_MW = self._asked, self._words_NW[: len(self._asked)]
         for index, why in failures.items():
             asked[index].failure = why
             asked[index].set_steady_limits()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -101,6 +102,9 @@ class ServerOptions:
                 raise ValueError(f"{name} has an empty entry; allowed: text")
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
             raise ValueError("api_key holds a character that no header can; allowed: printable ASCII")
+        given = self.chat_template
+        if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):
+            raise ValueError(f"chat_template is {given!r}, which is no Jinja template, and there is no such file")
         if self.prefix_cache_salt_per_key and not self.api_key:
             raise ValueError("prefix_cache_salt_per_key needs an api_key; without one all requests are alike")
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from compiled_engine.near_names import nearest
 from compiled_engine.sampling.other_params import OTHER_PARAMS
@@ -100,15 +101,15 @@ def convert(values: Any, kind: type[Request], within: str = "") -> Request:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
         if "got `float`" not in str(error):
-            raise _wrong(error, values, within) from error
+            raise _wrong(error, values, kind, within) from error
     values = _with_integers(values)
     try:
         return msgspec.convert(values, kind)
     except msgspec.ValidationError as error:
-        raise _wrong(error, values, within) from error
+        raise _wrong(error, values, kind, within) from error
 
 
-def _wrong(error: msgspec.ValidationError, values: Any, within: str) -> ApiError:
+def _wrong(error: msgspec.ValidationError, values: Any, kind: type[Any], within: str) -> ApiError:
     """What is wrong with `values`."""
     text, _, path = str(error).partition(" - at `")
     path = path.removesuffix("`").removeprefix("key in ").removeprefix("$").removeprefix(".")
@@ -119,7 +120,29 @@ def _wrong(error: msgspec.ValidationError, values: Any, within: str) -> ApiError
     where = within + path
     value = _at(values, path)
     got = "" if value is ... else f", got {shown(value)}"
-    return bad_request(where or None, f"{where}: {text.split(', got')[0]}{got}")
+    text = text.split(", got")[0]
+    if text.startswith("invalid enum value") and (allowed := _texts_at(kind, path)):
+        text = f"expected {' or '.join(map(repr, allowed))}"
+    return bad_request(where or None, f"{where}: {text}{got}")
+
+
+def _texts_at(kind: type[Any], path: str) -> list[str]:
+    """The texts that a struct allows at a path such as messages[0].role."""
+    found: list[inspect.Type] = [inspect.type_info(kind)]
+    for name in re.findall(r"[^.\[\]]+", path):
+        found = [deeper for each in found for deeper in _within(each, name)]
+    return sorted({str(value) for each in found if isinstance(each, inspect.LiteralType) for value in each.values})
+
+
+def _within(kind: inspect.Type, name: str) -> list[inspect.Type]:
+    """What a type has under a name, or a list at an index."""
+    if isinstance(kind, inspect.StructType):
+        inner = [field.type for field in kind.fields if field.encode_name == name]
+    elif isinstance(kind, inspect.ListType):
+        inner = [kind.item_type]
+    else:
+        return []
+    return [each for found in inner for each in (found.types if isinstance(found, inspect.UnionType) else (found,))]
 
 
 def _with_integers(values: Any) -> Any:
