@@ -344,25 +344,35 @@ SHOWN_PASSES = {
 }
 
 
-SHOWN_MODES = {"eager": "eager", "fused": "after passes", "compiled": "compiled", "graphed": "graphed"}
-
-
-def families(result: Result) -> str:
-    """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts."""
-    modes = [mode for mode in SHOWN_MODES if any(mode in record for record in result["results"])]
-    measured = {report["name"] for record in result["results"] for report in record.get("passes", ())}
-    shown = {name: heading for name, heading in SHOWN_PASSES.items() if name in measured}
-    headings = ["model type", *(SHOWN_MODES[mode] for mode in modes), *shown.values()]
+def families(result: Result, compiled: Result) -> str:
+    """A row for each family: the largest difference of a log-probability, also of those that were `compiled` elsewhere,
+    and matches of passes / their contracts."""
+    headings = ["model type", "eager", "after passes", "compiled", *SHOWN_PASSES.values()]
+    elsewhere = {record["family"]: record for record in compiled["results"]}
     rows = []
     for record in result["results"]:
         if "refused" in record:
             rows.append([record["family"], "refused", *[""] * (len(headings) - 2)])
             continue
         passes = {report["name"]: report for report in record["passes"]}
-        counts = [passes[name] for name in shown]
+        counts = [passes[name] for name in SHOWN_PASSES]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
-        found = [f"{record[mode]['largest']:.0e}" if mode in record else "" for mode in modes]
+        every = elsewhere.get(record["family"], {}) | record
+        found = [f"{every[mode]['largest']:.0e}" if mode in every else "" for mode in ("eager", "fused", "compiled")]
         rows.append([record["family"], *found, *matches])
+    return below(markdown(headings, rows), result, compiled)
+
+
+def families_on_a_gpu(result: Result) -> str:
+    """Families in CUDA graphs: in fp32 the largest difference, in bf16 the mean one beside that of transformers."""
+    found = {(record["family"], record["dtype"]): record["graphed"] for record in result["results"]}
+    rows = []
+    for name in dict.fromkeys(record["family"] for record in result["results"]):
+        exact, narrow = found.get((name, "float32")), found.get((name, "bfloat16"))
+        cells = ["" if exact is None else f"{exact['largest']:.0e}"]
+        cells += ["" if narrow is None else f"{narrow[key]:.3f}" for key in ("mean", "mean_of_transformers")]
+        rows.append([name, *cells])
+    headings = ["model type", "float32, largest", "bfloat16, mean", "transformers in bfloat16, mean"]
     return below(markdown(headings, rows), result)
 
 

@@ -14,6 +14,7 @@ import torch
 from checkpoints import make_checkpoint
 from pass_cases import CPU
 from small_engines import PROMPTS, SMALL
+from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.families import IN_TESTS, family, write_checkpoint
@@ -29,6 +30,8 @@ from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.llm import make_options
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
+from compiled_engine.models.foreign import compat
+from compiled_engine.models.foreign.transformers_model import build_foreign_model
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve
@@ -167,6 +170,14 @@ SMALL_DEEPSEEK = {
             },
             ("BloomForCausalLM", "AttentionInterface"),
         ),
+        (
+            {"architectures": ["FalconForCausalLM"], "model_type": "falcon", "num_hidden_layers": 2, "hidden_size": 32},
+            ("FalconForCausalLM", "AttentionInterface"),
+        ),
+        (
+            {"architectures": ["OlmoForCausalLM"], "model_type": "olmo", "hidden_size": "wide"},
+            ("OlmoForCausalLM", "hidden_size", "'wide'"),
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_by_name(values: dict[str, Any], parts: tuple[str, ...], tmp_path: Path) -> None:
@@ -174,6 +185,34 @@ def test_what_cannot_be_run_is_refused_by_name(values: dict[str, Any], parts: tu
         read(write_config(tmp_path, **values))
     for part in ("config.json", *parts):
         assert part in str(error.value)
+
+
+@pytest.mark.parametrize("found", ["5.16.1", "5.24.0", "6.0"])
+def test_other_versions_of_transformers_are_refused(
+    found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    monkeypatch.setattr(compat, "version", lambda package: found)
+    with pytest.raises(ValueError, match=f"needs transformers >=5.17,<5.24, found {found}"):
+        read(tmp_path, "transformers")
+
+
+class OwnHead(OlmoForCausalLM):
+    """Its head runs a layer once more."""
+
+    def forward(self, **keywords: Any) -> Any:
+        output = super().forward(**keywords)
+        if keywords.get("hand_on"):
+            self.model.layers[0](keywords["inputs_embeds"], position_embeddings=None)
+        return output
+
+
+def test_a_head_that_runs_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, OlmoConfig, OwnHead)
+    config = OlmoConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    config.architectures = ["OwnHead"]
+    with pytest.raises(ValueError, match=r"OwnHead cannot be run .*: its head runs the decoder in a way of its own"):
+        build_foreign_model(config.to_json_string(use_diff=False), torch.float32)
 
 
 def test_the_key_has_the_whole_configuration_and_the_version_of_transformers(tmp_path: Path) -> None:

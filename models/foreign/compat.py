@@ -18,12 +18,12 @@ OLDEST, NEWEST = (5, 17), (5, 24)
 
 
 def supported_version() -> str:
-    """The version of transformers that is there. Raises ImportError for one outside the supported range."""
+    """The version of transformers that is there. Raises ValueError for one outside the supported range."""
     found = version("transformers")
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not OLDEST <= numbers < NEWEST:
         span = f">={'.'.join(map(str, OLDEST))},<{'.'.join(map(str, NEWEST))}"
-        raise ImportError(f"model_impl 'transformers' needs transformers {span}, found {found}")
+        raise ValueError(f"model_impl 'transformers' needs transformers {span}, found {found}")
     return found
 
 

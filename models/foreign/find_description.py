@@ -17,7 +17,7 @@ log = logging.getLogger("compiled_engine")
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
     """Of the model that config.json's text states: from the file if there is one, else from transformers.
 
-    Raises ValueError for a model that cannot be run, ImportError without a supported version of transformers.
+    Raises ValueError for a model that cannot be run, or without a supported version of transformers.
     """
     path = description_file(config_json, dtype, cache_dir)
     if path is not None and path.is_file():

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.models.foreign.attention_interface import NAME
@@ -87,7 +87,8 @@ class HandedOn:
 def read_hf_config(config_json: str) -> PreTrainedConfig:
     """The configuration that the text of a config.json states.
 
-    Raises UnknownArchitectureError for one that transformers does not have as a causal LM in its own code.
+    Raises UnknownArchitectureError for one that transformers does not have as a causal LM in its own code, ValueError
+    for values that it cannot have.
     """
     supported_version()
     values = json.loads(config_json)
@@ -96,12 +97,12 @@ def read_hf_config(config_json: str) -> PreTrainedConfig:
     remote = (
         "; it needs code of the checkpoint's own (auto_map), which is never executed" if "auto_map" in values else ""
     )
+    if kind not in CONFIG_MAPPING:
+        raise UnknownArchitectureError(f"transformers has no model type {kind!r} (architecture {name!r}){remote}")
     try:
         config = AutoConfig.for_model(kind, **values)
-    except ValueError as error:
-        raise UnknownArchitectureError(
-            f"transformers has no model type {kind!r} (architecture {name!r}){remote}"
-        ) from error
+    except Exception as error:  # each field has checks of its own
+        raise ValueError(f"it is no configuration of a {name}: {' '.join(str(error).split())}") from error
     if causal_lm_name(config) != name:
         raise UnknownArchitectureError(f"transformers has no causal language model {name!r} of type {kind!r}{remote}")
     return config
@@ -153,12 +154,11 @@ def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 def _require_head_alone(model: Any) -> None:
     """Raise UnsupportedModelError where logits are not those of the hidden states that the decoder returns."""
     config = model.config.get_text_config(decoder=True)
-    layers_run: list[str] = []
-    hooks = [
-        module.register_forward_pre_hook(lambda module, arguments: layers_run.append(type(module).__name__))
-        for module in model.modules()
-        if hasattr(module, "layer_idx")
-    ]
+
+    def refuse(module: nn.Module, arguments: Any) -> None:
+        raise UnsupportedModelError(f"its head runs the decoder in a way of its own ({type(module).__name__})")
+
+    hooks = [m.register_forward_pre_hook(refuse) for m in model.modules() if hasattr(m, "layer_idx")]
     head = model.get_output_embeddings()
     hidden_RD = torch.empty(2, config.hidden_size, dtype=head.weight.dtype, device="meta")
     try:
@@ -166,8 +166,6 @@ def _require_head_alone(model: Any) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    if layers_run:
-        raise UnsupportedModelError(f"its head runs the decoder in a way of its own ({layers_run[0]})")
     if logits_RV.shape != (2, config.vocab_size):
         raise UnsupportedModelError(
             f"its head makes {logits_RV.shape[-1]} logits of a vocabulary of {config.vocab_size}"
