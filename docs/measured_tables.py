@@ -387,3 +387,35 @@ def divided_families(result: Result) -> str:
         rows.append([record["family"], record["implementation"], *found, " and ".join(sums)])
     headings = [f"model type, {result['ranks']} ranks", "code", *modes, "sums compared"]
     return below(markdown(headings, rows), result)
+
+
+def executors(*results: Result) -> str:
+    """What a decode step takes with and without a worker process, with async scheduling and without."""
+    rows = []
+    for result in results:
+        how = "no" if "--no-async-scheduling" in result["command"] else "yes"
+        for record in result["results"]:
+            times = [f"{record[name]['median']:.3f}" for name in ("in_process_ms", "multiprocess_ms")]
+            longer = [f"{record['longer_us']:,.0f}", f"{record['ratio']:.3f}"]
+            rows.append([str(record["batch_size"]), how, *times, *longer])
+    headings = ["decodes", "async scheduling", "in process, ms a step", "in a worker", "longer, microseconds", "ratio"]
+    return below(markdown(headings, rows), *results)
+
+
+def layouts(result: Result) -> str:
+    """Of each family the largest difference of a log-probability, layout by layout."""
+    rows = []
+    for record in result["results"]:
+        cells = [record.get(name, {}) for name in result["layouts"]]
+        found = [f"{cell['largest']:.0e}" if "largest" in cell else "refused" * bool(cell) for cell in cells]
+        rows.append([record["family"], record["implementation"], *found])
+    return below(markdown(["model type", "code", *result["layouts"]], rows), result)
+
+
+def pipeline_parallel(result: Result) -> str:
+    """What two stages reach beside one GPU."""
+    rows = []
+    for row in result["rows"]:
+        one, two = row["one"]["median"], row["two"]["median"]
+        rows.append([row["what"], f"{row['two_requests']:,}", f"{one:,.0f}", f"{two:,.0f}", f"{two / one:.2f}"])
+    return below(markdown(["Qwen3-8B", "requests", "one GPU", "two stages", "ratio"], rows), result)
