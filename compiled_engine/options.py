@@ -52,6 +52,8 @@ class EngineOptions:
     tensor_parallel_size: devices that compute each layer together, one process a device.
     pipeline_parallel_size: stages that the layers are divided into, each on devices of its own.
     data_parallel_size: replicas of the model, each on devices of its own; requests are divided among them.
+    sequence_parallel: with several devices a layer, each normalises a share of the tokens of long prefills.
+    collectives: auto | nccl: what carries sums between GPUs; auto is symmetric memory where they reach each other's.
     distributed_executor: auto | in_process | multiprocess | ray: who runs the devices; auto is in_process for one. With
         ray, replicas are on the nodes of a Ray cluster.
     logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
@@ -98,6 +100,8 @@ class EngineOptions:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    sequence_parallel: bool = False
+    collectives: str = "auto"
     distributed_executor: str = "auto"
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()
     profile_dir: str | Path = "profiles"

@@ -12,12 +12,14 @@ class ParallelConfig:
 
     data_parallel_size: replicas of the whole, each with devices and requests of its own. stage_layers: the stages that
     a step goes through one after another: how many layers' attention each has; empty where there is but one.
+    collectives: auto or nccl, which does without symmetric memory.
     """
 
     tensor_parallel_size: int
     executor: str
     data_parallel_size: int = 1
     stage_layers: tuple[int, ...] = ()
+    collectives: str = "auto"
 
     @property
     def num_stages(self) -> int:

@@ -164,11 +164,14 @@ def beside_transformers(result: Result) -> str:
         records += [(f"transformers {r['way']}", str(r["threads"]), r["tokens_per_s"]) for r in found["transformers"]]
         for label, threads, figure in records:
             spread = " to ".join(f"{value:,.0f}" for value in figure["spread"])
-            rows.append([f"{requests}: {label}", threads, median(figure, 0), *([spread] if repeated else [])])
+            digits = 0 if figure["median"] >= 100 else 1
+            rows.append([f"{requests}: {label}", threads, median(figure, digits), *([spread] if repeated else [])])
         fastest = found["fastest"]
+        share = found.get("bandwidth_share")
         said.append(
             f"{requests}: {found['ratio']:.2f} times the fastest way of transformers"
-            f" ({fastest['way']}, threads: {fastest['threads']})."
+            f" ({fastest['way']}, threads: {fastest['threads']})"
+            + ("." if share is None else f"; a step reads weights and caches at {share:.0%} of the memory's bandwidth.")
         )
     headings = ["", "threads", "tok/s", *(["spread"] if repeated else [])]
     return "\n\n".join([markdown(headings, rows), "\n".join(said), conditions(result)])
@@ -347,14 +350,16 @@ SHOWN_MODES = {"eager": "eager", "fused": "after passes", "compiled": "compiled"
 def families(result: Result) -> str:
     """A row for each family: the largest difference of a log-probability, and matches of passes / their contracts."""
     modes = [mode for mode in SHOWN_MODES if any(mode in record for record in result["results"])]
-    headings = ["model type", *(SHOWN_MODES[mode] for mode in modes), *SHOWN_PASSES.values()]
+    measured = {report["name"] for record in result["results"] for report in record.get("passes", ())}
+    shown = {name: heading for name, heading in SHOWN_PASSES.items() if name in measured}
+    headings = ["model type", *(SHOWN_MODES[mode] for mode in modes), *shown.values()]
     rows = []
     for record in result["results"]:
         if "refused" in record:
             rows.append([record["family"], "refused", *[""] * (len(headings) - 2)])
             continue
         passes = {report["name"]: report for report in record["passes"]}
-        counts = [passes[name] for name in SHOWN_PASSES]
+        counts = [passes[name] for name in shown]
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
         found = [f"{record[mode]['largest']:.0e}" if mode in record else "" for mode in modes]
         rows.append([record["family"], *found, *matches])

@@ -1,4 +1,4 @@
-"""Linears of 33 to 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+"""Linears of up to 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
 
 from __future__ import annotations
 
@@ -10,25 +10,26 @@ import torch
 from compiled_engine.kernels.block_sizes import cdiv
 from compiled_engine.passes.profile import load_profile
 
-# With fewer tokens the kernels of small_batch_linear are as fast, with more the library's, whose multiprocessors share
-# the tokens that each of these programs reads for itself.
-FEWEST = 33
-# A launch takes the tiles that were measured for the least of these that is not below its number of tokens.
-TOKEN_BUCKETS = (64, 128)
+# A launch takes the tiles that were measured for the least of these that is not below its number of tokens. With more
+# the library is faster, whose multiprocessors share the tokens that each of these programs reads for itself.
+TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
 # Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
-REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
+REGISTERS, COPYING, WARP, WARPS = 1 << 16, 40, 32, 4
 
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """A program takes `groups` (1 to 3) times 64 rows of the weight, with gate and up half of them each, and up to
-    `tokens` tokens, in `stages` stages of shared memory. registers: of a thread, fewer than there are where the kernels
-    before and after it are to run beside it; 0: all."""
+    """A program takes `groups` (1 to 3) times 64 / `parts` rows of the weight, with gate and up half of them each, and
+    up to `tokens` tokens, in `stages` stages of shared memory, each of `products` times `parts` (1, 2, or 4 unless gate
+    and up are there) times 64 columns. registers: of a thread, fewer than there are where the kernels before and after
+    it are to run beside it; 0: all."""
 
     groups: int
     tokens: int
     stages: int
     registers: int = 0
+    parts: int = 1
+    products: int = 1
 
     def computing_registers(self) -> int:
         """Of a thread that computes: what is left by the four warps that copy, three of which are idle."""
@@ -43,7 +44,7 @@ def hopper_tiles(
 ) -> HopperTiles | None:
     """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
     kernel is faster, or nothing was measured."""
-    if not FEWEST <= num_tokens <= TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or device.type != "cuda":
+    if num_tokens > TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or device.type != "cuda":
         return None
     profile = load_profile(torch.cuda.get_device_name(device))
     if profile is None or torch.cuda.get_device_capability(device)[0] != 9:
@@ -60,15 +61,18 @@ def hopper_linear(
     gated: bool,
     activation: str,
     tiles: HopperTiles,
+    residual_TM: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
+    """linear(x), or with `gated` activation(gate) * up of its halves, plus the residual: [T, N] or [T, N / 2].
 
-    The weight is contiguous, K a multiple of 8, and N of 8 or, with `gated`, of 16; T is at most that of the tiles.
+    The weight and the residual are contiguous, K is a multiple of 8, with several parts or products of 64 times
+    their number, and N of 8 or, with `gated`, of 16; T is at most that of the tiles.
     """
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from compiled_engine.passes import hopper_linear_kernel as kernels
+    from compiled_engine.passes import hopper_linear_ring as ring
+    from compiled_engine.passes.hopper_linear_kernel import hopper_linear_kernel
 
     num_tokens, k = x_TK.shape
     if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
@@ -76,28 +80,41 @@ def hopper_linear(
     num_rows = weight_NK.shape[0]
     outputs = num_rows // 2 if gated else num_rows
     out_TM = x_TK.new_empty((num_tokens, outputs))
-    rows, step, block = kernels.ROWS.value, kernels.STEP.value, kernels.BLOCK.value
+    rows, step, block = ring.ROWS.value, ring.STEP.value, ring.BLOCK.value
+    parts, boxes = tiles.parts, tiles.parts * tiles.products
     if gated:
         weight = TensorDescriptor(
             weight_NK,
-            [outputs // block, 2, block, k],
-            [block * k, outputs * k, k, 1],
-            [kernels.BLOCKS.value, 2, block, step],
-            kernels.BLOCKS_SHARED.value,
+            [boxes, outputs // block, 2, block, k],
+            [step, block * k, outputs * k, k, 1],
+            [boxes, ring.BLOCKS.value // parts, 2, block, step],
+            ring.BLOCKS_SHARED.value,
         )
     else:
-        weight = TensorDescriptor(weight_NK, [num_rows, k], [k, 1], [rows, step], kernels.SHARED.value)
-    kernels.hopper_linear_kernel[(cdiv(num_rows, tiles.groups * rows),)](
+        weight = TensorDescriptor(
+            weight_NK, [boxes, num_rows, k], [step, k, 1], [boxes, rows // parts, step], ring.PARTS_SHARED.value
+        )
+    x = TensorDescriptor(
+        x_TK,
+        [boxes, num_tokens, k],
+        [step, x_TK.stride(0), 1],
+        [boxes, tiles.tokens, step],
+        ring.PARTS_SHARED.value,
+    )
+    hopper_linear_kernel[(cdiv(num_rows, tiles.groups * (rows // parts)),)](
         weight,
-        TensorDescriptor(x_TK, [num_tokens, k], [x_TK.stride(0), 1], [tiles.tokens, step], kernels.SHARED.value),
+        x,
         out_TM,
         bias_N,
+        residual_TM,
         num_tokens,
         outputs,
         K=k,
         GROUPS=tiles.groups,
         TOKENS=tiles.tokens,
         STAGES=tiles.stages,
+        PARTS=parts,
+        PRODUCTS=tiles.products,
         GATED=gated,
         ACTIVATION=activation,
         REGISTERS=tiles.computing_registers(),

@@ -17,6 +17,7 @@ from compiled_engine.passes.rms_norm import RMSNorm
 from compiled_engine.passes.rope_angles import RopeAngles
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
+from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.passes.silu_mul import SiluMul
 from compiled_engine.passes.small_batch_linear import SmallBatchLinear
 
@@ -26,6 +27,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     Experts(),
     ResidualRMSNorm(),
     AllReduceResidualRMSNorm(),
+    SequenceParallel(),
     RMSNorm(),
     LayerNorm(),
     RopeAngles(),

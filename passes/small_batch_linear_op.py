@@ -132,12 +132,12 @@ def launch(
         residual_TM = residual_TM.contiguous()
     num_tokens, k = x_TK.shape
     num_rows = weight_NK.shape[0]
-    if tiles is None and residual_TM is None:
+    if tiles is None:
         on_hopper = hopper_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, x_TK.device)
         if on_hopper is not None:
             if norm_weight_K is not None:
                 x_TK = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide)
-            return hopper_linear(x_TK, weight_NK, bias_N, silu_mul, activation, on_hopper)
+            return hopper_linear(x_TK, weight_NK, bias_N, silu_mul, activation, on_hopper, residual_TM)
     if tiles is None:
         tiles = choose_tiles(num_tokens, num_rows, k, silu_mul, x_TK.dtype, _device_name(x_TK.device))
     outputs = num_rows // 2 if silu_mul else num_rows

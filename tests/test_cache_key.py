@@ -120,6 +120,7 @@ PERTURBED: dict[str, Any] = {
     "graph.background": True,
     "parallel.tensor_parallel_size": 2,
     "parallel.stage_layers": (2, 4),
+    "parallel.collectives": "nccl",
     "parallel.executor": "multiprocess",
     "parallel.data_parallel_size": 2,
     "attention_backend": "triton",

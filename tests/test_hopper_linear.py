@@ -1,4 +1,4 @@
-"""Hopper's linear for 33 to 128 tokens: compiled for it without a GPU, and on one against the formula in fp64."""
+"""Hopper's linear for up to 128 tokens: compiled for it without a GPU, and on one against the formula in fp64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.passes import gated_linear_op, hopper_linear_kernel, silu_mul, small_batch_linear_op
+from compiled_engine.passes import gated_linear_op, silu_mul, small_batch_linear_op
+from compiled_engine.passes import hopper_linear_ring as ring
 from compiled_engine.passes.hopper_linear import HopperTiles, hopper_linear, hopper_tiles
+from compiled_engine.passes.hopper_linear_kernel import hopper_linear_kernel
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune.hopper_tuning import hopper_candidates, hopper_cases
@@ -37,27 +39,37 @@ WAYS = [
     (HopperTiles(2, 128, 5), 128, 1040, 128, "silu", torch.bfloat16),
     (HopperTiles(3, 64, 6), 33, 24576, 4096, "silu", torch.bfloat16),
     (HopperTiles(3, 128, 5), 127, 2000, 4096, "silu", torch.bfloat16),
+    (HopperTiles(1, 8, 4, 64), 1, 200, 1000, None, torch.bfloat16),
+    (HopperTiles(1, 8, 11, 64, parts=2), 7, 4096, 4096, None, torch.bfloat16),
+    (HopperTiles(1, 8, 5, 64, parts=2, products=2), 5, 4096, 12288, None, torch.bfloat16),
+    (HopperTiles(3, 8, 4, 64, parts=2), 8, 6160, 1024, "silu", torch.bfloat16),
+    (HopperTiles(3, 16, 2, 64, products=2), 13, 1040, 1024, "gelu", torch.bfloat16),
+    (HopperTiles(2, 32, 3, 96, parts=4), 31, 1000, 3072, None, torch.float16),
+    (HopperTiles(1, 8, 5, 64, parts=2, products=4), 8, 1040, 1024, "silu", torch.bfloat16),
 ]
 MEASURED = load_profile(DEVICE).hopper_tiles  # type: ignore[union-attr]
 
 
-def compiled(tiles: HopperTiles, k: int, gated: bool, bias: bool) -> Any:
-    kernels = hopper_linear_kernel
-    kernel = getattr(kernels.hopper_linear_kernel, "jit_function", kernels.hopper_linear_kernel)
-    plain = f"[{kernels.ROWS.value}, {kernels.STEP.value}],{kernels.SHARED.value!r}"
-    blocks = f"[{kernels.BLOCKS.value}, 2, {kernels.BLOCK.value}, {kernels.STEP.value}],{kernels.BLOCKS_SHARED.value!r}"
+def compiled(tiles: HopperTiles, k: int, gated: bool, bias: bool, residual: bool) -> Any:
+    kernel = getattr(hopper_linear_kernel, "jit_function", hopper_linear_kernel)
+    parts, boxes, step = tiles.parts, tiles.parts * tiles.products, ring.STEP.value
+    plain = f"[{boxes}, {ring.ROWS.value // parts}, {step}],{ring.PARTS_SHARED.value!r}"
+    blocks = f"[{boxes}, {ring.BLOCKS.value // parts}, 2, {ring.BLOCK.value}, {step}],{ring.BLOCKS_SHARED.value!r}"
     constants: dict[str, Any] = {
         "K": k,
         "GROUPS": tiles.groups,
         "TOKENS": tiles.tokens,
         "STAGES": tiles.stages,
+        "PARTS": parts,
+        "PRODUCTS": tiles.products,
         "GATED": gated,
         "ACTIVATION": "silu",
         "REGISTERS": tiles.computing_registers(),
-    } | ({} if bias else {"bias_ptr": None})
+    }
+    constants |= {name: None for name, given in (("bias_ptr", bias), ("residual_ptr", residual)) if not given}
     types = {
         "w_desc": f"tensordesc<bf16{blocks if gated else plain}>",
-        "x_desc": f"tensordesc<bf16[{tiles.tokens}, {kernels.STEP.value}],{kernels.SHARED.value!r}>",
+        "x_desc": f"tensordesc<bf16[{boxes}, {tiles.tokens}, {step}],{ring.PARTS_SHARED.value!r}>",
         "num_tokens": "i32",
         "num_outputs": "i32",
     } | dict.fromkeys(constants, "constexpr")
@@ -77,19 +89,22 @@ def compiled(tiles: HopperTiles, k: int, gated: bool, bias: bool) -> Any:
 def test_what_the_profile_names_fits(key: tuple[int, int, int, bool], tiles: dict[str, int], tmp_path: Path) -> None:
     """In shared memory and registers; before the wait it touches the weight alone."""
     tokens, _, k, gated = key
-    program = compiled(HopperTiles(**tiles), k, gated, bias=gated)
-    assert HopperTiles(**tiles).tokens == tokens
+    program = compiled(HopperTiles(**tiles), k, gated, bias=gated, residual=not gated)
+    assert HopperTiles(**tiles).tokens == max(8, tokens)
     assert program.metadata.shared <= 227 << 10
     path = tmp_path / "kernel.cubin"
     path.write_bytes(program.asm["cubin"])
     usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
     assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) == 0  # type: ignore[index]
     ptx = program.asm["ptx"]
-    assert f"wgmma.mma_async.sync.aligned.m64n{tokens}k16" in ptx
-    copies = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d|(griddepcontrol\.wait)", ptx)
-    ahead = [rank for rank, _ in copies[: next(i for i, (_, wait) in enumerate(copies) if wait)]]
-    assert 1 <= len(ahead) <= tiles["stages"] * tiles["groups"]
-    assert set(ahead) == {"4" if gated else "2"}
+    parts = tiles.get("parts", 1)
+    assert f"wgmma.mma_async.sync.aligned.m64n{parts * max(8, tokens)}k16" in ptx
+    # Two waits, of which the one at the end may stand first.
+    copy = re.compile(r"cp\.async\.bulk\.tensor\.(\d)d.*?\], \[(%rd\d+)")
+    ahead = next(copies for part in ptx.split("griddepcontrol.wait") if (copies := copy.findall(part)))
+    assert len(ahead) <= tiles["stages"] * tiles["groups"]
+    assert {rank for rank, _ in ahead} == {"5" if gated else "3"}
+    assert len({descriptor for _, descriptor in ahead}) == 1
 
 
 def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
@@ -98,21 +113,20 @@ def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
         config, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128
     )
     cases = hopper_cases(model)
-    assert {(case.name, case.num_tokens) for case in cases} == {
-        ("qkv", 64),
-        ("gate_up", 64),
-        ("gate_up", 128),
-        ("head", 64),
-    }
+    small = {(name, tokens) for name in ("qkv", "o", "gate_up", "down") for tokens in (1, 8, 16, 32, 64)}
+    assert {(case.name, case.num_tokens) for case in cases} == small | {("gate_up", 128)}
     for case in cases:
-        for tiles in hopper_candidates(case):
-            stage = (64 * tiles.groups + tiles.tokens) * 128
-            results = tiles.groups * tiles.tokens * (64 if case.silu_mul else 128)
+        tried = hopper_candidates(case)
+        assert tried
+        for tiles in tried:
+            stage = (64 * tiles.groups + tiles.parts * tiles.tokens) * tiles.products * 128
+            results = tiles.groups * tiles.tokens * (64 if case.silu_mul else 128) // tiles.parts
             assert case.num_tokens <= tiles.tokens
+            assert case.k % (64 * tiles.parts * tiles.products) == 0
             assert stage * tiles.stages + results <= 227 << 10
 
 
-@pytest.mark.parametrize(("tokens", "device"), [(32, "cuda"), (129, "cuda"), (64, "cpu")])
+@pytest.mark.parametrize(("tokens", "device"), [(129, "cuda"), (64, "cpu"), (8, "cpu")])
 def test_other_batches_and_devices_have_no_tiles(tokens: int, device: str) -> None:
     assert hopper_tiles(tokens, 6144, 1024, True, torch.bfloat16, torch.device(device)) is None
 
@@ -127,16 +141,19 @@ def _hopper() -> None:
 def test_it_is_a_linear(
     tiles: HopperTiles, tokens: int, rows: int, k: int, activation: str | None, dtype: torch.dtype
 ) -> None:
-    """With a bias, into memory that was NaN; the same bits whatever other tokens there are."""
+    """With a bias and a residual, into memory that was NaN; the same bits whatever other tokens there are."""
     _hopper()
-    given = arguments_of(Case(tokens, rows, k, bias=True, silu_mul=activation is not None), dtype, "cuda")
+    case = Case(tokens, rows, k, bias=True, silu_mul=activation is not None, residual=True)
+    given = arguments_of(case, dtype, "cuda")
     assert given.bias_N is not None
-    arguments = given.weight_NK, given.bias_N, activation is not None, activation or "silu", tiles
+    assert given.residual_TM is not None
+    arguments = given.weight_NK, given.bias_N, activation is not None, activation or "silu", tiles, given.residual_TM
     with nan_in_new_tensors():
         found = hopper_linear(given.x_TK, *arguments)
     expected = torch.nn.functional.linear(given.x_TK.double(), given.weight_NK.double(), given.bias_N.double())
     if activation is not None:
         expected = silu_mul.reference(expected, activation)
+    expected += given.residual_TM
     assert float((found.double() - expected).abs().max() / expected.abs().max()) < 1e-2
     others = given.x_TK.clone()
     others[tokens // 2 :] = float("nan")
@@ -151,12 +168,13 @@ def test_the_ops_launch_what_the_profile_names(key: tuple[int, int, int, bool], 
     if torch.cuda.get_device_name() != DEVICE:
         pytest.skip(f"measured on {DEVICE}")
     tokens, rows, k, gated = key
-    case = Case(tokens - 9, rows, k, norm=tokens <= 64, silu_mul=gated)
+    small = tokens <= small_batch_linear_op.TOKEN_BUCKETS[-1]
+    case = Case(tokens - tokens // 7, rows, k, norm=small, silu_mul=gated, residual=small and not gated)
     given = arguments_of(case, torch.bfloat16, "cuda")
     assert hopper_tiles(case.num_tokens, rows, k, gated, torch.bfloat16, given.x_TK.device) == HopperTiles(**tiles)
 
     def run() -> torch.Tensor:
-        if tokens <= 64:
+        if small:
             return small_batch_linear_op.launch(*given.values())  # type: ignore[arg-type]
         return gated_linear_op.launch(given.x_TK, given.weight_NK, None)
 

@@ -21,10 +21,17 @@ def one() -> Iterator[LLM]:
         yield llm
 
 
-# With and without a step that is scheduled before the tokens of the one before it are known.
+# With and without a step that is scheduled before the tokens of the one before it are known; with and without a
+# residual of which a rank has its own rows alone, and hands them on.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2": {"pipeline_parallel_size": 2, "async_scheduling": True},
-    "TP 2 x PP 2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "async_scheduling": False},
+    "TP 2 x PP 2": {
+        "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 2,
+        "async_scheduling": False,
+        "sequence_parallel": True,
+        "strict_passes": True,
+    },
 }
 
 

@@ -19,6 +19,7 @@ from compiled_engine.collectives import vocabulary
 from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
 from compiled_engine.passes import all_reduce_residual_rms_norm as fused
 from compiled_engine.passes import residual_rms_norm
+from compiled_engine.passes import sequence_parallel_op as divided
 
 D, NUM_SLOTS, EPS = 104, 4, 1e-5
 
@@ -71,6 +72,39 @@ def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
         ranks.others_find(parts[rank])
 
 
+def check_divided(num_ranks: int, rank: int, dtype: torch.dtype, inner: bool = False) -> None:
+    """The same, of the rows of the sum that are this rank's, in turn with exchanges of whole rows in the same slots."""
+    generator = torch.Generator().manual_seed(rank)
+    ranks = Ranks(num_ranks, rank, dtype)
+    weight, inner_weight = torch.randn(2, D, generator=generator).to(dtype)
+    norm = (weight, EPS, 1.0, True, inner_weight) if inner else (weight, EPS)
+    for num_tokens in (3, 1, 4, 2):
+        *parts, residual = (torch.randn(num_tokens, D, generator=generator).to(dtype) for _ in range(num_ranks + 1))
+        normed, total = residual_rms_norm.reference(torch.stack(parts).float().sum(0).to(dtype), residual, *norm)
+        owners = [slot % num_ranks for slot in range(num_tokens)]
+        # To the owner of a row the others hand their parts; from it they get what is normed.
+        ranks.others_write(
+            [
+                torch.stack([part if owners[slot] == rank else normed[slot] for slot, part in enumerate(rows)])
+                for rows in parts
+            ]
+        )
+        own = [slot for slot, owner in enumerate(owners) if owner == rank]
+        residual[[slot for slot, owner in enumerate(owners) if owner != rank]] = torch.nan
+        found, found_total = divided.push(ranks.own, parts[rank], residual, *norm)
+        torch.testing.assert_close(found, normed, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(found_total[own], total[own], rtol=2e-3, atol=2e-3)
+        for slot, owner in enumerate(owners):
+            epoch = int(ranks.own.epochs[slot])
+            for peer in set(range(num_ranks)) - {rank} if owner == rank else {owner}:
+                assert int(ranks.flags(peer)[slot, rank]) == epoch
+                handed = found[slot] if owner == rank else parts[rank][slot]
+                assert torch.equal(ranks.rows(peer)[epoch & 1, slot, rank], handed)
+        ranks.others_write(parts)
+        fused.push(ranks.own, parts[rank], torch.zeros_like(residual), weight, EPS)
+        ranks.others_find(parts[rank])
+
+
 INTERPRETED = """
 import torch
 from tests import test_push_kernel
@@ -78,6 +112,8 @@ from compiled_engine.collectives.vocabulary import reference
 for dtype in (torch.float32, torch.float16):
     for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
         test_push_kernel.check(num_ranks, rank, dtype)
+        test_push_kernel.check_divided(num_ranks, rank, dtype)
+test_push_kernel.check_divided(2, 1, torch.float32, inner=True)
 print("right")
 """
 
@@ -90,15 +126,22 @@ def test_in_the_interpreter() -> None:
     assert run.stdout.strip() == "right", run.stderr[-2000:]
 
 
+KERNELS = (
+    fused.all_reduce_residual_rms_norm_kernel,
+    divided.sequence_parallel_kernel,
+    vocabulary.embedding_part_kernel,
+)
 TYPES = {"eps": "fp32", "addresses_ptr": "*i64", "ids_ptr": "*i64", "epochs_ptr": "*i32"}
 NUMBERS = ("rank", "num_ranks", "num_slots", "data_offset", "first_row", "num_rows")
 
 
-@pytest.mark.parametrize("kernel", [fused.all_reduce_residual_rms_norm_kernel, vocabulary.embedding_part_kernel])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_compiled_for_hopper(kernel: object) -> None:
     """Needs no GPU. What goes to other GPUs is released, and acquired from them, for the whole system."""
     names = kernel.arg_names  # type: ignore[attr-defined]
     constants = {"D": 4096, "BLOCK_D": 4096, "DEPENDENT_LAUNCH": 1}
+    if "OFFSET" in names:
+        constants |= {"OFFSET": 0.0, "WIDE": False, "inner_weight_ptr": None}
     types = TYPES | dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         getattr(kernel, "jit_function", kernel),

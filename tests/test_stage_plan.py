@@ -23,6 +23,8 @@ from compiled_engine.models.checkpoint.random_weights import fill_with_random_we
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.stages import ParameterPlaces, divide_layers, parameter_places, stages_of
 from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.manager import run_passes
+from compiled_engine.passes.registry import registered_passes
 
 NUM_LAYERS, NUM_TOKENS = 4, 5
 Pieces = Mapping[str, Callable[..., object]]
@@ -41,10 +43,15 @@ def config_of(family: Family) -> EngineConfig:
     )
 
 
-def planned(config: EngineConfig, compile_range: CompileRange) -> tuple[Plan, Pieces]:
-    """Pieces as they are before they are compiled."""
+def planned(config: EngineConfig, compile_range: CompileRange, *, fused: bool = False) -> tuple[Plan, Pieces]:
+    """Pieces as they are before they are compiled. fused: with the ops that passes put in, as on a GPU."""
     model = without_storage(build_model(config.local_model), CPU)
-    module, _ = apply_passes(config, trace(model, example_inputs(config)), compile_range)
+    graphs = trace(model, example_inputs(config))
+    if fused:
+        module, passes = graphs.for_range(compile_range), registered_passes()
+        run_passes(module.graph, passes, [graph_pass.name for graph_pass in passes], compile_range, CPU)
+    else:
+        module, _ = apply_passes(config, graphs, compile_range)
     steps = split(module.graph)
     plan, _ = make_plan(module.graph, steps)
     keys = [step.piece for step in plan.steps]
@@ -69,11 +76,18 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, AttentionInputs]:
 
 
 @pytest.mark.parametrize(
-    ("family", "stage_layers"),
-    [(QWEN3, (3, 1)), (BIASED, (1, 2, 1)), (GEMMA2, (2, 2)), (PHI3, (1, 3)), (QWEN3_MOE, (2, 1, 1))],
+    ("family", "stage_layers", "fused"),
+    [
+        (QWEN3, (3, 1), False),
+        (QWEN3, (3, 1), True),
+        (BIASED, (1, 2, 1), True),
+        (GEMMA2, (2, 2), True),
+        (PHI3, (1, 3), False),
+        (QWEN3_MOE, (2, 1, 1), False),
+    ],
     ids=str,
 )
-def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[int, ...]) -> None:
+def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[int, ...], fused: bool) -> None:
     config = config_of(family)
     places = parameter_places(build_model(config.local_model), config.local_model)
     model = build_model(config.local_model)
@@ -82,7 +96,9 @@ def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[
     named = dict(model.named_parameters(remove_duplicate=False))  # a tied one under each of its names
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
-        plan, pieces = planned(config, compile_range)
+        plan, pieces = planned(config, compile_range, fused=fused)
+        fuses_attention = fused and compile_range.small
+        assert any(step.op == "compiled_engine::rope_attend" for step in plan.steps) == fuses_attention
         packed = {name: torch.cat([parameters[m] for m in members]) for name, members in plan.packed().items()}
         given = parameters | packed
         expected = stitch(plan, pieces, given)(*inputs(), caches)

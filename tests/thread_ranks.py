@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from compiled_engine.collectives.push import PushBuffer
+from compiled_engine.collectives.rows import rows_of
 
 T = TypeVar("T")
 
@@ -38,6 +39,15 @@ class ThreadGroup:
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         self.exchanged.append(x_TV.shape[1])
         return torch.cat(self._all(x_TV), -1)
+
+    def rows(self, num_rows: int) -> slice:
+        return rows_of(self.rank, self.size, num_rows)
+
+    def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x_TD)[self.rows(x_TD.shape[0])]
+
+    def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return torch.cat(self._all(own_SD))
 
     def least(self, value: int) -> int:
         return int(torch.stack(self._all(torch.tensor(value))).min())

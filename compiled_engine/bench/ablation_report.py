@@ -11,7 +11,14 @@ from compiled_engine.bench.ablation_workload import AblationWorkload
 from compiled_engine.bench.bounds import ModelSizes, model_sizes
 from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.bench.machine import conditions, plain_options
-from compiled_engine.bench.variants import GRAPHS_NEED_CUDA, Variant, check_options, chosen, variants
+from compiled_engine.bench.variants import (
+    GRAPHS_NEED_CUDA,
+    Variant,
+    check_options,
+    chosen,
+    parallel_variants,
+    variants,
+)
 from compiled_engine.config import EngineConfig
 from compiled_engine.llm import make_options
 from compiled_engine.process.progress import Progress
@@ -83,7 +90,10 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     workload.check(config)
     passes = config.compile.passes
     left_out = QUICK_PASSES if asked.quick and not asked.variants else passes
-    found = chosen(variants(config.device.type, passes, left_out, asked.alone), asked.variants)
+    known = variants(config.device.type, passes, left_out, asked.alone)
+    if not asked.quick or asked.variants:
+        known += parallel_variants(config)
+    found = chosen(known, asked.variants)
     for variant in found:
         _resolve_variant(variant, shared)
     return Plan(
@@ -93,7 +103,7 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
         shape=shape,
         workload=workload,
         variants=tuple(found),
-        sizes=model_sizes(config.model),
+        sizes=model_sizes(config.local_model),  # of a rank
         notes=(QUICK_NOTE,) if asked.quick else (),
     )
 

@@ -12,6 +12,7 @@ import torch
 
 from compiled_engine.bench.bounds import Chunk
 from compiled_engine.bench.workloads import random_prompts
+from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
@@ -55,7 +56,7 @@ def mixed_step_ms(
                 core.step()
 
         steps(SETTLING_STEPS)
-        seconds = _wall_seconds(lambda: steps(num_steps), llm.config.device)
+        seconds = _wall_seconds(lambda: steps(num_steps), llm.config)
     return seconds / num_steps * 1e3
 
 
@@ -69,15 +70,16 @@ def decode_steps_ms(llm: LLM, generator: random.Random, num_requests: int, conte
                 core.step()
 
         steps()
-        return [_wall_seconds(steps, llm.config.device) / num_steps * 1e3 for _ in range(STEP_SAMPLES - 1)]
+        return [_wall_seconds(steps, llm.config) / num_steps * 1e3 for _ in range(STEP_SAMPLES - 1)]
 
 
 def decode_kernels(llm: LLM, generator: random.Random, context: int, num_steps: int) -> float | None:
-    """Kernels that the device runs in one steady decode step of one request, copies not counted; None without CUDA.
+    """Kernels that the device runs in one steady decode step of one request, copies not counted; None without CUDA, and
+    where workers run them.
 
     Counted by the profiler over `num_steps` steps, and divided by their number.
     """
-    if llm.config.device.type != "cuda":
+    if not _runs_on_gpu(llm.config):
         return None
     with decodes(llm, generator, 1, context, outputs_needed(num_steps)) as core:
         torch.cuda.synchronize(llm.config.device)
@@ -120,11 +122,17 @@ def _request(request_id: str, prompt: Sequence[int], output_len: int) -> EngineR
     return EngineRequest(request_id, tuple(prompt), params)
 
 
-def _wall_seconds(work: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
+    """What workers still compute then is a step at most, before and after."""
+    if _runs_on_gpu(config):
+        torch.cuda.synchronize(config.device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if _runs_on_gpu(config):
+        torch.cuda.synchronize(config.device)
     return time.perf_counter() - start
+
+
+def _runs_on_gpu(config: EngineConfig) -> bool:
+    """Whether this process does."""
+    return config.device.type == "cuda" and config.parallel.executor == "in_process"

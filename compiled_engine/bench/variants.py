@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from compiled_engine.config import EngineConfig
+from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.resolve.compile import COMPILE_OPTIONS
 
 # Modes without decode graphs, and without graphs of mixed batches.
@@ -80,6 +82,21 @@ def variants(
             for name, disabled in without.items()
         ),
     ]
+
+
+def parallel_variants(config: EngineConfig) -> list[Variant]:
+    """The whole engine with its devices run in another way: by workers, where one is run without; or, where several
+    compute each layer together, with sequence parallelism, and without symmetric memory."""
+    on_gpu, parallel = config.device.type == "cuda", config.parallel
+    whole = Variant("compiled + full", {"mode": "graphed"}) if on_gpu else Variant("compiled", {"mode": "compiled"})
+    others: dict[str, dict[str, Any]] = {}
+    if parallel.executor == "in_process" and parallel.data_parallel_size == 1:
+        others["in a worker process"] = {"distributed_executor": "multiprocess"}
+    if parallel.tensor_parallel_size > 1 and SequenceParallel.name not in config.compile.passes:
+        others["with sequence parallelism"] = {"sequence_parallel": True}
+    if parallel.tensor_parallel_size > 1 and on_gpu and parallel.collectives == "auto":
+        others["over NCCL"] = {"collectives": "nccl"}
+    return [Variant(f"{whole.name} {how}", {**whole.options, **options}) for how, options in others.items()]
 
 
 def chosen(found: Sequence[Variant], names: Sequence[str]) -> list[Variant]:

@@ -65,10 +65,10 @@ def compiled_kernels() -> list[str]:
 
 def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
     """Device memory: the KV cache; the rest of the peak that PyTorch reserved (weights, activations, graphs); what
-    graphs were predicted to take, and took. None without CUDA."""
+    graphs were predicted to take, and took. None without CUDA, and where other processes have it."""
     import torch
 
-    if config.device.type != "cuda":
+    if config.device.type != "cuda" or config.parallel.executor != "in_process":
         return None
     kv_cache = metrics["kv_cache_bytes"]
     return {

@@ -162,6 +162,13 @@ ENGINE_ARGUMENTS = (
     Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
     Argument("pipeline_parallel_size", int, "Stages that the layers are divided into, on devices of their own."),
     Argument("data_parallel_size", int, "Replicas of the model, each on devices of its own."),
+    Argument(
+        "sequence_parallel",
+        bool,
+        "With several devices a layer, each normalises a share of the tokens of long prefills.",
+        flag="--sequence-parallel",
+    ),
+    Argument("collectives", str, "auto or nccl: what carries sums between GPUs."),
     Argument("distributed_executor", str, "auto, in_process, multiprocess or ray: who runs the devices."),
     Argument(
         "logits_processors",

@@ -14,8 +14,10 @@ from rich.table import Table
 from compiled_engine.bench.shapes import SHAPES
 from compiled_engine.cli.bench_ablation import ablation
 from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
+from compiled_engine.cli.bench_executor import executor
 from compiled_engine.cli.bench_families import families
 from compiled_engine.cli.bench_http import http
+from compiled_engine.cli.bench_layouts import layouts
 from compiled_engine.cli.bench_plot import plot
 from compiled_engine.cli.bench_serve import serve
 from compiled_engine.cli.bench_startup import startup
@@ -29,7 +31,7 @@ bench = typer.Typer(
     no_args_is_help=True,
 )
 
-for command in (table, compare, ablation, plot, startup, step, serve, http, families):
+for command in (table, compare, ablation, plot, startup, step, executor, serve, http, families, layouts):
     bench.command()(command)
 
 ModelFolder = Annotated[Path | None, typer.Option(help="Checkpoint folder. Without it: the bundled model.")]

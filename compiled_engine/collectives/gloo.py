@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_engine.collectives.push import PushBuffer
+from compiled_engine.collectives.rows import padded, rows_a_rank, rows_of
 
 # A rank that is lost ends its processes long before; a rank may compile for as long as it takes.
 TIMEOUT = timedelta(hours=1)
@@ -49,6 +50,18 @@ class GlooGroup:
         parts = [torch.empty_like(x_TV, memory_format=torch.contiguous_format) for _ in range(self.size)]
         dist.all_gather(parts, x_TV.contiguous(), self._members)
         return torch.cat(parts, -1)
+
+    def rows(self, num_rows: int) -> slice:
+        return rows_of(self.rank, self.size, num_rows)
+
+    def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x_TD)[self.rows(x_TD.shape[0])]
+
+    def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
+        own_SD = padded(own_SD, rows_a_rank(self.size, num_rows))
+        parts = [torch.empty_like(own_SD) for _ in range(self.size)]
+        dist.all_gather(parts, own_SD, self._members)
+        return torch.cat(parts)[:num_rows]
 
     def least(self, value: int) -> int:
         return least(value)

@@ -32,6 +32,18 @@ class Group(Protocol):
         """The ranks' [T, V] side by side in the order of the ranks: [T, size * V]."""
         ...
 
+    def rows(self, num_rows: int) -> slice:
+        """Those of a batch's rows that are this rank's, where ranks share what is computed of whole rows."""
+        ...
+
+    def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of the sum over all ranks."""
+        ...
+
+    def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """The rows of all ranks, [num_rows, D]; own_SD: this rank's."""
+        ...
+
     def least(self, value: int) -> int:
         """The smallest of the numbers of all ranks, those of other stages included, on the host; every rank waits until
         all have called it."""
@@ -41,7 +53,8 @@ class Group(Protocol):
 
 
 class StandIn:
-    """Takes the place of a group where only one rank runs: the results have the right shapes, not the values.
+    """Takes the place of a group where only one rank runs: the results have the right shapes, not the values. All rows
+    are its own.
 
     least: of all ranks, where those of other stages do run.
     """
@@ -57,6 +70,15 @@ class StandIn:
 
     def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
         return x_TV.repeat(1, self.size)
+
+    def rows(self, num_rows: int) -> slice:
+        return slice(0, num_rows)
+
+    def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x_TD)
+
+    def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return own_SD
 
     def least(self, value: int) -> int:
         return value if self._least is None else self._least(value)

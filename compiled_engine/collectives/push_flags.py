@@ -17,12 +17,33 @@ def exchange_flags(
     """
     tl.debug_barrier()  # the rows of all threads are written before one raises the flags
     for peer in range(num_ranks):
-        flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
-        tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
+        raise_flag(addresses_ptr, peer, slot, rank, num_ranks, epoch)
     own_address = tl.load(addresses_ptr + rank)
-    flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
     for peer in range(num_ranks):
-        while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
-            pass
+        await_flag(own_address, peer, slot, num_ranks, epoch)
     tl.debug_barrier()
     return own_address
+
+
+@triton.jit
+def raise_flag(
+    addresses_ptr: tl.tensor,
+    peer: tl.tensor,
+    slot: tl.tensor,
+    rank: tl.tensor,
+    num_ranks: tl.tensor,
+    epoch: tl.tensor,
+) -> None:
+    """This rank's for the slot, in a peer's memory. A barrier comes before: all threads have written their rows."""
+    flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def await_flag(
+    own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
+) -> None:
+    """A peer's for the slot, in this rank's memory. A barrier comes after, before any thread reads the peer's row."""
+    flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
+    while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
+        pass

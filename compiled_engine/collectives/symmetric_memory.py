@@ -11,6 +11,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from compiled_engine.collectives.nccl import NcclGroup
 from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
+from compiled_engine.collectives.rows import rows_of
 
 # From so many bytes on two exchanges of less are faster than one, by the number of ranks (up to it).
 ONE_SHOT_BYTES = {2: 512 << 10, 4: 128 << 10, 8: 64 << 10}
@@ -84,6 +85,33 @@ class SymmetricMemoryGroup:
                 out_TV[start : start + at_once, columns].copy_(peer_TV)
             self._handle.barrier(_BARRIERS[1])
         return out_TV
+
+    def rows(self, num_rows: int) -> slice:
+        return self._over.rows(num_rows)
+
+    def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
+        if x_TD.nbytes > self._workspace.nbytes:
+            return self._over.reduce_scatter(x_TD)
+        shape, rows = tuple(x_TD.shape), self.rows(x_TD.shape[0])
+        self._handle.get_buffer(self.rank, shape, x_TD.dtype).copy_(x_TD)
+        self._handle.barrier(_BARRIERS[0])
+        parts = [self._handle.get_buffer(rank, shape, x_TD.dtype)[rows] for rank in range(self.size)]
+        own_SD = parts[0] + parts[1] if self.size == 2 else torch.stack(parts).float().sum(0).to(x_TD.dtype)
+        self._handle.barrier(_BARRIERS[1])
+        return own_SD
+
+    def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
+        out_TD = own_SD.new_empty((num_rows, own_SD.shape[1]))
+        if out_TD.nbytes > self._workspace.nbytes:
+            return self._over.gather_rows(own_SD, num_rows)
+        shape, dtype = tuple(out_TD.shape), own_SD.dtype
+        self._handle.get_buffer(self.rank, shape, dtype)[self.rows(num_rows)].copy_(own_SD)
+        self._handle.barrier(_BARRIERS[0])
+        for rank in range(self.size):
+            rows = rows_of(rank, self.size, num_rows)
+            out_TD[rows].copy_(self._handle.get_buffer(rank, shape, dtype)[rows])
+        self._handle.barrier(_BARRIERS[1])
+        return out_TD
 
     def least(self, value: int) -> int:
         return self._over.least(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,9 @@ from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.parallel.stages import Stage, stages_of
 
+if TYPE_CHECKING:
+    from compiled_engine.collectives.nccl import NcclGroup
+
 log = logging.getLogger("compiled_engine")
 
 # Rows whose logits are there at once where nothing else says: a chunk of a prompt's.
@@ -25,7 +29,7 @@ def connect(config: EngineConfig, rank: int, folder: Path) -> tuple[Group, Stage
     """Join the others as `rank`; waits for them. folder: an empty one, private to them.
 
     Returns the ranks that have a share of the same layers, and the way to other stages where there are any. On GPUs
-    that cannot reach each other's memory, and for float16, the collectives are NCCL's.
+    that cannot reach each other's memory, for float16, and where it is asked for, the collectives are NCCL's.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)
@@ -55,6 +59,8 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
     from compiled_engine.collectives.symmetric_memory import SUMMED_DTYPES, SymmetricMemoryGroup
 
     nccl = NcclGroup(members, config.device)
+    if config.parallel.collectives == "nccl":
+        return _connected(nccl)
     symmetric: SymmetricMemoryGroup | None = None
     try:
         if config.model.dtype not in SUMMED_DTYPES:
@@ -67,7 +73,12 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
         log.warning("rank %d does without symmetric memory, its collectives are NCCL's: %s", dist.get_rank(), error)
     if nccl.least(symmetric is not None) and symmetric is not None:
         return symmetric
-    nccl.all_reduce(torch.zeros(1, device=config.device))  # connects, which a capture could not
+    return _connected(nccl)
+
+
+def _connected(nccl: NcclGroup) -> NcclGroup:
+    """NCCL connects at its first collective, which a capture could not do."""
+    nccl.all_reduce(torch.zeros(1, device=nccl.device))
     return nccl
 
 

@@ -10,6 +10,7 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.folders import check_folders
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
+COLLECTIVES = ("auto", "nccl")
 EXECUTORS = ("auto", "in_process", "multiprocess", "ray")
 MODES = ("auto", "eager", "compiled", "graphed")
 # Sizes beyond these are mistakes; a grid of CUDA has room for 65,535 requests, a block table's entry 31 bits.
@@ -32,7 +33,7 @@ def check_types(options: EngineOptions) -> None:
             require_integer(name, value, most=most)
     require_integer("seed", options.seed, -(2**63), 2**64 - 1)
     switches = ("enable_prefix_caching", "compile_cache", "strict_passes", "verify_passes", "background_capture")
-    for name in (*switches, "skip_tokenizer_init"):
+    for name in (*switches, "skip_tokenizer_init", "sequence_parallel"):
         if not isinstance(getattr(options, name), bool):
             raise TypeError(f"{name} is {getattr(options, name)!r}; allowed: True or False")
     share = options.gpu_memory_utilization
@@ -42,6 +43,7 @@ def check_types(options: EngineOptions) -> None:
         raise ValueError(f"gpu_memory_utilization is {share!r}; allowed: above 0 and at most 1")
     require_one_of("mode", options.mode, MODES)
     require_one_of("distributed_executor", options.distributed_executor, EXECUTORS)
+    require_one_of("collectives", options.collectives, COLLECTIVES)
     require_one_of("scheduling_policy", options.scheduling_policy, POLICIES)
     require_one_of("generation_config", options.generation_config, ("auto", "none"))
     lists = ("passes", "disable_passes", "compile_ranges", "capture_sizes", "capture_token_sizes", "logits_processors")

@@ -10,6 +10,7 @@ import torch
 from compiled_engine.config import CompileConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.passes.tensor_parallel import TensorParallel
 from compiled_engine.resolve.checks import require_integer, require_one_of
 from compiled_engine.resolve.folders import resolve_cache_dir
@@ -19,6 +20,7 @@ COMPILE_OPTIONS = (
     "disable_passes",
     "strict_passes",
     "verify_passes",
+    "sequence_parallel",
     "compile_ranges",
     "compile_workers",
     "cache_dir",
@@ -57,8 +59,13 @@ def resolve_compile(
     if options.tensor_parallel_size == 1:
         if options.passes is not None and (asked := sorted(of_ranks.intersection(options.passes))):
             raise ValueError(f"passes has {asked[0]!r}, but tensor_parallel_size is 1: there is nothing to sum")
+        if options.sequence_parallel:
+            raise ValueError("sequence_parallel is True, but tensor_parallel_size is 1; allowed: False")
         known = tuple(name for name in known if name not in of_ranks)
-    wanted = known if options.passes is None else options.passes
+    by_default = tuple(name for name in known if name != SequenceParallel.name)
+    wanted = by_default if options.passes is None else options.passes
+    if options.sequence_parallel:
+        wanted = (*wanted, SequenceParallel.name)
     return CompileConfig(
         enabled=True,
         passes=tuple(name for name in known if name in wanted and name not in options.disable_passes),

@@ -83,7 +83,11 @@ def resolve_parallel(
             "background_capture is True, but ranks in processes of their own capture together, before the first "
             "request; allowed with distributed_executor='multiprocess': False"
         )
-    return ParallelConfig(size, executor, replicas, _stage_layers(model, size, stages, reasons))
+    if options.collectives == "nccl" and (device.type != "cuda" or size == 1):
+        sums = "a CPU's go through gloo" if size > 1 else "tensor_parallel_size is 1: there is nothing to sum"
+        raise ValueError(f"collectives is 'nccl', but {sums}; allowed: auto")
+    layers = _stage_layers(model, size, stages, reasons)
+    return ParallelConfig(size, executor, replicas, layers, options.collectives)
 
 
 def check_stages(parallel: ParallelConfig, compiled: bool) -> None:

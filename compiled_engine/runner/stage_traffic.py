@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 
@@ -20,7 +21,7 @@ from compiled_engine.sampling.async_copies import upload
 
 @dataclass(frozen=True)
 class _ExpectedTokens:
-    """For rows_S of the states, of the requests of a step."""
+    """For rows_S of the states, of the requests that a step samples: a later chunk of a prompt needs none of them."""
 
     request_ids: frozenset[str]
     rows_S: torch.Tensor
@@ -57,7 +58,8 @@ class StageTraffic:
         """A step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
-            self._expected.append(_ExpectedTokens(frozenset(batch.request_ids), self._sampled_rows(batch)))
+            sampled = frozenset(compress(batch.request_ids, batch.samples.tolist()))
+            self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
 
     def send_tokens(self, batch: InputBatch) -> None:
         """Those that the last stage has sampled, once all are in the states."""

@@ -1,4 +1,4 @@
-"""Measures on a Hopper which linears of 33 to 128 tokens its own kernel computes faster than what runs there else."""
+"""Measures on a Hopper which linears of up to 128 tokens its own kernel computes faster than what runs there else."""
 
 from __future__ import annotations
 
@@ -19,26 +19,45 @@ from compiled_engine.tune.linear_tuning import Chain, Linear, TunedLinear
 # Of the time before, what a kernel may take to be chosen.
 WORTH = 0.98
 REPEATS = 9
+# Columns of a product of the tensor cores: the least, and more than are worth trying.
+FEWEST_TOKENS, MOST_COLUMNS = 8, 128
 # The small-batch range ends here.
 SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
 def hopper_cases(model: ModelConfig) -> list[LinearCase]:
-    """What the engine asks of the kernel: in small batches linears without a residual, beyond those gated ones."""
+    """What the engine asks of the kernel: in small batches every linear of a layer, beyond those gated ones."""
     cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens)]
-    return [case for case in cases if not case.residual and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
+    return [case for case in cases if case.name != "head" and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
 
 
 def hopper_candidates(case: LinearCase) -> list[HopperTiles]:
-    """Those that fit the shared memory, with as many stages as do and with fewer, and give most SMs something to do."""
-    tokens = next(most for most in TOKEN_BUCKETS if case.num_tokens <= most)
-    found: list[HopperTiles] = []
-    for groups, registers in product((1, 2, 3), (0, 128)):
-        results = groups * tokens * (32 if case.silu_mul else 64) * 2
-        most = min((SHARED_MEMORY - results) // ((64 * groups + tokens) * 128), -(-case.k // 64))
-        if case.num_rows >= 60 * 64 * groups and (registers == 0 or groups == 1):
-            found += [HopperTiles(groups, tokens, stages, registers) for stages in range(most, 3, -2)]
-    return found
+    """Those that give most SMs something to do, and fill the shared memory of one alone or with the next kernel's."""
+    tokens = max(FEWEST_TOKENS, next(most for most in TOKEN_BUCKETS if case.num_tokens <= most))
+    found: dict[HopperTiles, None] = {}
+    for groups, parts, products in product((1, 2, 3), (1, 2, 4), (1, 2, 4)):
+        programs = -(-case.num_rows // (64 // parts * groups))
+        fits = parts * tokens <= MOST_COLUMNS and (not case.silu_mul or parts < 4)
+        whole = parts * products == 1 or case.k % (64 * parts * products) == 0
+        if not (fits and whole and programs >= 60):
+            continue
+        outputs = 64 // parts // (2 if case.silu_mul else 1)
+        ending = groups * tokens * (2 * outputs + (256 if parts > 1 else 0))
+        stage = (64 * groups + parts * tokens) * products * 128
+        steps = -(-case.k // (64 * parts * products))
+        for memory in (SHARED_MEMORY, SHARED_MEMORY // 2):
+            stages = min((memory - ending) // stage, steps)
+            if stages >= min(3, steps):
+                registers = _registers(groups, parts * tokens)
+                found[HopperTiles(groups, tokens, stages, registers, parts, products)] = None
+    return list(found)
+
+
+def _registers(groups: int, columns: int) -> int:
+    """Few, so that another program fits beside it, unless the product has so many columns that they are needed."""
+    if columns <= 32:
+        return 64
+    return 128 if groups == 1 else 0
 
 
 @torch.inference_mode()
@@ -84,7 +103,7 @@ def _on_hopper(
     residual_TM: torch.Tensor | None,
     gated: bool,
 ) -> torch.Tensor:
-    return hopper_linear(_normed(x_TK, norm_weight_K, eps), weight_NK, bias_N, gated, "silu", tiles)
+    return hopper_linear(_normed(x_TK, norm_weight_K, eps), weight_NK, bias_N, gated, "silu", tiles, residual_TM)
 
 
 def _library(
@@ -97,7 +116,8 @@ def _library(
     gated: bool,
 ) -> torch.Tensor:
     y_TN = torch.nn.functional.linear(_normed(x_TK, norm_weight_K, eps), weight_NK, bias_N)
-    return silu_mul.launch(y_TN) if gated else y_TN
+    y_TN = silu_mul.launch(y_TN) if gated else y_TN
+    return y_TN if residual_TM is None else residual_TM + y_TN
 
 
 def _small_batch(case: LinearCase, *arguments: object) -> torch.Tensor:

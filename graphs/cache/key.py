@@ -97,6 +97,7 @@ OTHER_FIELDS = (
     "graph.decode_sizes",
     "graph.token_sizes",
     "graph.background",
+    "parallel.collectives",
     "parallel.executor",
     "parallel.stage_layers",
     "parallel.data_parallel_size",

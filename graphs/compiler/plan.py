@@ -18,6 +18,8 @@ SPLITTING_OPS: dict[str, Callable[..., Any]] = ATTENTION_OPS | {
     "compiled_engine::rope_attend": rope_attend,
     "compiled_engine::rope_form_kv_write": rope_form_kv_write,
 }
+# Those that a layer has one of: behind it comes what reads attention's result.
+ATTENDING_OPS = frozenset(ATTENTION_OPS) | {"compiled_engine::rope_attend"}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.graphs.compiler.piece import piece_key, piece_to_json
-from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Carried, Plan, PlannedStep
+from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, SPLITTING_OPS, Carried, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import source_of
 from compiled_engine.passes.matching import arg
 
@@ -85,7 +84,7 @@ def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
     """What a step before an attention defines and a later one than that attention reads."""
-    attentions = [number for number, step in enumerate(steps) if step.op in ATTENTION_OPS]
+    attentions = [number for number, step in enumerate(steps) if step.op in ATTENDING_OPS]
     last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}
     carried = []
     for number, step in enumerate(steps):

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.attention.op import ATTENTION_OPS
-from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
+from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Plan, PlannedStep
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_inputs import Source
 
@@ -69,7 +68,7 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     """
     if stage.count == 1:
         return StagePlan(plan)
-    ends = [number + 1 for number, step in enumerate(plan.steps) if step.op in ATTENTION_OPS]
+    ends = [number + 1 for number, step in enumerate(plan.steps) if step.op in ATTENDING_OPS]
     layers = stage.layers
     if layers.stop > len(ends) or (stage.is_last and layers.stop != len(ends)):
         raise ValueError(f"the compiled model has {len(ends)} attentions, not one for each of {layers.stop} layers")

@@ -1,0 +1,79 @@
+"""With long prefills each rank normalises a share of the tokens, instead of all ranks all of them.
+
+Why: a sum over ranks is a reduce-scatter and an all-gather anyway, as far as bytes go. Between the two each rank has
+its own rows of the sum; the residual add and the norm there read and write a rank's share of what they do after it
+(Korthikanti et al., 2022, arXiv:2205.05198). The residual stays divided from one norm to the next, so it has the shape
+of all rows, of which only a rank's own are valid. Norms that something else reads the sum of stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.matching import arg, emit, is_call, only_user
+from compiled_engine.passes.sequence_parallel_op import LEAST_TOKENS, sequence_parallel_norm
+from compiled_engine.passes.structure import Structure
+from compiled_engine.passes.tensor_parallel import all_reduce
+
+_SUMMED = torch.ops.compiled_engine.all_reduce_residual_rms_norm.default
+_NORM = torch.ops.compiled_engine.residual_rms_norm.default
+
+
+class SequenceParallel(GraphPass):
+    """Runs only if it is asked for: `sequence_parallel=True`."""
+
+    name = "sequence_parallel"
+    requires = ("tensor_parallel", "residual_rms_norm")
+    kernel_token_counts = (LEAST_TOKENS - 1,)
+
+    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
+        if compile_range.small:
+            return f"{compile_range.name} tokens are few: whole rows are exchanged at once"
+        return None
+
+    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        return structure.sum_norms
+
+    def run(self, graph: fx.Graph) -> PassResult:
+        graph.eliminate_dead_code()
+        found = {node: parts for node in graph.nodes if (parts := _parts(node)) is not None}
+        near_misses = []
+        while undivided := [norm for norm in found if not _only_residuals(norm, found)]:
+            for norm in undivided:
+                del found[norm]
+                near_misses.append(f"{norm.name}: something else reads the sum with the residual")
+        replacements: list[Replacement] = []
+        for norm, (x, residual) in found.items():
+            with graph.inserting_before(norm):
+                divided = emit(graph, sequence_parallel_norm, x, residual, *norm.args[2:])
+            items: list[Any] = list(norm.users)
+            norm.replace_all_uses_with(divided)
+            replacements += [Replacement(item.name, item) for item in items]
+        graph.eliminate_dead_code()
+        return PassResult(len(found), tuple(near_misses), tuple(replacements))
+
+
+def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """What ranks have parts of, and the residual, if the norm is of their sum."""
+    if is_call(norm, _SUMMED):
+        return arg(norm, 0), arg(norm, 1)
+    if not is_call(norm, _NORM):
+        return None
+    x, residual = arg(norm, 0), arg(norm, 1)
+    if not is_call(x, all_reduce) and (norm.args[6:] and arg(norm, 6) is not None):
+        return None  # x is what is normed first
+    if not is_call(x, all_reduce):
+        x, residual = residual, x
+    return (arg(x, 0), residual) if is_call(x, all_reduce) and only_user(x) is norm else None
+
+
+def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
+    """Whether the sum with the residual is nothing but the residual of others that will be divided."""
+    totals = [item for item in norm.users if is_call(item, operator.getitem) and item.args[1] == 1]
+    readers = [(total, user) for total in totals for user in total.users]
+    return all(user in found and found[user][1] is total and found[user][0] is not total for total, user in readers)
