@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer, TokenizerWrapper
 from random_schemas import random_schema
 
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
 from compiled_engine.grammars.fill import fill_masks
 from compiled_engine.grammars.plain_strings import probe_for
+from compiled_engine.grammars.string_masks import StringMasks, StringTokens
 from compiled_engine.grammars.text import WHITESPACE, grammar_text
 from compiled_engine.messages import GrammarVocabulary
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
@@ -88,6 +90,22 @@ def test_within_a_string_most_masks_are_known(
     assert eos is not None
     schema = {"type": "array", "items": string, "minItems": 50}
     assert compare(compiler, schema, random.Random(1), 300, eos) > 60
+
+
+def test_a_vocabulary_that_cannot_write_the_probe_has_none() -> None:
+    class Ascii:
+        eos_token_id = 128
+        bos_token_id = None
+        special_token_ids = (128,)
+        tokens = (*(bytes([byte]) for byte in range(128)), b"<end>")
+
+        def __call__(self, text: bytes) -> list[int]:
+            return list(text)
+
+    tokens = StringTokens(LLTokenizer(TokenizerWrapper(Ascii()), eos_token=128), 129)
+    assert StringMasks.of(tokens, "é") is None
+    assert StringMasks.of(tokens, None) is None
+    assert StringMasks.of(tokens, "z") is not None
 
 
 TEXT = {"type": "string", "maxLength": 5}

@@ -66,7 +66,7 @@ class GrammarCompiler:
         """For one request, from what is compiled. Raises ValueError if that failed."""
         matcher, probe = compiled.result()
         vocabulary = self._vocabulary.result()
-        strings = None if probe is None else StringMasks(vocabulary.tokens, probe)
+        strings = StringMasks.of(vocabulary.tokens, probe)
         return GrammarConstraint(matcher.deep_copy(), vocabulary.executor, strings)
 
     def _compile(self, grammar: str) -> CompiledGrammar:

@@ -32,7 +32,9 @@ def probe_for(grammar: str, whitespace: str) -> str | None:
     """
     given = json.loads(grammar) if grammar.startswith("{") else None
     match given:
-        case {"grammars": [{"json_schema": {**schema}, **rest}]} if not rest.get("lark_grammar"):
+        case {"grammars": [{"lark_grammar": str()}]}:
+            return None
+        case {"grammars": [{"json_schema": {**schema}}]}:
             options = schema.pop("x-guidance", {})
             definitions = schema.pop("$defs", {})
         case _:

@@ -63,13 +63,22 @@ class _Open:
 
 
 class StringMasks:
-    """Of one request. probe: a character that may come next only in such a string."""
+    """Of one request. probe, quote: tokens of a character that may come next only in such a string, and of what ends
+    it."""
 
-    def __init__(self, tokens: StringTokens, probe: str) -> None:
-        self._tokens = tokens
-        self._probe = tokens.tokenizer.greedy_tokenize(probe)
-        (self._quote,) = tokens.tokenizer.greedy_tokenize('"')
+    def __init__(self, tokens: StringTokens, probe: list[int], quote: list[int]) -> None:
+        self._tokens, self._probe, self._quote = tokens, probe, quote
         self._open: _Open | None = None
+
+    @classmethod
+    def of(cls, tokens: StringTokens, probe: str | None) -> StringMasks | None:
+        """None without a probe, and if the vocabulary cannot write it."""
+        if probe is None:
+            return None
+        written = [tokens.tokenizer.greedy_tokenize(text) for text in (probe, '"')]
+        if [tokens.tokenizer.decode_bytes(each) for each in written] != [probe.encode(), b'"']:
+            return None
+        return cls(tokens, *written)
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """Take in what was generated."""
@@ -91,7 +100,7 @@ class StringMasks:
     def note(self, words_W: np.ndarray, matcher: LLMatcher) -> None:
         """Keep a mask that the matcher has made, if it is one of such a string, and the string may end here."""
         word, bit = divmod(self._probe[0], 32)
-        if not words_W[word] >> bit & 1 or not matcher.validate_tokens([self._quote]):
+        if not words_W[word] >> bit & 1 or not matcher.validate_tokens(self._quote):
             return
         most = self._tokens.longest + _FURTHER
         room = matcher.validate_tokens(self._probe * most) // len(self._probe)
