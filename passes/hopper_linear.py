@@ -67,7 +67,11 @@ def hopper_linear(
 
     The weight and the residual are contiguous, K is a multiple of 8, with several parts or products of 64 times
     their number, and N of 8 or, with `gated`, of 16; T is at most that of the tiles.
+
+    Raises ValueError for gate and up in four parts, of which a program would have too few rows each.
     """
+    if gated and tiles.parts > 2:
+        raise ValueError(f"parts={tiles.parts} is not for gate and up: 1 or 2 are")
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -35,7 +35,7 @@ def probe_for(grammar: str, whitespace: str) -> str | None:
         case {"grammars": [{"lark_grammar": str()}]}:
             return None
         case {"grammars": [{"json_schema": {**schema}}]}:
-            options = schema.pop("x-guidance", {})
+            options: Any = schema.pop("x-guidance", {})
             definitions = schema.pop("$defs", {})
         case _:
             return None
