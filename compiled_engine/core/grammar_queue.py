@@ -5,15 +5,11 @@ from __future__ import annotations
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from compiled_engine.grammars.compiler import GrammarCompiler
+from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
 from compiled_engine.grammars.constraint import GrammarConstraint
 from compiled_engine.grammars.limits import LONGEST_COMPILE_S
 from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary
-
-if TYPE_CHECKING:
-    from llguidance import LLMatcher
 
 
 @dataclass(frozen=True)
@@ -21,7 +17,7 @@ class _Waiting:
     """deadline_s: of time.monotonic."""
 
     request: EngineRequest
-    compiled: Future[LLMatcher]
+    compiled: Future[CompiledGrammar]
     deadline_s: float
 
 

@@ -6,15 +6,30 @@ import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
 from compiled_engine.grammars.large_stack import on_large_stack
 from compiled_engine.grammars.limits import COMPILER_THREADS, KEPT_GRAMMARS, mask_threads, parser_limits
+from compiled_engine.grammars.plain_strings import probe_for
+from compiled_engine.grammars.string_masks import StringMasks, StringTokens
+from compiled_engine.grammars.text import WHITESPACE
 from compiled_engine.messages import GrammarVocabulary
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher
+
+
+class _Vocabulary(NamedTuple):
+    tokens: StringTokens
+    executor: LLExecutor
+
+
+class CompiledGrammar(NamedTuple):
+    """matcher: at its beginning, to be copied. probe: see plain_strings.py."""
+
+    matcher: LLMatcher
+    probe: str | None
 
 
 class GrammarCompiler:
@@ -26,17 +41,17 @@ class GrammarCompiler:
 
     def __init__(self, vocabulary: GrammarVocabulary, *, kept: int = KEPT_GRAMMARS) -> None:
         self._threads = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
-        self._vocabulary: Future[tuple[LLTokenizer, LLExecutor]] = self._threads.submit(_load, vocabulary)
+        self._vocabulary: Future[_Vocabulary] = self._threads.submit(_load, vocabulary)
         self._kept = kept
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()  # the last used last
+        self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()  # the last used last
         self._lock = threading.Lock()
         self._hits = 0
         self._compiles = 0
         self._failures = 0
         self._seconds = 0.0
 
-    def compile(self, grammar: str) -> Future[LLMatcher]:
-        """A matcher at its beginning, to be copied. The future's exception is a ValueError if there is none."""
+    def compile(self, grammar: str) -> Future[CompiledGrammar]:
+        """The future's exception is a ValueError if it cannot be compiled."""
         if (found := self._compiled.get(grammar)) is not None:
             self._compiled.move_to_end(grammar)
             self._hits += 1
@@ -47,14 +62,17 @@ class GrammarCompiler:
             self._compiled.popitem(last=False)
         return compiled
 
-    def constraint(self, compiled: Future[LLMatcher]) -> GrammarConstraint:
+    def constraint(self, compiled: Future[CompiledGrammar]) -> GrammarConstraint:
         """For one request, from what is compiled. Raises ValueError if that failed."""
-        return GrammarConstraint(compiled.result().deep_copy(), self._vocabulary.result()[1])
+        matcher, probe = compiled.result()
+        vocabulary = self._vocabulary.result()
+        strings = None if probe is None else StringMasks(vocabulary.tokens, probe)
+        return GrammarConstraint(matcher.deep_copy(), vocabulary.executor, strings)
 
-    def _compile(self, grammar: str) -> LLMatcher:
+    def _compile(self, grammar: str) -> CompiledGrammar:
         from llguidance import LLMatcher
 
-        tokenizer, _ = self._vocabulary.result()
+        tokenizer = self._vocabulary.result().tokens.tokenizer
         start = time.perf_counter()
         matcher = on_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()))
         failed = matcher.is_error()
@@ -63,7 +81,7 @@ class GrammarCompiler:
             self._failures += failed
         if failed:
             raise ValueError(failure_text(matcher))
-        return matcher
+        return CompiledGrammar(matcher, probe_for(grammar, WHITESPACE))
 
     def metrics(self) -> dict[str, int | float]:
         """Since the start: grammar_compiles, those that failed, seconds of threads, and hits among those kept."""
@@ -78,7 +96,7 @@ class GrammarCompiler:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _load(vocabulary: GrammarVocabulary) -> tuple[LLTokenizer, LLExecutor]:
+def _load(vocabulary: GrammarVocabulary) -> _Vocabulary:
     from llguidance import LLExecutor, LLTokenizer
 
     try:
@@ -87,4 +105,4 @@ def _load(vocabulary: GrammarVocabulary) -> tuple[LLTokenizer, LLExecutor]:
         )
     except Exception as error:  # the library raises nothing more special
         raise ValueError(f"structured_outputs: the tokenizer cannot be read: {error}") from error
-    return tokenizer, LLExecutor(mask_threads())
+    return _Vocabulary(StringTokens(tokenizer, vocabulary.vocab_size), LLExecutor(mask_threads()))

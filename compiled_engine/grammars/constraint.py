@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from compiled_engine.grammars.string_masks import StringMasks
+
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
@@ -18,12 +20,18 @@ class GrammarConstraint:
     for after each call.
     """
 
-    def __init__(self, matcher: LLMatcher, executor: LLExecutor) -> None:
-        self.matcher, self.executor = matcher, executor
+    def __init__(self, matcher: LLMatcher, executor: LLExecutor, strings: StringMasks | None = None) -> None:
+        self.matcher, self.executor, self.strings = matcher, executor, strings
 
     def accept(self, token_ids: Sequence[int]) -> None:
         if token_ids and not self.matcher.consume_tokens(list(token_ids)):
             raise ValueError(self.failure)
+        if self.strings is not None:
+            self.strings.accept(token_ids)
+
+    def fill_known(self, words_W: np.ndarray) -> bool:
+        """Write the mask if the matcher need not be asked."""
+        return self.strings is not None and self.strings.fill(words_W)
 
     def fill(self, words_W: np.ndarray) -> None:
         self.matcher.unsafe_compute_mask_ptr(words_W.ctypes.data, words_W.nbytes)
@@ -49,4 +57,10 @@ def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.nda
     matchers = [(constraint.matcher, row) for row, constraint in constraints.items()]
     num_rows, num_words = words_MW.shape
     executor.unsafe_compute_mask_ptr(matchers, words_MW.ctypes.data, num_words * words_MW.itemsize, num_rows)
-    return {row: constraint.failure for row, constraint in constraints.items() if constraint.matcher.is_error()}
+    failures: dict[int, str] = {}
+    for row, constraint in constraints.items():
+        if constraint.matcher.is_error():
+            failures[row] = constraint.failure
+        elif constraint.strings is not None:
+            constraint.strings.note(words_MW[row], constraint.matcher)
+    return failures

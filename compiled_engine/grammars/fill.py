@@ -26,7 +26,8 @@ def fill_masks(
         try:
             constraint.accept(token_ids)
             if isinstance(constraint, GrammarConstraint):
-                grammars[row] = constraint
+                if not constraint.fill_known(words_MW[row]):
+                    grammars[row] = constraint
             else:
                 constraint.fill(words_MW[row])
         except ValueError as error:
