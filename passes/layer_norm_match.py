@@ -35,7 +35,7 @@ def match_layer_norm(rsqrt: fx.Node) -> WrittenOut | str | None:
         return "it is not over the deviation from the mean, its squares plus a constant"
     product = only_user(scaled)
     weight = next((through_cast(other) for found, other in factors(product) if found is scaled), None)
-    if product is None or not is_parameter(weight):
+    if product is None or weight is None or not is_parameter(weight):
         return "no multiplication with a weight follows"
     value, like = rounded(product), x.meta["val"]
     in_fp32 = wide.meta["val"].dtype == product.meta["val"].dtype == torch.float32
