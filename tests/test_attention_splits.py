@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,6 +18,9 @@ from compiled_engine.attention.backends.decode_splits import (
     one_kernel_pays,
     plan_splits,
 )
+from compiled_engine.options import EngineOptions
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.warm_up import start_up_batches
 
 H200_SMS = 132
 requests = st.integers(1, 1024)
@@ -66,3 +72,20 @@ def test_one_kernel_rotates_and_attends_for_a_few_short_contexts(
 ) -> None:
     splits = plan_splits(num_requests, 8, max_seq_len, H200_SMS)
     assert one_kernel_pays(splits, max_seq_len) == expected
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_decodes_without_graphs_are_split_in_ways_that_the_warm_up_has_met(num_kv_heads: int) -> None:
+    """Their bound is the longest context; the kernel that combines is compiled for powers of two of splits."""
+    config = resolve(EngineOptions(device="cpu", mode="eager", max_num_seqs=48, max_model_len=2048))
+    shapes = start_up_batches(replace(config, device=torch.device("cuda")))
+
+    def kernels(num_requests: int, max_seq_len: int) -> set[tuple[str, int]]:
+        splits = plan_splits(num_requests, num_kv_heads, max_seq_len, H200_SMS)
+        combined = {("combined", (splits.count - 1).bit_length())} if splits.count > 1 else set()
+        return {("programs", splits.programs)} | combined
+
+    warm = set().union(*(kernels(s.num_requests, s.max_seq_len) for s in shapes if s.host_3[0]))
+    for num_requests in range(1, 49):
+        for max_seq_len in range(1, 2049, 31):
+            assert kernels(num_requests, max_seq_len) <= warm

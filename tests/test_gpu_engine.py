@@ -113,15 +113,15 @@ class CompileCounter:
     """Counts what must not happen while serving: Dynamo traces, Inductor and Triton compiles."""
 
     def __init__(self) -> None:
-        self.triton = 0
+        self.triton: list[str] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        self.triton += 1
+        self.triton.append(str(kwargs.get("repr")))
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         counters = torch._dynamo.utils.counters
         return {
-            "triton": self.triton,
+            "triton": list(self.triton),
             "frames": sum(counters["frames"].values()),
             "inductor": sum(n for name, n in counters["inductor"].items() if "cache" in name),
             "aot": sum(counters["aot_autograd"].values()),

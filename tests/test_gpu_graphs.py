@@ -277,4 +277,5 @@ def test_decodes_beside_any_others_have_the_same_bits(dtype: str) -> None:
             return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs[:5]]
 
         assert run(5) == run(8) == run(5)
-        assert llm.metrics()["graph_replays_by_key"].keys() == {"decode 8"}
+        (key,) = llm.metrics()["graph_replays_by_key"]
+        assert key in ("decode 8", "short-256 8")

@@ -80,7 +80,8 @@ def _attention(config: EngineConfig, shape: BatchShape) -> None:
     """Of each kind of layer, on tensors of its own."""
     model, backend = config.local_model, get_backend(config.attention_backend)
     kv_shapes = model.kv_shapes(1, config.cache.block_size)
-    inputs = _empty_inputs(config, shape, num_blocks=1)
+    num_blocks = -(-shape.max_seq_len // config.cache.block_size)  # each of them is the one that there is
+    inputs = _empty_inputs(config, shape, num_blocks)
     kinds = {(model.heads_of(layer), window): layer for layer, window in enumerate(model.sliding_windows)}
     for (heads, window), layer in kinds.items():
         q_THd = torch.zeros(shape.num_tokens, heads.num_heads, heads.head_dim, dtype=model.dtype, device=config.device)

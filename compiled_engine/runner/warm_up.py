@@ -60,7 +60,10 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
     short = [BatchShape(size, size, context) for context, size in product(graph.short_contexts, graph.short_sizes)]
-    return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes, *short]
+    # Without a graph the bound is the longest context itself, which decides between how many programs it is split.
+    bounds = [] if graph.mode.captures_decodes else [1 << i for i in range(5, longest.bit_length())]
+    of_any_length = [BatchShape(1, 1, bound) for bound in bounds if bound < longest]
+    return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes, *short, *of_any_length]
 
 
 def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
