@@ -11,7 +11,6 @@ from rich.console import Console
 
 from compiled_engine.cli.bench_engine import AsJson, command_line, print_json
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
-from compiled_engine.resolve.checks import require_one_of
 
 
 def layouts(
@@ -38,6 +37,7 @@ def layouts(
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
     from compiled_engine.bench.layouts import LAYOUTS, compare_layouts
+    from compiled_engine.resolve.checks import require_one_of
 
     console = Console(stderr=as_json, highlight=False)
     head = {"command": command_line()}
