@@ -22,15 +22,10 @@ from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
-from compiled_engine.frontend.tokenizer import (
-    Tokenizer,
-    find_tokenizer_folder,
-    load_tokenizer,
-    read_eos_token_ids,
-)
+from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.methods import MISSING
+from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.other_engines.translate import translate
 from compiled_engine.process.garbage_collection import young_collected_alone
 from compiled_engine.process.in_background import InBackground
@@ -100,6 +95,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Complete one or many prompts; the outputs are in the order of the prompts.
 
@@ -111,6 +107,7 @@ class LLM:
 
         Raises TypeError or ValueError for bad input, before anything is scheduled.
         """
+        refuse_arguments("generate", others)
         self._require_open()
         return self._generate(parse_prompts(prompts), sampling_params, use_tqdm, priority)
 
@@ -137,6 +134,7 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | Sequence[int] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Continue one conversation (a list of {"role", "content"}) or many (a list of such lists).
 
@@ -145,6 +143,7 @@ class LLM:
         continue_final_message: continue the last message instead. tools, chat_template_kwargs: what the
         template may use. Otherwise as `generate`.
         """
+        refuse_arguments("chat", others)
         self._require_open()
         tokenizer = self._require_tokenizer()
         template = read_chat_template(chat_template, tokenizer)

@@ -15,7 +15,7 @@ import pytest
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.other_engines.keywords import KEYWORDS
-from compiled_engine.other_engines.methods import MISSING
+from compiled_engine.other_engines.methods import ARGUMENTS, MISSING
 from compiled_engine.other_engines.rows import Honoured, Nested, Only, Row, WithoutEffect
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "switching.md"
@@ -150,6 +150,16 @@ def test_what_is_missing_says_what_to_do(llm: LLM, name: str, advice: str) -> No
     with pytest.raises(AttributeError, match=f"no attribute '{name}'; {re.escape(advice)}"):
         getattr(llm, name)
     assert not hasattr(llm, name)
+
+
+@pytest.mark.parametrize(("name", "advice"), ARGUMENTS.items())
+def test_arguments_of_others_say_what_to_do_unless_they_are_none(llm: LLM, name: str, advice: str) -> None:
+    with pytest.raises(TypeError, match=rf"LLM.generate\(\) has no {name}, which is 3; {re.escape(advice)}"):
+        llm.generate([PROMPT], GREEDY, **{name: 3})
+    with pytest.raises(TypeError, match=rf"LLM.chat\(\) has no {name}"):
+        llm.chat([{"role": "user", "content": "x"}], GREEDY, **{name: 3})
+    with pytest.raises(TypeError, match=rf"unexpected keyword argument 'x{name}'"):
+        llm.generate([PROMPT], GREEDY, **{name: None, f"x{name}": None})
 
 
 def test_a_name_that_nobody_has_is_an_ordinary_error(llm: LLM) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -38,7 +38,7 @@ def parse_prompts(prompts: PromptLike | Sequence[PromptLike]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [_parse("prompts", prompts)]
     if not _is_sequence(prompts):
-        raise TypeError(f"prompts must be {FORMS}, or a list of these, got {prompts!r}")
+        raise TypeError(f"prompts must be {FORMS}, or a list of these, got {prompts!r}{_as_list(prompts)}")
     if len(prompts) > 0 and _is_integer(prompts[0]):
         return [_parse("prompts", prompts)]
     return [_parse(f"prompts[{index}]", prompt) for index, prompt in enumerate(prompts)]
@@ -50,10 +50,11 @@ def _parse(name: str, prompt: Any) -> Prompt:
     if _is_sequence(prompt):
         return Prompt(name, None, _parse_token_ids(name, prompt))
     if not isinstance(prompt, Mapping):
-        raise TypeError(f"{name} must be {FORMS}, got {prompt!r}")
+        raise TypeError(f"{name} must be {FORMS}, got {prompt!r}{_as_list(prompt)}")
     unknown = [key for key in prompt if key not in KEYS]
     if unknown:
-        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}")
+        advice = "; token ids are 'prompt_token_ids'" if unknown[0] == "input_ids" else ""
+        raise ValueError(f"{name} has the unknown key {unknown[0]!r}; known are {', '.join(map(repr, KEYS))}{advice}")
     text, token_ids, salt = map(prompt.get, KEYS)
     _check_salt(f"{name}['cache_salt']", salt)
     if text is None and token_ids is None:
@@ -66,6 +67,13 @@ def _parse(name: str, prompt: Any) -> Prompt:
     if not _is_sequence(token_ids):
         raise TypeError(f"{name} must be a list of token ids, got {token_ids!r}")
     return Prompt(name, text, _parse_token_ids(name, token_ids), salt)
+
+
+def _as_list(value: Any) -> str:
+    """What to do with an array, a tensor or a generator."""
+    if hasattr(value, "tolist"):
+        return "; its tolist() is a list"
+    return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, bytes) else ""
 
 
 def _check_salt(name: str, salt: Any) -> None:

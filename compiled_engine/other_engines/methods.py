@@ -1,6 +1,9 @@
-"""What vLLM's `LLM` has and this one does not, with what to do instead."""
+"""What vLLM's `LLM` and its methods take and this one does not, with what to do instead."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 _POOLING = "the engine generates text; embeddings, classes and scores need another engine"
 _SLEEP = "close() the engine and make a new one, which starts from the compile cache"
@@ -34,3 +37,26 @@ MISSING = {
     "update_weights": _WEIGHTS,
     "finish_weight_update": _WEIGHTS,
 }
+
+_AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids': ids}"
+
+# Arguments of generate and chat; None asks for nothing.
+ARGUMENTS = {
+    "prompt_token_ids": _AS_PROMPTS,
+    "input_ids": _AS_PROMPTS,
+    "lora_request": "there is no LoRA; merge it into the checkpoint",
+    "prompt_adapter_request": "there are no prompt adapters",
+    "guided_options_request": "SamplingParams(structured_outputs=...) has what is asked for",
+    "mm_processor_kwargs": "models are for text alone",
+    "chat_template_content_format": "contents are strings, or lists of texts",
+    "tokenization_kwargs": "tokenise yourself, and give token ids as prompts",
+}
+
+
+def refuse_arguments(method: str, given: Mapping[str, Any]) -> None:
+    """Raise TypeError for an argument that the method does not have; one of another engine's that is None is none."""
+    for name, value in given.items():
+        if name not in ARGUMENTS:
+            raise TypeError(f"LLM.{method}() got an unexpected keyword argument {name!r}")
+        if value is not None:
+            raise TypeError(f"LLM.{method}() has no {name}, which is {value!r}; {ARGUMENTS[name]}")
