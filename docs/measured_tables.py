@@ -345,9 +345,9 @@ SHOWN_PASSES = {
 
 
 def families(result: Result, compiled: Result) -> str:
-    """A row for each family: the largest difference of a log-probability, also of those that were `compiled` elsewhere,
-    and matches of passes / their contracts."""
-    headings = ["model type", "eager", "after passes", "compiled", *SHOWN_PASSES.values()]
+    """A row for each family: the largest difference of a log-probability, of the `compiled` engine too, with its output
+    tokens per second, and matches of passes / their contracts."""
+    headings = ["model type", "eager", "after passes", "compiled", "tok/s", *SHOWN_PASSES.values()]
     elsewhere = {record["family"]: record for record in compiled["results"]}
     rows = []
     for record in result["results"]:
@@ -359,7 +359,8 @@ def families(result: Result, compiled: Result) -> str:
         matches = [f"{report['matches']}/{report['contract']}" for report in counts]
         every = elsewhere.get(record["family"], {}) | record
         found = [f"{every[mode]['largest']:.0e}" if mode in every else "" for mode in ("eager", "fused", "compiled")]
-        rows.append([record["family"], *found, *matches])
+        rate = every.get("compiled", {}).get("tokens_per_s")
+        rows.append([record["family"], *found, "" if rate is None else f"{rate:,.0f}", *matches])
     return below(markdown(headings, rows), result, compiled)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,12 @@ OPTIONS: dict[str, Any] = {
 @dataclass(frozen=True)
 class Difference:
     """Of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of transformers
-    in the engine's own dtype beside it."""
+    in the engine's own dtype beside it. tokens_per_s: of the output, where an engine ran."""
 
     largest: float
     mean: float
     mean_of_transformers: float
+    tokens_per_s: float | None = None
 
     def is_right(self, dtype: torch.dtype) -> bool:
         if dtype == torch.float32:
@@ -112,6 +114,7 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
         cached = SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, logprobs=3, detokenize=False)
         given = [{"prompt_token_ids": prompt} for prompt in prompts]
         outputs = [*llm.generate(given, params), *llm.generate(given, cached)]
+        rate = tokens_per_s(llm)
     narrow = load_oracle(folder, dtype).to(device) if dtype != torch.float32 else None
     oracle = oracle.to(device)
     differences: list[float] = []
@@ -130,7 +133,18 @@ def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Differe
                 differences.append(abs(logprob.logprob - exact))
                 of_transformers.append(abs(narrow_TV[position - 1, token_id].item() - exact))
     count = len(differences)
-    return Difference(max(differences), sum(differences) / count, sum(of_transformers) / count)
+    return Difference(max(differences), sum(differences) / count, sum(of_transformers) / count, rate)
+
+
+def tokens_per_s(llm: LLM) -> float:
+    """Output tokens of as many requests as run at once, prompts of 8 tokens and 64 to generate; of the second time."""
+    count = llm.config.scheduler.max_num_seqs
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+    for repeat in range(2):
+        prompts = [{"prompt_token_ids": [1 + repeat * count + i] * 8} for i in range(count)]
+        start = time.perf_counter()
+        llm.generate(prompts, params)
+    return count * 64 / (time.perf_counter() - start)
 
 
 def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) -> FusedModel:

@@ -21,6 +21,9 @@ log = logging.getLogger("compiled_engine")
 class CompileError(RuntimeError):
     """Inductor failed on a piece."""
 
+    def __init__(self, key: str, what: str) -> None:
+        super().__init__(f"piece {key} cannot be compiled; mode='eager' runs the model without a compiler\n{what}")
+
 
 CompilePieces = Callable[[Sequence[str]], Iterator[PieceRecord]]
 
@@ -52,7 +55,11 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
         if left:
             forget_compilations()
         for key in left:
-            yield PieceRecord(key, compile_piece(entry, key), None)
+            try:
+                seconds = compile_piece(entry, key)
+            except Exception as error:
+                raise CompileError(key, str(error)) from error
+            yield PieceRecord(key, seconds, None)
 
     order = {"entry": str(entry.absolute()), "modules": list(modules)}
     try:
@@ -73,6 +80,6 @@ def _understood(answer: dict[str, Any] | None, key: str) -> PieceRecord | str:
     if "seconds" in answer:
         return PieceRecord(key, answer["seconds"], answer["worker"])
     if "error" in answer:
-        raise CompileError(f"piece {key} cannot be compiled:\n{answer['error']}")
+        raise CompileError(key, answer["error"])
     log.warning("piece %s is compiled in this process: %s", key, answer["unknown"])
     return key
