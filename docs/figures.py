@@ -13,7 +13,7 @@ Two markers stand in the documents, as HTML comments. Whatever is between a mark
 
 FILE is a JSON file without its ending. PATH leads to a number: keys and list indices with slashes between them, or
 key=value for the element of a list that has this value. FORMAT is Python's, with *FACTOR behind it if the number is
-shown in another unit: `.1f`, `,.0f*1e-6`. NAME is a function in measured_tables.py.
+shown in another unit: `.1f`, `,.0f*1e-6`. NAME is a function in one of TABLES.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import family_tables
 import measured_tables
+import scaling_tables
 
 DOCS = Path(__file__).resolve().parent
 DOCUMENTS = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 MEASUREMENTS = DOCS / "measurements"
+TABLES = (measured_tables, scaling_tables, family_tables)
 CURVES = "curves"
 ABLATIONS = ("ablation_qwen3-0.6b", "ablation_qwen3-8b")
 FIGURE = re.compile(r"(<!-- figure: (\S+) ([^>]+) (\S+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
@@ -80,9 +83,9 @@ def up_to_date(text: str, load: Load = load) -> str:
 
     def table(match: re.Match[str]) -> str:
         begin, name, files, _, end = match.groups()
-        make = getattr(measured_tables, name, None)
+        make = next((vars(module)[name] for module in TABLES if name in vars(module)), None)
         if make is None:
-            raise FigureError(f"there is no table {name!r} in measured_tables.py")
+            raise FigureError(f"there is no table {name!r} in {', '.join(f'{each.__name__}.py' for each in TABLES)}")
         return f"{begin}\n{make(*map(load, files.split()))}\n{end}"
 
     return TABLE.sub(table, FIGURE.sub(figure, text))

@@ -1,0 +1,55 @@
+"""The tables of the documents on families of models.
+
+Each function takes measurements, as loaded from JSON, and returns Markdown.
+"""
+
+from __future__ import annotations
+
+from table_text import Result, below, markdown
+
+# Passes whose matches the table of families shows, by what they fuse.
+SHOWN_PASSES = {
+    "merge_linears": "merged linears",
+    "experts": "experts",
+    "residual_rms_norm": "sums + norms",
+    "rms_norm": "norms",
+    "layer_norm": "layer norms",
+    "rope_angles": "angles",
+    "rope_kv_write": "rope + KV",
+    "rope_attend": "with attention",
+    "silu_mul": "gates",
+    "small_batch_linear": "linears",
+}
+
+
+def families(result: Result, compiled: Result) -> str:
+    """A row for each family: the largest difference of a log-probability, of the `compiled` engine too, with its output
+    tokens per second, and matches of passes / their contracts."""
+    headings = ["model type", "eager", "after passes", "compiled", "tok/s", *SHOWN_PASSES.values()]
+    elsewhere = {record["family"]: record for record in compiled["results"]}
+    rows = []
+    for record in result["results"]:
+        if "refused" in record:
+            rows.append([record["family"], "refused", *[""] * (len(headings) - 2)])
+            continue
+        passes = {report["name"]: report for report in record["passes"]}
+        counts = [passes[name] for name in SHOWN_PASSES]
+        matches = [f"{report['matches']}/{report['contract']}" for report in counts]
+        every = elsewhere.get(record["family"], {}) | record
+        found = [f"{every[mode]['largest']:.0e}" if mode in every else "" for mode in ("eager", "fused", "compiled")]
+        rate = every.get("compiled", {}).get("tokens_per_s")
+        rows.append([record["family"], *found, "" if rate is None else f"{rate:,.0f}", *matches])
+    return below(markdown(headings, rows), result, compiled)
+
+
+def families_on_a_gpu(result: Result) -> str:
+    """Families in CUDA graphs: in fp32 the largest difference, in bf16 the mean one beside that of transformers."""
+    found = {(record["family"], record["dtype"]): record["graphed"] for record in result["results"]}
+    rows = []
+    for name in dict.fromkeys(record["family"] for record in result["results"]):
+        exact, narrow = found.get((name, "float32")), found.get((name, "bfloat16"))
+        cells = ["" if exact is None else f"{exact['largest']:.0e}"]
+        cells += ["" if narrow is None else f"{narrow[key]:.3f}" for key in ("mean", "mean_of_transformers")]
+        rows.append([name, *cells])
+    headings = ["model type", "float32, largest", "bfloat16, mean", "transformers in bfloat16, mean"]
+    return below(markdown(headings, rows), result)

@@ -1,0 +1,68 @@
+"""What a scheduler refuses, and the smallest cases that it does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.messages import EngineRequest, RunnerOutput
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.scheduling.scheduler import Scheduler
+
+
+def bare_scheduler(**changes: Any) -> Scheduler:
+    limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 20, "policy": "fcfs"} | changes
+    return Scheduler(SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True), num_blocks=3, vocab_size=11)
+
+
+def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:
+    return EngineRequest(request_id, (1,) * num_tokens, SamplingParams())
+
+
+def test_a_prompt_that_can_never_be_computed_is_refused() -> None:
+    bare_scheduler().add(request_of(12))
+    with pytest.raises(ValueError, match=r"'a' must have at most the 12 tokens that the KV cache holds, got 13"):
+        bare_scheduler().add(request_of(13))
+    bare_scheduler(max_model_len=6).add(request_of(5))
+    with pytest.raises(ValueError, match=r"'a' must have at most 5 tokens \(max_model_len 6"):
+        bare_scheduler(max_model_len=6).add(request_of(6))
+    with pytest.raises(ValueError, match="prompt_token_ids of request 'a' must have at least one token"):
+        bare_scheduler().add(request_of(0))
+
+
+def test_a_prompt_that_fills_the_cache_gets_one_token() -> None:
+    scheduler = bare_scheduler()
+    scheduler.add(request_of(12))
+    outputs = []
+    while (step := scheduler.schedule()) is not None:
+        outputs += scheduler.update(step, RunnerOutput((5,) * sum(step.samples)))
+    assert [(output.new_token_ids, output.finish_reason) for output in outputs] == [((5,), "length")]
+    scheduler.check_integrity()
+
+
+def test_an_id_in_use_is_refused() -> None:
+    scheduler = bare_scheduler()
+    scheduler.add(request_of(3))
+    with pytest.raises(ValueError, match="request_id 'a' is already in use"):
+        scheduler.add(request_of(3))
+    scheduler.schedule()
+    with pytest.raises(ValueError, match="request_id 'a' is already in use"):
+        scheduler.add(request_of(3))
+
+
+def test_one_step_at_a_time() -> None:
+    scheduler = bare_scheduler()
+    scheduler.add(request_of(3))
+    step = scheduler.schedule()
+    assert step is not None
+    with pytest.raises(RuntimeError, match="step 1 is in flight"):
+        scheduler.schedule()
+    scheduler.update(step, RunnerOutput([1]))
+    with pytest.raises(RuntimeError, match="step 1 is not the oldest one in flight"):
+        scheduler.update(step, RunnerOutput([1]))
+
+
+def test_without_requests_there_is_no_step() -> None:
+    assert bare_scheduler().schedule() is None
