@@ -10,14 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.attention.backends.decode_splits import (
+    FEW_REQUESTS,
     GRAIN,
     LONG_SPLIT,
     MAX_SPLITS,
+    MOST_SHORT_REQUESTS,
+    SHORT_CONTEXTS,
     SMALL,
     Splits,
     one_kernel_pays,
     plan_splits,
 )
+from compiled_engine.attention.backends.short_decode import ShortTiles
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.warm_up import start_up_batches
@@ -83,7 +87,10 @@ def test_decodes_without_graphs_are_split_in_ways_that_the_warm_up_has_met(num_k
     def kernels(num_requests: int, max_seq_len: int) -> set[tuple[str, int]]:
         splits = plan_splits(num_requests, num_kv_heads, max_seq_len, H200_SMS)
         combined = {("combined", (splits.count - 1).bit_length())} if splits.count > 1 else set()
-        return {("programs", splits.programs)} | combined
+        short = num_requests <= MOST_SHORT_REQUESTS and max_seq_len <= SHORT_CONTEXTS[-1]
+        split = num_requests <= FEW_REQUESTS and max_seq_len > SHORT_CONTEXTS[0]  # instead of a program for all keys
+        keys = {("keys", ShortTiles.of(max_seq_len).keys)} if short and not split else set()
+        return {("programs", splits.programs)} | combined | keys
 
     warm = set().union(*(kernels(s.num_requests, s.max_seq_len) for s in shapes if s.host_3[0]))
     for num_requests in range(1, 49):

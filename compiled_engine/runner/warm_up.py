@@ -60,9 +60,10 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
     short = [BatchShape(size, size, context) for context, size in product(graph.short_contexts, graph.short_sizes)]
-    # Without a graph the bound is the longest context itself, which decides between how many programs it is split.
+    # Without a graph the bound is the longest context itself; a few requests have kernels and splits by it.
     bounds = [] if graph.mode.captures_decodes else [1 << i for i in range(5, longest.bit_length())]
-    of_any_length = [BatchShape(1, 1, bound) for bound in bounds if bound < longest]
+    few = sorted({1, min(4, max_requests)})
+    of_any_length = [BatchShape(size, size, bound) for size, bound in product(few, bounds) if bound < longest]
     return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes, *short, *of_any_length]
 
 
