@@ -37,7 +37,6 @@ def layouts(
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
     from compiled_engine.bench.layouts import LAYOUTS, compare_layouts
-    from compiled_engine.resolve.checks import require_one_of
 
     console = Console(stderr=as_json, highlight=False)
     head = {"command": command_line()}
@@ -52,7 +51,8 @@ def layouts(
 
     with bad_input_is_reported((ValueError, TypeError)):
         for name in layout or ():
-            require_one_of("layout", name, tuple(LAYOUTS))
+            if name not in LAYOUTS:
+                raise ValueError(f"layout is {name!r}; allowed: {', '.join(map(repr, LAYOUTS))}")
         cases = [known(name) for name in family] if family else list(FAMILIES)
         if output is not None:
             with written_to(output):
