@@ -66,7 +66,7 @@ _SHORT_YARN = {
     "original_max_position_embeddings": 64,
 }
 # Queries are scaled from the fifth token on.
-_SCALED_QUERIES = {"llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 4}
+_SCALED_QUERIES = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 4}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _NARROW = {"moe_intermediate_size": 48}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
