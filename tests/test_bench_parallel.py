@@ -42,7 +42,7 @@ def test_a_layout_that_is_refused_says_why_and_the_others_are_kept(
         asked.append(options)
         if "pipeline_parallel_size" in options:
             raise ValueError("no stages")
-        return Difference(1e-5, 1e-6)
+        return Difference(1e-5, 1e-6, 0.0)
 
     monkeypatch.setattr(layouts, "difference_of", difference)
     output = tmp_path / "layouts.json"

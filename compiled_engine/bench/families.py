@@ -140,7 +140,7 @@ def family(name: str) -> Family:
 
 
 def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.float32) -> Any:
-    """Write a random checkpoint of that dtype, and return the model as transformers loads it, in float64.
+    """Write a random checkpoint of that dtype, and return the model as transformers loads it, in fp32.
 
     Nothing is left at zero or one, and matrices are large enough for peaked distributions.
     """
@@ -156,7 +156,7 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
             else:
                 parameter.normal_(0, 3 / math.sqrt(parameter.shape[-1]), generator=generator)
     model.to(dtype).save_pretrained(folder)
-    return load_oracle(folder, torch.float64)
+    return load_oracle(folder, torch.float32)
 
 
 def load_oracle(folder: Path, dtype: torch.dtype) -> Any:
