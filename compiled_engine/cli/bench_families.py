@@ -36,8 +36,8 @@ def families(
     it in float64, is right up to 3e-4; in other types the mean may be 1.3 times that of transformers in the same type.
 
     JSON: benchmark, ranks, results (family, architecture, implementation, and for each mode largest, mean,
-    mean_of_transformers, from_float64, transformers_from_float64, tokens_per_s, right; passes: matches and contract of each; refused: why it cannot be run),
-    date, machine, versions, command.
+    mean_of_transformers, from_float64, transformers_from_float64, tokens_per_s, right; passes: matches and contract of
+    each; refused: why it cannot be run), date, machine, versions, command.
     """
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
