@@ -13,7 +13,7 @@ from torch import fx
 from compiled_engine.passes.gated_linear_op import gated_linear
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS
+from compiled_engine.passes import hopper_linear, hopper_product
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.structure import Structure
 
@@ -21,7 +21,7 @@ from compiled_engine.passes.structure import Structure
 class GatedLinear(GraphPass):
     name = "gated_linear"
     requires = ("merge_linears", "silu_mul")
-    kernel_token_counts = TOKEN_BUCKETS
+    kernel_token_counts = (*hopper_linear.TOKEN_BUCKETS, *hopper_product.TOKEN_BUCKETS)
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None

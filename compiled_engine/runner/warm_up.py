@@ -57,6 +57,7 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
         for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest))
         if max_tokens > 1
     ]
+    prompts += [BatchShape(count, num_requests, longest) for count in counts if max_requests < count < num_tokens]
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
     short = [BatchShape(size, size, context) for context, size in product(graph.short_contexts, graph.short_sizes)]
