@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from compiled_engine.passes import hopper_linear, hopper_product
 from compiled_engine.passes.gated_linear_op import gated_linear
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes import hopper_linear, hopper_product
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.structure import Structure
 

@@ -1,4 +1,4 @@
-"""Linears of more than 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+"""Linears of over 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def hopper_product(
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from compiled_engine.passes import hopper_linear_ring as ring
-    from compiled_engine.passes.hopper_product_copy import GATED_SHARED
-    from compiled_engine.passes.hopper_product_kernel import hopper_product_kernel
+    from compiled_engine.kernels import hopper_linear_ring as ring
+    from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
+    from compiled_engine.kernels.hopper_product_kernel import hopper_product_kernel
 
     num_tokens, k = x_TK.shape
     if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:

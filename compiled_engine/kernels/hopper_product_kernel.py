@@ -1,9 +1,9 @@
 """Gluon kernel of a linear for many tokens on Hopper: one warp copies, two or three groups of four warps compute.
 
 A program takes one tile after another. As in hopper_linear_kernel rows of the weight stand on the left of the tensor
-cores' products, eight rows of gate and their eight of up in turn, so that one thread holds both, and tokens on the right.
-A tile's tokens come in up to three parts, each a power of two: there are tiles of 144 and of 192 tokens. While one group
-of warps ends its tile another still multiplies, and the next tile is copied.
+cores' products, eight rows of gate and their eight of up in turn, so that one thread holds both, and tokens on the
+right. A tile's tokens come in up to three parts, each a power of two: there are tiles of 144 and of 192 tokens. While
+one group of warps ends its tile another still multiplies, and the next tile is copied.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.kernels.hopper_linear_ending import gated
+from compiled_engine.kernels.hopper_linear_ring import BLOCK, SHARED, STEP
+from compiled_engine.kernels.hopper_product_copy import Descriptors, Stages, Tiles, copy, form_of, tile_at
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.hopper_linear_ending import gated
-from compiled_engine.passes.hopper_linear_ring import BLOCK, SHARED, STEP
-from compiled_engine.passes.hopper_product_copy import Descriptors, Stages, Tiles, copy, form_of, tile_at
 
 # Registers of a thread that copies.
 COPYING_REGISTERS = gl.constexpr(24)
@@ -33,7 +33,8 @@ SMALL, CHUNK = gl.constexpr(32), gl.constexpr(128)
 
 
 class Places(NamedTuple):
-    """A group's results of each part, on their way to memory; larger parts take turns in the first place."""
+    """Results of each group and part, [groups, part, outputs], on their way to memory; larger parts take turns in the
+    first place."""
 
     part0: Any
     part1: Any
@@ -60,7 +61,9 @@ def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _write_all(acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
+def _write_all(  # type: ignore[no-untyped-def]
+    acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr
+):
     """The parts of a tile, one after another."""
     dtype: gl.constexpr = places.part0.dtype
     part0: gl.constexpr = FORM.part0
@@ -69,21 +72,21 @@ def _write_all(acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexp
     tma.store_wait(0)
     if part0 > CHUNK:
         left, right = gl.split(acc0.reshape([FORM.rows, 2, CHUNK]).permute((0, 2, 1)))
-        _write(_ended(left, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0)
+        _write(_ended(left, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
         if not FORM.gated:
             tma.store_wait(0)
-        _write(_ended(right, dtype, FORM, ACTIVATION), descs.results0, token + CHUNK, output, places.part1)
+        _write(_ended(right, dtype, FORM, ACTIVATION), descs.results0, token + CHUNK, output, places.part1.index(GROUP))
     else:
-        _write(_ended(acc0, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0)
+        _write(_ended(acc0, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
     if part1 > 0:
         if part1 > SMALL:
             tma.store_wait(0)
-        place = places.part1.slice(0, part1)
+        place = places.part1.index(GROUP).slice(0, part1)
         _write(_ended(acc1, dtype, FORM, ACTIVATION), descs.results1, token + part0, output, place)
     if part2 > 0:
         if part2 > SMALL:
             tma.store_wait(0)
-        place = places.part2.slice(0, part2)
+        place = places.part2.index(GROUP).slice(0, part2)
         _write(_ended(acc2, dtype, FORM, ACTIVATION), descs.results2, token + part0 + part1, output, place)
 
 
@@ -138,7 +141,7 @@ def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.co
         token_tile, row_tile = tile_at(number, tiles, FORM)
         token = token_tile * (part0 + part1 + part2)
         output = (row_tile * FORM.groups + GROUP) * outputs
-        _write_all(acc0, acc1, acc2, descs, token, output, places, FORM, ACTIVATION)
+        _write_all(acc0, acc1, acc2, descs, token, output, places, FORM, ACTIVATION, GROUP)
     tma.store_wait(0)
 
 
@@ -170,9 +173,9 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     tokens.
 
     w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
-    [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: of x, [T, K] in boxes of [part, STEP]. y0_desc to y2_desc: of
-    the results, [T, outputs] in boxes of [part, outputs of a group], of CHUNK tokens at most. None for parts that are 0.
-    REGISTERS: of a thread that computes.
+    [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: of x, [T, K] in boxes of [part, STEP]. y0_desc to y2_desc:
+    of the results, [T, outputs] in boxes of [part, outputs of a group], of CHUNK tokens at most. None for parts that
+    are 0. REGISTERS: of a thread that computes.
     """
     gdc_launch_dependents()
     FORM: gl.constexpr = form_of(K, GROUPS, ROWS, PART0, PART1, PART2, STAGES, GATED, TOGETHER)
@@ -205,12 +208,19 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     descs = Descriptors(w_desc, x0_desc, x1_desc, x2_desc, y0_desc, y1_desc, y2_desc)
     stages = Stages(weight, tokens0, tokens1, tokens2, full, empty)
     tiles = Tiles(token_tiles, row_tiles)
+    places = Places(out0, out1, out2)
     # A tuple that is kept in a variable would turn what is known at compile time into values.
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_compute, (descs, Places(out0.index(0), out1.index(0), out2.index(0)), stages, tiles, FORM, ACTIVATION, 0)),
-                (_compute, (descs, Places(out0.index(1), out1.index(1), out2.index(1)), stages, tiles, FORM, ACTIVATION, 1)),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 0),
+                ),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 1),
+                ),
                 (copy, (descs, stages, tiles, FORM)),
             ],
             [4, 1],
@@ -219,9 +229,18 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     else:
         gl.warp_specialize(
             [
-                (_compute, (descs, Places(out0.index(0), out1.index(0), out2.index(0)), stages, tiles, FORM, ACTIVATION, 0)),
-                (_compute, (descs, Places(out0.index(1), out1.index(1), out2.index(1)), stages, tiles, FORM, ACTIVATION, 1)),
-                (_compute, (descs, Places(out0.index(2), out1.index(2), out2.index(2)), stages, tiles, FORM, ACTIVATION, 2)),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 0),
+                ),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 1),
+                ),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 2),
+                ),
                 (copy, (descs, stages, tiles, FORM)),
             ],
             [4, 4, 1],

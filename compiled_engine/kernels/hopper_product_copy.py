@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
-from compiled_engine.passes.hopper_linear_ring import BLOCK, STEP, boxes_of, load_box
+from compiled_engine.kernels.hopper_linear_ring import BLOCK, STEP, boxes_of, load_box
 
 GATED_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4))
 
