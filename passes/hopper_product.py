@@ -18,8 +18,6 @@ TOKEN_BUCKETS = (192, 256, 288, 384, 512, 768, 1152, 2048)
 MANY = 1 << 20
 # Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
 REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
-# Tokens whose results pass through shared memory at once.
-CHUNK = 128
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def hopper_product(
 
     from compiled_engine.kernels import hopper_linear_ring as ring
     from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
-    from compiled_engine.kernels.hopper_product_kernel import hopper_product_kernel
+    from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 
     num_tokens, k = x_TK.shape
     if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
@@ -91,8 +89,9 @@ def hopper_product(
     shape, strides = [num_tokens, k], [x_TK.stride(0), 1]
     tokens = [TensorDescriptor(x_TK, shape, strides, [part, step], shared) if part else None for part in parts]
     shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
+    chunk = chunk_of(tiles.rows, gated)
     results = [
-        TensorDescriptor(out_TM, shape, strides, [min(part, CHUNK), rows], out_shared) if part else None
+        TensorDescriptor(out_TM, shape, strides, [min(part, chunk), rows], out_shared) if part else None
         for part in parts
     ]
     token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, tiles.groups * tiles.rows)

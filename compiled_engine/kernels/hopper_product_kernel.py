@@ -28,8 +28,8 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Registers of a thread that copies.
 COPYING_REGISTERS = gl.constexpr(24)
-# Most tokens of a part whose results have a place of their own in shared memory; most that pass through it at once.
-SMALL, CHUNK = gl.constexpr(32), gl.constexpr(128)
+# Most tokens of a part whose results have a place of their own in shared memory.
+SMALL = gl.constexpr(32)
 
 
 class Places(NamedTuple):
@@ -39,6 +39,12 @@ class Places(NamedTuple):
     part0: Any
     part1: Any
     part2: Any
+
+
+@gluon.constexpr_function
+def chunk_of(rows: int, is_gated: bool) -> int:
+    """Most tokens whose results pass through shared memory at once."""
+    return 64 if rows == 128 and not is_gated else 128
 
 
 @gluon.jit
@@ -69,13 +75,14 @@ def _write_all(  # type: ignore[no-untyped-def]
     part0: gl.constexpr = FORM.part0
     part1: gl.constexpr = FORM.part1
     part2: gl.constexpr = FORM.part2
+    chunk: gl.constexpr = chunk_of(FORM.rows, FORM.gated)
     tma.store_wait(0)
-    if part0 > CHUNK:
-        left, right = gl.split(acc0.reshape([FORM.rows, 2, CHUNK]).permute((0, 2, 1)))
+    if part0 > chunk:
+        left, right = gl.split(acc0.reshape([FORM.rows, 2, chunk]).permute((0, 2, 1)))
         _write(_ended(left, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
         if not FORM.gated:
             tma.store_wait(0)
-        _write(_ended(right, dtype, FORM, ACTIVATION), descs.results0, token + CHUNK, output, places.part1.index(GROUP))
+        _write(_ended(right, dtype, FORM, ACTIVATION), descs.results0, token + chunk, output, places.part1.index(GROUP))
     else:
         _write(_ended(acc0, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
     if part1 > 0:
@@ -174,7 +181,7 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
 
     w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
     [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: of x, [T, K] in boxes of [part, STEP]. y0_desc to y2_desc:
-    of the results, [T, outputs] in boxes of [part, outputs of a group], of CHUNK tokens at most. None for parts that
+    of the results, [T, outputs] in boxes of [part, outputs of a group], of chunk_of tokens at most. None for parts that
     are 0. REGISTERS: of a thread that computes.
     """
     gdc_launch_dependents()
@@ -191,10 +198,11 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     out_shared: gl.constexpr = gl.NVMMASharedLayout(
         swizzle_byte_width=min(128, outputs * 2), element_bitwidth=16, rank=2
     )
-    out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(PART0, CHUNK), outputs], out_shared)
+    chunk: gl.constexpr = chunk_of(ROWS, GATED)
+    out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(PART0, chunk), outputs], out_shared)
     out1, out2 = out0, out0
-    if PART0 > CHUNK and GATED:
-        out1 = gl.allocate_shared_memory(dtype, [GROUPS, CHUNK, outputs], out_shared)
+    if PART0 > chunk and GATED:
+        out1 = gl.allocate_shared_memory(dtype, [GROUPS, chunk, outputs], out_shared)
     if PART1 > 0 and PART1 <= SMALL:
         out1 = gl.allocate_shared_memory(dtype, [GROUPS, PART1, outputs], out_shared)
     if PART2 > 0 and PART2 <= SMALL:
