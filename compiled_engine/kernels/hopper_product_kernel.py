@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.hopper_linear_ending import gated
-from compiled_engine.kernels.hopper_linear_ring import BLOCK, SHARED, STEP
+from compiled_engine.kernels.hopper_linear_ring import BLOCK, SHARED, STEP, store_box
 from compiled_engine.kernels.hopper_product_copy import Descriptors, Stages, Tiles, copy, form_of, tile_at
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -63,7 +63,7 @@ def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
     """[outputs, tokens], which shared memory turns."""
     place.permute((1, 0)).store(y.to(place.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [token, output], place)
+    store_box(desc, [token, output], place)
 
 
 @gluon.jit
@@ -201,7 +201,7 @@ def hopper_product_kernel(  # type: ignore[no-untyped-def]
     chunk: gl.constexpr = chunk_of(ROWS, GATED)
     out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(PART0, chunk), outputs], out_shared)
     out1, out2 = out0, out0
-    if PART0 > chunk and GATED:
+    if chunk < PART0 and GATED:
         out1 = gl.allocate_shared_memory(dtype, [GROUPS, chunk, outputs], out_shared)
     if PART1 > 0 and PART1 <= SMALL:
         out1 = gl.allocate_shared_memory(dtype, [GROUPS, PART1, outputs], out_shared)
