@@ -52,12 +52,12 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     counts = kernel_token_counts(config.compile.passes)
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
     few_tokens = min(max_tokens, PROMPT_TOKENS)
+    more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]
     prompts = [
         BatchShape(count, num_requests, bound)
-        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest))
+        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest), *more_counts)
         if max_tokens > 1
     ]
-    prompts += [BatchShape(count, num_requests, longest) for count in counts if max_requests < count < num_tokens]
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
     decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
     short = [BatchShape(size, size, context) for context, size in product(graph.short_contexts, graph.short_sizes)]
