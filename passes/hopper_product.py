@@ -14,7 +14,7 @@ from compiled_engine.passes.profile import load_profile
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
 # those for MANY.
-TOKEN_BUCKETS = (192, 256, 288, 384, 512, 768, 1152, 2048)
+TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
 MANY = 1 << 20
 # Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
 REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
