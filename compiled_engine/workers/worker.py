@@ -54,7 +54,7 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
     layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     threading.Thread(target=_exit_without_executor, args=(connection, start.folder), daemon=True).start()
-    steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank)
+    steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank, start.busy_s)
     results = None
     if start.rank == layout.result_rank:
         results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
@@ -103,9 +103,10 @@ class Worker:
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
-        # A step is launched before the one before it has ended; on a CPU launching it is executing it.
+        # Where a step is launched before the one before it has ended; on a CPU launching it is executing it.
+        ahead = config.scheduler.async_scheduling or config.parallel.num_stages > 1
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
-        if results is not None and config.device.type == "cuda":
+        if results is not None and ahead and config.device.type == "cuda":
             self._pending = queue.SimpleQueue()
             threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
 
