@@ -60,9 +60,13 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
         results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
     try:
         torch.set_num_threads(start.num_threads)
-        group, link = connect(start.config, start.rank, start.folder)
+        timeline = Timeline(start.origin_s, start.spans)
+        so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
+        timeline.add("start the workers", so_far, timeline.now() - so_far)
+        with timeline.span("connect the ranks"):
+            group, link = connect(start.config, start.rank, start.folder)
         with in_group(group):
-            worker = Worker(start, group, link, connection, results)
+            worker = Worker(start, timeline, group, link, connection, results)
             send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
             Heartbeats(layout.size, heartbeats).beat(start.rank)
             worker.run(steps)
@@ -87,15 +91,13 @@ class Worker:
     def __init__(
         self,
         start: StartWorker,
+        timeline: Timeline,
         group: Group,
         link: StageLink | None,
         connection: socket.socket,
         results: RingWriter | None,
     ):
         config = start.config
-        timeline = Timeline(start.origin_s, start.spans)
-        so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
-        timeline.add("wait for the workers", so_far, timeline.now() - so_far)
         progress = RichProgress() if start.progress and start.rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
