@@ -17,7 +17,7 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.collectives.group import current_group
-from compiled_engine.collectives.push import PushBuffer
+from compiled_engine.collectives.push import TAGGED_SLOTS, PushBuffer
 from compiled_engine.collectives.push_flags import exchange_flags
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -27,6 +27,7 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
+from compiled_engine.passes.tagged_sum import tagged_sum
 from compiled_engine.passes.tensor_parallel import all_reduce
 
 
@@ -106,6 +107,8 @@ def push(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks launch it together, each with as many rows."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
+        return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
@@ -147,6 +150,7 @@ all_reduce_residual_rms_norm = define_op(
 class AllReduceResidualRMSNorm(GraphPass):
     name = "all_reduce_residual_rms_norm"
     requires = ("tensor_parallel", "residual_rms_norm")
+    kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, structure: Structure, compile_range: CompileRange) -> int:
         return structure.sum_norms - structure.inner_norms
