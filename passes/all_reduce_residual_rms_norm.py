@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.collectives.group import current_group
 from compiled_engine.collectives.push import TAGGED_SLOTS, PushBuffer
 from compiled_engine.collectives.push_flags import exchange_flags
+from compiled_engine.collectives.tagged_sum import tagged_sum
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -27,7 +28,6 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
-from compiled_engine.passes.tagged_sum import tagged_sum
 from compiled_engine.passes.tensor_parallel import all_reduce
 
 

@@ -17,10 +17,10 @@ from triton.compiler import ASTSource
 
 from compiled_engine.collectives import vocabulary
 from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
+from compiled_engine.collectives.tagged_sum import tagged_sum_kernel
 from compiled_engine.passes import all_reduce_residual_rms_norm as fused
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes import sequence_parallel_op as divided
-from compiled_engine.passes.tagged_sum import tagged_sum_kernel
 
 D, NUM_SLOTS, EPS = 104, 4, 1e-5
 

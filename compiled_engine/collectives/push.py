@@ -5,7 +5,7 @@ slot's epoch; it waits for the flags of all ranks in its own buffer, and reads t
 on the device, so a replayed CUDA graph goes on counting. Odd and even ones use different rows: a rank that raises its
 flag to one epoch has read the rows of the epoch before, so its peers may write the epoch after.
 
-The first slots have rows of twice the size besides, for words that hold the epoch themselves: see passes.tagged_sum.
+The first slots have rows of twice the size besides, for words that hold the epoch themselves: see tagged_sum.
 """
 
 from __future__ import annotations
