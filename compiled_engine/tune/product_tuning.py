@@ -28,9 +28,9 @@ READING = 16
 PARTS = ((256,), (128, 128), (128, 64), (128, 32, 16), (128, 16), (128,), (64, 32))
 
 
-def product_cases(model: ModelConfig) -> list[LinearCase]:
+def product_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
     """Gate and up for each bucket; the last one's number of tokens is MANY."""
-    cases = [case for tokens in (*TOKEN_BUCKETS, MANY) for case in cases_of(model, tokens)]
+    cases = [case for tokens in (*TOKEN_BUCKETS, MANY) for case in cases_of(model, tokens, num_ranks)]
     return [case for case in cases if case.silu_mul]
 
 
