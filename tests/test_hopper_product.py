@@ -33,6 +33,7 @@ from compiled_engine.passes.hopper_product import (
 )
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.warm_up import start_up_batches
 from compiled_engine.tune.product_tuning import SHARED_MEMORY, product_candidates, product_cases, tokens_measured
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -132,6 +133,13 @@ def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
 def test_the_profile_names_buckets() -> None:
     assert {tokens for tokens, *_ in MEASURED} <= {*TOKEN_BUCKETS, MANY}
     assert all(gated for *_, gated in MEASURED)
+
+
+def test_the_warm_up_meets_every_bucket() -> None:
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_seqs=256, max_num_batched_tokens=8192))
+    shapes = start_up_batches(replace(config, device=torch.device("cuda")))
+    met = {next((most for most in TOKEN_BUCKETS if shape.num_tokens <= most), MANY) for shape in shapes}
+    assert met == {*TOKEN_BUCKETS, MANY}
 
 
 @pytest.mark.parametrize(("tokens", "device"), [(128, "cuda"), (4096, "cpu")])
