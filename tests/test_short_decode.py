@@ -57,7 +57,7 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
         "NUM_KV_HEADS": 8,
         "HEAD_DIM": head_dim,
         "KEYS": tiles.keys,
-        "WARPS": tiles.warps,
+        "WARPS": tiles.warps, "AHEAD": tiles.ahead,
     } | ({} if sinks else {"sinks_ptr": None})
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
     types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -69,7 +69,7 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": tiles.warps, "launch_pdl": True}
+    options = {"num_warps": tiles.warps, "launch_pdl": True} | ({"maxnreg": tiles.registers} if tiles.registers else {})
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 

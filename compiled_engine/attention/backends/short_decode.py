@@ -37,6 +37,8 @@ class ShortTiles:
 
     keys: int
     warps: int = 8
+    ahead: int = 0
+    registers: int = 0
 
     @classmethod
     def of(cls, max_seq_len: int) -> ShortTiles:
@@ -97,6 +99,8 @@ def short_decode(
         HEAD_DIM=head_dim,
         KEYS=tiles.keys,
         WARPS=tiles.warps,
+        AHEAD=tiles.ahead,
+        maxnreg=tiles.registers or None,
         num_warps=tiles.warps,
         launch_pdl=True,
     )
