@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from compiled_engine.attention.backends.decode_splits import MOST_SHORT_REQUESTS, SHORT_CONTEXTS
+from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, MOST_SHORT_REQUESTS, SHORT_CONTEXTS
 from compiled_engine.attention.backends.triton_tile import scales
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
@@ -21,29 +21,46 @@ MAX_GROUP = 16
 def short_contexts(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str
 ) -> tuple[int, ...]:
-    """Contexts up to which so many decodes have kernels of their own: on Hopper, where each program has a
-    multiprocessor to itself."""
+    """Contexts up to which so many decodes have kernels of their own: on Hopper, a few whose keys a program can hold,
+    and many that are not split."""
     if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return ()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
-    few = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
-    return SHORT_CONTEXTS if fits and few else ()
+    if not fits:
+        return ()
+    num_programs = num_requests * num_kv_heads
+    if num_programs > 2 * num_sms:
+        return (LONG_SPLIT,)
+    if num_programs > num_sms:
+        return SHORT_CONTEXTS[-1:]
+    return SHORT_CONTEXTS if num_requests <= MOST_SHORT_REQUESTS else ()
 
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """Keys of a tile, of which the first is read before the wait, and warps of a program."""
+    """Keys of a tile, of which the first is read before the wait; warps of a program; whether blocks are looked up one
+    tile ahead; the most registers of a thread, so that more programs share a multiprocessor, or 0 for all."""
 
     keys: int
     warps: int = 8
-    ahead: int = 0
+    look_ahead: bool = False
     registers: int = 0
 
     @classmethod
-    def of(cls, max_seq_len: int) -> ShortTiles:
-        """For contexts of up to so many tokens, one of SHORT_CONTEXTS."""
+    def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
+        """For so many programs, and contexts of up to so many tokens. A program that has a multiprocessor to itself
+        holds all keys, and asks for them at once; others ask for a part, while their neighbours compute."""
+        if num_programs > 2 * num_sms:
+            return MANY
+        if num_programs > num_sms:
+            return SEVERAL
         return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
+
+
+# Four programs share a multiprocessor, or two.
+MANY = ShortTiles(64, warps=4, look_ahead=True, registers=128)
+SEVERAL = ShortTiles(128)
 
 
 def short_decode(
@@ -99,7 +116,7 @@ def short_decode(
         HEAD_DIM=head_dim,
         KEYS=tiles.keys,
         WARPS=tiles.warps,
-        AHEAD=tiles.ahead,
+        LOOK_AHEAD=tiles.look_ahead,
         maxnreg=tiles.registers or None,
         num_warps=tiles.warps,
         launch_pdl=True,

@@ -25,10 +25,21 @@ copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_gl
 
 
 @gluon.jit
-def _blocks(table_ptr, first_key, end_key, layout: gl.constexpr, KEYS: gl.constexpr, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the keys from first_key on, the blocks that they are in."""
-    key_N = first_key + gl.arange(0, KEYS, layout=layout)
-    return gl.load(table_ptr + key_N // BLOCK_SIZE, mask=key_N < end_key, other=0)
+def _blocks(  # type: ignore[no-untyped-def]
+    table_ptr,
+    first_key,
+    end_key,
+    k_layout: gl.constexpr,
+    row_layout: gl.constexpr,
+    KEYS: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):
+    """The blocks of the keys from first_key on, once as keys and once as values are laid out."""
+    k_key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, k_layout))
+    v_key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, row_layout))
+    k_block_N = gl.load(table_ptr + k_key_N // BLOCK_SIZE, mask=k_key_N < end_key, other=0)
+    v_block_N = gl.load(table_ptr + v_key_N // BLOCK_SIZE, mask=v_key_N < end_key, other=0)
+    return k_block_N, v_block_N
 
 
 @gluon.jit
@@ -93,7 +104,6 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
     layout: gl.constexpr,
     KEYS: gl.constexpr,
     CAP_SCALE: gl.constexpr,
-    PENDING: gl.constexpr,
 ):
     """Fold a tile, of which num_keys are keys, into the (acc, max, sum) of the queries."""
     scores_MN = mma_v2(q_MD, k_DN, gl.zeros([ROWS, KEYS], gl.float32, layout))
@@ -105,7 +115,7 @@ def _weigh_tile(  # type: ignore[no-untyped-def]
     weights_MN = gl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
     sum_M = sum_M * rescale_M + gl.sum(weights_MN, 1)
     weights_MN = gl.convert_layout(weights_MN.to(v_smem.dtype), gl.DotOperandLayout(0, layout, 2))
-    async_copy.wait_group(PENDING)
+    async_copy.wait_group(0)
     barrier()
     v_ND = v_smem.load(gl.DotOperandLayout(1, layout, 2))
     return mma_v2(weights_MN, v_ND, acc_MD * rescale_M[:, None]), new_max_M, sum_M
@@ -154,9 +164,10 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     KEYS: gl.constexpr,
     WARPS: gl.constexpr,
-    AHEAD: gl.constexpr,
+    LOOK_AHEAD: gl.constexpr,
 ):
-    """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile."""
+    """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile; LOOK_AHEAD:
+    blocks are looked up one tile ahead."""
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
@@ -177,20 +188,13 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     shared: gl.constexpr = gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
     table_ptr = block_table_ptr + request * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
-    BUFFERS: gl.constexpr = 2 if AHEAD == 2 else 1
-    key_layout: gl.constexpr = gl.SliceLayout(0, k_layout)
-    value_layout: gl.constexpr = gl.SliceLayout(1, row_layout)
-    v_smem = gl.allocate_shared_memory(dtype, [BUFFERS, KEYS, HEAD_DIM], shared)
+    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], shared)
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], shared)
-    k_block_N = _blocks(table_ptr, first_key, end_key, key_layout, KEYS, BLOCK_SIZE)
-    v_block_N = _blocks(table_ptr, first_key, end_key, value_layout, KEYS, BLOCK_SIZE)
+    k_block_N, v_block_N = _blocks(table_ptr, first_key, end_key, k_layout, row_layout, KEYS, BLOCK_SIZE)
     k_DN = _load_keys(k_block_N, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-    _copy_values(
-        v_smem.index(0), v_block_N, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM
-    )
-    if AHEAD > 0:
-        k_block_N = _blocks(table_ptr, first_key + KEYS, end_key, key_layout, KEYS, BLOCK_SIZE)
-        v_block_N = _blocks(table_ptr, first_key + KEYS, end_key, value_layout, KEYS, BLOCK_SIZE)
+    _copy_values(v_smem, v_block_N, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+    if LOOK_AHEAD:
+        k_block_N, v_block_N = _blocks(table_ptr, first_key + KEYS, end_key, k_layout, row_layout, KEYS, BLOCK_SIZE)
     d_1D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))[None, :]
     other_1D = (d_1D + HEAD_DIM // 2) % HEAD_DIM
     q_weight_1D = None
@@ -238,38 +242,20 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     gl.store(new_ptr + d_1D, k_1D, mask=written_1D)
     gl.store(new_ptr + BLOCK_SIZE * ROW + d_1D, v_1D, mask=written_1D)
     q_MD = q_smem.load(gl.DotOperandLayout(0, layout, WIDTH))
-    if AHEAD < 2:
+    acc_MD, max_M, sum_M = _weigh_tile(
+        q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE
+    )
+    for start in range(first_key + KEYS, end_key, KEYS):
+        if not LOOK_AHEAD:
+            k_block_N, v_block_N = _blocks(table_ptr, start, end_key, k_layout, row_layout, KEYS, BLOCK_SIZE)
+        k_DN = _load_keys(k_block_N, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+        barrier()
+        _copy_values(v_smem, v_block_N, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+        if LOOK_AHEAD:
+            k_block_N, v_block_N = _blocks(table_ptr, start + KEYS, end_key, k_layout, row_layout, KEYS, BLOCK_SIZE)
         acc_MD, max_M, sum_M = _weigh_tile(
-            q_MD, k_DN, v_smem.index(0), acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE, 0
+            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE
         )
-        for start in range(first_key + KEYS, end_key, KEYS):
-            if AHEAD == 0:
-                k_block_N = _blocks(table_ptr, start, end_key, key_layout, KEYS, BLOCK_SIZE)
-                v_block_N = _blocks(table_ptr, start, end_key, value_layout, KEYS, BLOCK_SIZE)
-            k_DN = _load_keys(k_block_N, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-            barrier()
-            _copy_values(v_smem.index(0), v_block_N, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-            if AHEAD == 1:
-                k_block_N = _blocks(table_ptr, start + KEYS, end_key, key_layout, KEYS, BLOCK_SIZE)
-                v_block_N = _blocks(table_ptr, start + KEYS, end_key, value_layout, KEYS, BLOCK_SIZE)
-            acc_MD, max_M, sum_M = _weigh_tile(
-                q_MD, k_DN, v_smem.index(0), acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE, 0
-            )
-    else:
-        buffer = 0
-        for start in range(first_key, gl.maximum(end_key, first_key + 1), KEYS):
-            after = start + KEYS
-            k_next_DN = _load_keys(k_block_N, head_cache_ptr, after, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-            barrier()
-            _copy_values(v_smem.index(1 - buffer), v_block_N, head_cache_ptr, after, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-            k_block_N = _blocks(table_ptr, after + KEYS, end_key, key_layout, KEYS, BLOCK_SIZE)
-            v_block_N = _blocks(table_ptr, after + KEYS, end_key, value_layout, KEYS, BLOCK_SIZE)
-            acc_MD, max_M, sum_M = _weigh_tile(
-                q_MD, k_DN, v_smem.index(buffer), acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE, 1
-            )
-            k_DN = k_next_DN
-            buffer = 1 - buffer
-        async_copy.wait_group(0)
     out_row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     head_M = kv_head * GROUP + out_row_M
     out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, head_M, out_row_M < GROUP, scale_log2)
