@@ -1,8 +1,8 @@
 """rope_kv_write and the attention after it become one op, which backends with a kernel for both run as one.
 
 Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run; with
-many the first waits for a kernel that could read keys meanwhile. Any other batch gets the kernels that it had: the choice
-is made when the op is called.
+many, keys are not read while the first runs. Any other batch gets the kernels that it had: the choice is made when the
+op is called.
 """
 
 from __future__ import annotations

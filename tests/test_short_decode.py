@@ -21,6 +21,7 @@ from compiled_engine.attention.backends.short_decode import (
     HEAD_DIMS,
     MANY,
     MAX_GROUP,
+    MOST,
     SEVERAL,
     ShortTiles,
     short_contexts,
@@ -35,8 +36,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 # Bytes of a thread's stack: addresses, where a tile would be kilobytes.
 MOST_STACK = 96
 NUM_SMS = 132
-TILES = (*(ShortTiles.of(8, NUM_SMS, context) for context in SHORT_CONTEXTS), SEVERAL, MANY)
-OF_TILES = pytest.mark.parametrize("tiles", TILES, ids=[f"{tiles.keys} keys, {tiles.warps} warps" for tiles in TILES])
+TILES = (*(ShortTiles.of(8, NUM_SMS, context) for context in SHORT_CONTEXTS), SEVERAL, MANY, MOST)
+OF_TILES = pytest.mark.parametrize("tiles", TILES, ids=[f"{tiles.keys} keys, {tiles.stages} stages" for tiles in TILES])
 # One key, both sides of a tile's end, several tiles.
 CASES = (
     Case("decodes around a small tile", decodes(63, 64, 65, 66, 127, 128, 129, 130), num_heads=8, head_dim=128),
@@ -64,7 +65,7 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
         "HEAD_DIM": head_dim,
         "KEYS": tiles.keys,
         "WARPS": tiles.warps,
-        "LOOK_AHEAD": tiles.look_ahead,
+        "STAGES": tiles.stages,
     } | ({} if sinks else {"sinks_ptr": None})
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
     types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -154,6 +155,8 @@ def test_contexts_follow_from_the_programs_that_a_multiprocessor_has() -> None:
     assert short_contexts(num_sms // 8, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS
     assert short_contexts(num_sms // 8 + 1, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS[-1:]
     assert short_contexts(num_sms // 4, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS[-1:]
-    assert short_contexts(num_sms // 4 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (LONG_SPLIT,)
+    assert short_contexts(num_sms // 4 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (SHORT_CONTEXTS[-1], LONG_SPLIT)
+    assert short_contexts(num_sms // 2, 16, 8, 128, torch.bfloat16, "cuda") == (SHORT_CONTEXTS[-1], LONG_SPLIT)
+    assert short_contexts(num_sms // 2 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (LONG_SPLIT,)
     assert short_contexts(1, 16, 8, 128, torch.float32, "cuda") == ()
     assert short_contexts(1, 16, 8, 96, torch.bfloat16, "cuda") == ()

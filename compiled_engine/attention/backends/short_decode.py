@@ -30,8 +30,10 @@ def short_contexts(
     if not fits:
         return ()
     num_programs = num_requests * num_kv_heads
-    if num_programs > 2 * num_sms:
+    if num_programs > 4 * num_sms:
         return (LONG_SPLIT,)
+    if num_programs > 2 * num_sms:
+        return SHORT_CONTEXTS[-1], LONG_SPLIT
     if num_programs > num_sms:
         return SHORT_CONTEXTS[-1:]
     return SHORT_CONTEXTS if num_requests <= MOST_SHORT_REQUESTS else ()
@@ -39,28 +41,33 @@ def short_contexts(
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """Keys of a tile, of which the first is read before the wait; warps of a program; whether blocks are looked up one
-    tile ahead; the most registers of a thread, so that more programs share a multiprocessor, or 0 for all."""
+    """Keys of a tile; warps of a program; stages of a ring that tiles pass through, or 0 where a program holds the keys
+    of one; the most registers of a thread, so that more programs share a multiprocessor, or 0 for all."""
 
     keys: int
     warps: int = 8
-    look_ahead: bool = False
+    stages: int = 0
     registers: int = 0
 
     @classmethod
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
-        """For so many programs, and contexts of up to so many tokens. A program that has a multiprocessor to itself
-        holds all keys, and asks for them at once; others ask for a part, while their neighbours compute."""
-        if num_programs > 2 * num_sms:
-            return MANY
-        if num_programs > num_sms:
+        """For so many programs, and contexts of up to so many tokens.
+
+        A program that has a multiprocessor to itself asks for all of a few keys at once. Up to four share one: if
+        contexts may differ widely, that with the longest must not be slow, so there are two at a time, of more warps.
+        Many more of them even each other out, and each waits less for its first keys than for the next program.
+        """
+        if num_programs <= num_sms:
+            return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
+        if num_programs <= 2 * num_sms or (num_programs <= 4 * num_sms and max_seq_len > SHORT_CONTEXTS[-1]):
             return SEVERAL
-        return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
+        return MANY if num_programs <= 8 * num_sms else MOST
 
 
-# Four programs share a multiprocessor, or two.
-MANY = ShortTiles(64, warps=4, look_ahead=True, registers=128)
-SEVERAL = ShortTiles(128)
+# Two, four and five programs share a multiprocessor.
+SEVERAL = ShortTiles(64, warps=8, stages=2)
+MANY = ShortTiles(32, warps=4, stages=3, registers=128)
+MOST = ShortTiles(32, warps=4, stages=2, registers=96)
 
 
 def short_decode(
@@ -116,7 +123,7 @@ def short_decode(
         HEAD_DIM=head_dim,
         KEYS=tiles.keys,
         WARPS=tiles.warps,
-        LOOK_AHEAD=tiles.look_ahead,
+        STAGES=tiles.stages,
         maxnreg=tiles.registers or None,
         num_warps=tiles.warps,
         launch_pdl=True,
