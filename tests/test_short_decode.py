@@ -120,8 +120,7 @@ def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
 
 @pytest.mark.gpu
 @OF_TILES
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("dtype", "normed"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
 def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, tiles: ShortTiles) -> None:
     """Unused slots and the output are NaN; contexts may be longer than a tile."""
