@@ -78,6 +78,10 @@ class WorkerChild:
         except psutil.NoSuchProcess:
             return False
 
+    def is_killed(self, within_s: float) -> bool:
+        """Whether a signal has ended it, or does so within that time."""
+        return self.wait(within_s) and self._process.returncode < 0
+
     def kill(self) -> None:
         self._process.kill()
 
