@@ -104,7 +104,7 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
 ) -> None:
     config = compiled_config
     cold = compiled(config)
-    assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 3)
+    assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 6)
 
     def no_model(model: ModelConfig) -> torch.nn.Module:
         raise AssertionError("a warm start must not trace")

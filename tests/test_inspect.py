@@ -51,13 +51,13 @@ def test_a_warm_cache_is_enough(report: dict[str, Any]) -> None:
     assert "load" in now
     assert "compile" not in now | {span["parent"] for span in report["phases"]["start_up"]}
     assert {"trace", "compile pieces", *(f"passes {name}" for name in RANGES)} <= then
-    assert {f"piece {piece['key']}" for piece in report["pieces"]} <= then
+    assert {f"piece {piece['key']}" for piece in report["pieces"] if RANGES[1] in piece["ranges"]} <= then
 
 
 def test_the_phases_of_the_build_lie_within_it(report: dict[str, Any]) -> None:
     spans = {span["name"]: span for span in report["phases"]["build"]}
     whole = spans["compile pieces"]
-    for piece in report["pieces"]:
+    for piece in (piece for piece in report["pieces"] if RANGES[1] in piece["ranges"]):
         part = spans[f"piece {piece['key']}"]
         assert part["parent"] == "compile pieces"
         assert part["start_s"] >= whole["start_s"] >= 0
@@ -75,7 +75,9 @@ def test_three_pieces_a_range_and_what_they_launch(report: dict[str, Any]) -> No
         pieces = [piece for piece in report["pieces"] if name in piece["ranges"]]
         launches = sum(used[piece["key"]] * kernel["launches"] for piece in pieces for kernel in piece["kernels"])
         assert counts["total"] == launches + NUM_LAYERS
-        assert all(piece["seconds"] > 0 and piece["kernels"] for piece in pieces)
+        assert all(piece["kernels"] for piece in pieces)
+        # Those of the small range run as they stand, from kernels in C++; the others Inductor has compiled.
+        assert all((piece["seconds"] > 0) == (name == RANGES[1]) for piece in pieces)
 
 
 def test_modules_lead_to_their_pieces(report: dict[str, Any]) -> None:

@@ -58,8 +58,9 @@ def op(*arguments: object) -> torch.Tensor:
 def test_the_reference(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     for options in OPTIONS:
         arguments = arguments_of(Case(*shape, **options), dtype)
-        out = op(*arguments.values())
-        assert torch.equal(out, reference(*arguments.values()))  # type: ignore[arg-type]
+        out, by_torch = op(*arguments.values()), reference(*arguments.values())  # type: ignore[arg-type]
+        # On a CPU the op is C++ where there is a kernel for it.
+        torch.testing.assert_close(out, by_torch, rtol=1e-4, atol=1e-4)
         assert out.dtype == dtype
         assert error(out, arguments) < TOLERANCES[dtype], options
 

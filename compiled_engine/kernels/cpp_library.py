@@ -16,6 +16,7 @@ import torch
 
 from compiled_engine.kernels.cache_folder import default_root, kernel_folder
 
+HEADER = Path(__file__).with_name("cpp_vectors.h")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -36,7 +37,8 @@ def load_library(source: Path) -> ctypes.CDLL:
     if program is None:
         raise CannotCompile(f"no C++ compiler ({os.environ.get('CXX', 'g++')}) was found")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    digest = hashlib.sha256(repr((source.read_text(), FLAGS, version, _processor())).encode()).hexdigest()[:16]
+    told = repr((source.read_text(), HEADER.read_text(), FLAGS, version, _processor()))
+    digest = hashlib.sha256(told.encode()).hexdigest()[:16]
     name = f"{source.stem}_{digest}.so"
     folder = kernel_folder(default_root())
     if folder is not None and (folder / name).is_file():
@@ -44,7 +46,10 @@ def load_library(source: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="compiled_engine_", dir=folder) as work:
         path = Path(work) / name
         done = subprocess.run(
-            [program, *FLAGS, "-o", str(path), str(source)], capture_output=True, text=True, check=False
+            [program, *FLAGS, f"-I{HEADER.parent}", "-o", str(path), str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise CannotCompile(f"{program} cannot compile {source.name}: {done.stderr.strip()[-500:]}")

@@ -7,7 +7,7 @@ import shutil
 
 import torch
 
-from compiled_engine.config import CompileConfig, SchedulerConfig
+from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.sequence_parallel import SequenceParallel
@@ -26,7 +26,7 @@ COMPILE_OPTIONS = (
     "cache_dir",
 )
 # Where compile ranges for small batches end by default, in tokens.
-DEFAULT_COMPILE_RANGES = {"cuda": (64,), "cpu": ()}
+DEFAULT_COMPILE_RANGES = (64,)
 MIN_CORES_FOR_WORKERS = 4
 # A range has three pieces, a cold start some 45 kernels.
 MAX_WORKERS = 8
@@ -42,7 +42,12 @@ def compiler_obstacle(device: torch.device) -> str | None:
 
 
 def resolve_compile(
-    options: EngineOptions, enabled: bool, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
+    options: EngineOptions,
+    enabled: bool,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    device: torch.device,
+    reasons: dict[str, str],
 ) -> CompileConfig:
     """enabled: what `mode` came to. Raises ValueError or TypeError naming the field."""
     defaults = EngineOptions()
@@ -69,7 +74,7 @@ def resolve_compile(
     return CompileConfig(
         enabled=True,
         passes=tuple(name for name in known if name in wanted and name not in options.disable_passes),
-        ranges=_ranges(options, scheduler, device, reasons),
+        ranges=_ranges(options, model, scheduler, device, reasons),
         strict=options.strict_passes,
         verify=options.verify_passes,
         workers=_workers(options, reasons),
@@ -78,12 +83,17 @@ def resolve_compile(
 
 
 def _ranges(
-    options: EngineOptions, scheduler: SchedulerConfig, device: torch.device, reasons: dict[str, str]
+    options: EngineOptions,
+    model: ModelConfig,
+    scheduler: SchedulerConfig,
+    device: torch.device,
+    reasons: dict[str, str],
 ) -> tuple[tuple[int, int], ...]:
     most = scheduler.max_num_batched_tokens
     ends = options.compile_ranges
     if ends is None:
-        ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES[device.type] if most > 1)
+        has_kernels = device.type == "cuda" or _has_kernels_on_cpu(options, model)
+        ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES if has_kernels and most > 1)
         reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
     for end in ends:
         require_integer("compile_ranges", end)
@@ -91,6 +101,12 @@ def _ranges(
             raise ValueError(f"compile_ranges has {end}; allowed: less than max_num_batched_tokens ({most})")
     ends = tuple(sorted(set(ends)))
     return tuple(zip((1, *(end + 1 for end in ends)), ends, strict=False))
+
+
+def _has_kernels_on_cpu(options: EngineOptions, model: ModelConfig) -> bool:
+    """Whether a small range needs nothing but our kernels there: others would be compiled by Inductor once more."""
+    is_textbook = model.transformers is None and not model.experts.count
+    return model.dtype == torch.float32 and is_textbook and options.tensor_parallel_size == 1
 
 
 def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:

@@ -69,7 +69,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     scheduler = _scheduler(options, model, device, reasons)
     local_model = local_share(model, parallel.tensor_parallel_size)
     backend, block_size = _attention(options, local_model, device, reasons)
-    compile_config = resolve_compile(options, compiled, scheduler, device, reasons)
+    compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     # Kernels for short contexts are reached through the op that this pass makes.
     fused = RopeAttend.name in compile_config.passes
     cases = AttentionCase.all_of(local_model, block_size, device) if fused else ()

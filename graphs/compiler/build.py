@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from torch import fx, nn
 
 from compiled_engine.collectives.group import StandIn, in_group
@@ -114,9 +115,10 @@ def trace_whole(config: EngineConfig, make_model: Callable[[ModelConfig], nn.Mod
 def apply_passes(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """The graph of one range after its passes, as it is split; on a CPU with fused ops written out.
+    """The graph of one range after its passes, as it is split.
 
-    whole: what `trace_whole` returns.
+    On a CPU fused ops are written out, but in small ranges of float32, for which they are C++. whole: what
+    `trace_whole` returns.
     """
     module = traced.for_range(compile_range)
     structure = structure_passes(config, compile_range, whole)
@@ -132,7 +134,8 @@ def apply_passes(
             verify=config.compile.verify,
         )
     reports = (*traced.lowering, *reports)
-    return (module if config.device.type == "cuda" else expand_references(module)), reports
+    has_kernels = config.device.type == "cuda" or (compile_range.small and config.model.dtype == torch.float32)
+    return (module if has_kernels else expand_references(module)), reports
 
 
 def structure_passes(

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.backends.cpp_rotation import rotate_and_write
 from compiled_engine.attention.backends.torch_backend import prefill_each
-from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.cpp_library import CannotCompile, load_library
 from compiled_engine.kernels.dense_tensors import require_dense
 
@@ -111,6 +112,23 @@ class CppBackend(AttentionBackend):
                 torch.get_num_threads(),
             )
         prefill_each(q_THd, kv_cache_N2PKd, out_THd, inputs, num_decodes, scoring)
+
+    def attend_unrotated(
+        self,
+        q_THd: torch.Tensor,
+        k_TKd: torch.Tensor,
+        v_TKd: torch.Tensor,
+        rotation: Rotation,
+        kv_cache_N2PKd: torch.Tensor,
+        out_THd: torch.Tensor,
+        inputs: AttentionInputs,
+        scoring: Scoring,
+    ) -> bool:
+        rotated_THd = rotate_and_write(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, inputs.slot_mapping_T)
+        if rotated_THd is None:
+            return False
+        self.attend(rotated_THd, kv_cache_N2PKd, out_THd, inputs, scoring)
+        return True
 
 
 @cache

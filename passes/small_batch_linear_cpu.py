@@ -1,0 +1,86 @@
+"""small_batch_linear on a CPU: one call of C++ for few tokens of float32, the reference for all else.
+
+PyTorch's product of a few rows packs the weight anew each time; the kernel reads it in place, once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.kernels.cpp_library import CannotCompile, load_library
+
+SOURCE = Path(__file__).with_name("small_batch_linear_cpu.cpp")
+MOST_TOKENS = 64
+# What the kernel calls the activations; others are the reference's.
+ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
+# K, and with an activation each half of N, are multiples of this.
+LANES = 16
+
+
+def kernel_launch(
+    x_TK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    norm_weight_K: torch.Tensor | None,
+    eps: float,
+    residual_TM: torch.Tensor | None,
+    activation: str | None,
+    norm_offset: float,
+) -> torch.Tensor | None:
+    """[T, M] as the op's reference has it, activation None for none; None where the kernel cannot do it."""
+    (num_tokens, k), num_rows = x_TK.shape, weight_NK.shape[0]
+    code = 0 if activation is None else ACTIVATIONS.get(activation, -1)
+    if not (
+        x_TK.dtype is weight_NK.dtype is torch.float32
+        and 0 < num_tokens <= MOST_TOKENS
+        and k % LANES == 0
+        and (code == 0 or (code > 0 and num_rows % (2 * LANES) == 0 and residual_TM is None))
+        and weight_NK.is_contiguous()
+        and x_TK.stride(1) == 1
+        and (norm_weight_K is None or norm_weight_K.dtype is torch.float32)
+        and (residual_TM is None or residual_TM.stride(1) == 1)
+    ):
+        return None
+    kernel = _kernel()
+    if kernel is None:
+        return None
+    out_TM = torch.empty((num_tokens, num_rows // 2 if code else num_rows))
+    kernel(
+        x_TK.data_ptr(),
+        x_TK.stride(0),
+        weight_NK.data_ptr(),
+        None if bias_N is None else bias_N.data_ptr(),
+        None if norm_weight_K is None else norm_weight_K.data_ptr(),
+        eps,
+        norm_offset,
+        None if residual_TM is None else residual_TM.data_ptr(),
+        0 if residual_TM is None else residual_TM.stride(0),
+        code,
+        out_TM.data_ptr(),
+        num_tokens,
+        num_rows,
+        k,
+        torch.get_num_threads(),
+    )
+    return out_TM
+
+
+@cache
+def _kernel() -> Any:
+    """The C++ function, None where there is no compiler for it."""
+    try:
+        kernel = load_library(SOURCE).small_batch_linear
+    except CannotCompile:
+        return None
+    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    kernel.argtypes = [
+        *(pointer, integer, *[pointer] * 3, number, number, pointer, integer, integer, pointer),
+        *[integer] * 4,
+    ]
+    kernel.restype = None
+    return kernel
