@@ -169,10 +169,11 @@ class Monitor:
             self.fail(self._error(failed, rank))
 
     def _look_for_stopped(self) -> None:
-        for rank in range(len(self._workers)):
-            if self._silent_s(rank) > _STOPPED_S:
+        for rank, worker in enumerate(self._workers):
+            limit_s = _LAST_WORDS_S if worker.is_dying() else _STOPPED_S
+            if self._silent_s(rank) > limit_s:
                 name = self._layout.name(rank)
-                self.fail(WorkerError(f"the worker of {name} has given no sign of life for {_STOPPED_S:.0f} s"))
+                self.fail(WorkerError(f"the worker of {name} has given no sign of life for {limit_s:.0f} s"))
                 return
         if 0.0 < self._overdue_s < time.monotonic():
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
