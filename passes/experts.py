@@ -1,5 +1,8 @@
 """A mixture of experts becomes one op, from the router's logits to the weighted sum of what the chosen experts make.
 
+Where a router is another than the two that the op knows, the op begins after it: with the chosen experts and their
+weights.
+
 Why: the textbook lets every expert compute every token, since a graph's shapes may not depend on values. The op
 computes and reads the chosen experts alone.
 """
@@ -39,16 +42,17 @@ class Experts(GraphPass):
         return structure.routers
 
     def run(self, graph: fx.Graph) -> PassResult:
-        return rewrite_calls(graph, aten.topk.default, _rewrite)
+        return rewrite_calls(graph, aten.scatter.src, _rewrite)
 
 
 class _Routing(NamedTuple):
-    """Logits of the router, experts of a token, whether their weights add up to 1, and the matrix of all weights."""
+    """Logits of the router, experts of a token, and whether their weights add up to 1; or, where the experts are chosen
+    in a way that the op does not know, their weights instead of logits, and which they are."""
 
     logits: fx.Node
     top_k: int
     renormalise: bool
-    scatter: fx.Node
+    chosen: fx.Node | None = None
 
 
 class _Product(NamedTuple):
@@ -60,64 +64,54 @@ class _Product(NamedTuple):
     bias: fx.Node | None
 
 
-def _rewrite(graph: fx.Graph, topk: fx.Node) -> list[Replacement] | str | None:
-    """topk: of a router's logits or probabilities, or of anything else."""
-    routing = _routing(topk)
-    if not isinstance(routing, _Routing):
-        return routing
-    found = _weighted_sum(routing.scatter)
+def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
+    """scatter: of the weights of a token's experts into a matrix of all of them, or of anything else."""
+    zeros, dim, chosen, weights = scatter.args
+    is_matrix = scatter.meta["val"].dim() == 2 and dim in (-1, 1)
+    if not is_matrix or not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default):
+        return None
+    found = _weighted_sum(scatter)
     if isinstance(found, str):
         return found
     total, x, gate_up, gate, down = found
-    if routing.logits.meta["val"].dtype != x.meta["val"].dtype:
-        return "the router's dtype is another than that of its input"
+    routing = _known_routing(through_cast(weights), chosen)
+    if routing is None or routing.logits.meta["val"].dtype != x.meta["val"].dtype:
+        routing = _Routing(arg(scatter, 3), arg(scatter, 2).meta["val"].shape[1], False, arg(scatter, 2))
     with graph.inserting_before(total):
-        weights = [
+        matrices = [
             emit(graph, aten.transpose.int, product.parameter, 1, 2) if product.transposed else product.parameter
             for product in (gate_up, down)
         ]
-        operands = x, routing.logits, *weights, gate_up.bias, down.bias
+        operands = x, routing.logits, *matrices, gate_up.bias, down.bias
         how = routing.top_k, routing.renormalise, gate.activation, gate.alpha, gate.limit, gate.interleaved
-        fused = emit(graph, experts, *operands, *how, None, 0.0, 0.0, False, None)
+        fused = emit(graph, experts, *operands, *how, None, 0.0, 0.0, False, None, routing.chosen)
     total.replace_all_uses_with(fused)
     return [Replacement(total.name, fused)]
 
 
-def _routing(topk: fx.Node) -> _Routing | str | None:
-    """Softmax of the logits and then the choice, or the choice and then softmax of what is chosen."""
-    weights, chosen = (_item(topk, i) for i in range(2))
-    softmax: Any = arg(topk, 0)
-    behind: Any = None if weights is None else user_through_cast(weights)
-    first = is_call(softmax, aten._softmax.default)
-    if not first:
-        softmax, weights = behind, behind
-    if not is_call(softmax, aten._softmax.default):
+def _known_routing(weights: Any, chosen: Any) -> _Routing | None:
+    """Softmax of the logits and then the choice of the largest, or the choice and then softmax of what is chosen."""
+    topk: Any = arg(chosen, 0) if is_call(chosen, operator.getitem) and chosen.args[1] == 1 else None
+    if not is_call(topk, aten.topk.default) or len(topk.args) != 2 or topk.kwargs or only_user(chosen) is None:
         return None
-    if len(topk.args) != 2 or topk.kwargs:
-        return "the choice is not of the largest along the last dimension"
-    if softmax.args[1] not in (-1, 1) or softmax.meta["val"].dim() != 2:
-        return "the probabilities are not of each row"
-    if first and softmax.meta["val"].dtype != torch.float32:
-        return "the probabilities are not in fp32"
-    scatter: Any = None if chosen is None else only_user(chosen)
-    if weights is None or not is_call(scatter, aten.scatter.src):
-        return "what is chosen is not scattered into a matrix of weights"
-    zeros, dim, index, source = scatter.args
-    source = through_cast(source)
-    shares = source is not weights
-    if shares and not (first and _is_share(source, weights)):
-        return "the weights are neither the probabilities nor their shares of the sum"
-    if not is_call(zeros, aten.zeros_like.default, aten.new_zeros.default) or dim not in (-1, 1) or index is not chosen:
-        return "the weights are not scattered into zeros along the experts"
-    logits = through_cast(arg(softmax if first else topk, 0))
-    return _Routing(logits, arg(topk, 1), shares or not first, scatter)
+    values = next((user for user in topk.users if is_call(user, operator.getitem) and user.args[1] == 0), None)
+    if is_call(weights, aten._softmax.default):
+        of_chosen = through_cast(arg(weights, 0)) is values and _is_of_rows(weights)
+        return _Routing(through_cast(arg(topk, 0)), arg(topk, 1), True) if of_chosen else None
+    softmax = arg(topk, 0)
+    if not is_call(softmax, aten._softmax.default) or not _is_of_rows(softmax):
+        return None
+    shares = _is_share(weights, values)
+    if softmax.meta["val"].dtype != torch.float32 or not (shares or weights is values):
+        return None
+    return _Routing(through_cast(arg(softmax, 0)), arg(topk, 1), shares)
 
 
-def _item(sequence: fx.Node, index: int) -> fx.Node | None:
-    return next((user for user in sequence.users if is_call(user, operator.getitem) and user.args[1] == index), None)
+def _is_of_rows(softmax: fx.Node) -> bool:
+    return softmax.args[1] in (-1, 1) and softmax.meta["val"].dim() == 2
 
 
-def _is_share(value: Any, weights: fx.Node) -> bool:
+def _is_share(value: Any, weights: fx.Node | None) -> bool:
     """Whether it is weights / their sum in each row."""
     if not is_call(value, aten.div.Tensor) or value.args[0] is not weights:
         return False

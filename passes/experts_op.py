@@ -49,18 +49,22 @@ def reference(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
     residual_TD: torch.Tensor | None = None,
+    chosen_TX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, D]: of each token the sum of what its top_k experts make of it, times their probabilities, plus the residual.
 
     logits_TE: of the router, before the softmax. renormalise: the probabilities of the chosen ones add up to 1.
     gate_up_END: of each expert the rows of gate and up, in the order that `interleaved` says; activation, alpha, limit:
-    see `Gate`. norm_weight_D: x is normed first, see rms_norm. Steps whose argument is None are left out.
+    see `Gate`. norm_weight_D: x is normed first, see rms_norm. Steps whose argument is None are left out. chosen_TX:
+    the experts of each token, whose weights [T, top_k] stand in the place of logits then.
     It reads the chosen experts on the host.
     """
     if norm_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
     gate = Gate(activation, alpha, limit, interleaved)
-    weights_TX, chosen_TX = logits_TE.float().softmax(-1).topk(top_k, dim=-1)
+    weights_TX = logits_TE
+    if chosen_TX is None:
+        weights_TX, chosen_TX = logits_TE.float().softmax(-1).topk(top_k, dim=-1)
     if renormalise:
         weights_TX = weights_TX / weights_TX.sum(-1, keepdim=True)
     weights_TX = weights_TX.to(x_TD.dtype)
@@ -105,19 +109,21 @@ def launch(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
     residual_TD: torch.Tensor | None = None,
+    chosen_TX: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The kernels behind `reference`; weights and biases contiguous."""
     x_TD, logits_TE = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x_TD, logits_TE))
+    chosen_TX = None if chosen_TX is None else chosen_TX.contiguous()
     residual_TD = None if residual_TD is None else residual_TD.contiguous()
-    num_experts = logits_TE.shape[1]
+    num_experts = gate_up_END.shape[0]
     route = {"NUM_EXPERTS": num_experts, "TOP_K": top_k, "BLOCK_E": next_power_of_2(num_experts)}
     gate = {"ACTIVATION": activation, "ALPHA": alpha, "LIMIT": limit, "INTERLEAVED": interleaved}
     weights = _Weights(gate_up_END, down_EDI, gate_up_bias_EN, down_bias_ED, route | {"RENORMALISE": renormalise}, gate)
     if x_TD.shape[0] == 1:
-        return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD)
+        return _one_token(x_TD, logits_TE, weights, (norm_weight_D, eps, norm_offset), residual_TD, chosen_TX)
     if norm_weight_D is not None:
         x_TD = rms_norm.launch(x_TD, norm_weight_D, eps, norm_offset, norm_wide)
-    return _grouped(x_TD, logits_TE, weights, residual_TD)
+    return _grouped(x_TD, logits_TE, weights, residual_TD, chosen_TX)
 
 
 def _one_token(
@@ -126,14 +132,17 @@ def _one_token(
     weights: _Weights,
     norm: tuple[torch.Tensor | None, float, float],
     residual_1D: torch.Tensor | None,
+    chosen_X: torch.Tensor | None,
 ) -> torch.Tensor:
     hidden_size, width, top_k = x_1D.shape[1], weights.down_EDI.shape[2], weights.route["TOP_K"]
     norm_weight_D, eps, norm_offset = norm
     options = dependent_launch(x_1D.device)
     hidden_XI = x_1D.new_empty((top_k, width))
-    chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
-    weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
-    one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
+    weights_X = logits_1E
+    if chosen_X is None:
+        chosen_X = torch.empty(top_k, dtype=torch.int32, device=x_1D.device)
+        weights_X = torch.empty(top_k, dtype=torch.float32, device=x_1D.device)
+        one_token_route_kernel[(1,)](logits_1E, chosen_X, weights_X, num_warps=1, **weights.route, **options)
     tiles = one_token_tiles(hidden_size, gate_up=True)
     one_token_gate_up_kernel[(cdiv(width, tiles.rows), top_k)](
         x_1D,
@@ -175,7 +184,11 @@ def _one_token(
 
 
 def _grouped(
-    x_TD: torch.Tensor, logits_TE: torch.Tensor, weights: _Weights, residual_TD: torch.Tensor | None
+    x_TD: torch.Tensor,
+    logits_TE: torch.Tensor,
+    weights: _Weights,
+    residual_TD: torch.Tensor | None,
+    given_TX: torch.Tensor | None,
 ) -> torch.Tensor:
     num_tokens, hidden_size = x_TD.shape
     route, width = weights.route, weights.down_EDI.shape[2]
@@ -192,6 +205,7 @@ def _grouped(
     blocks_B4 = torch.empty((num_blocks, 4), dtype=torch.int32, device=device)
     route_kernel[(num_tokens,)](
         logits_TE,
+        given_TX,
         chosen_S,
         weights_S,
         rank_S,
@@ -279,7 +293,7 @@ experts = define_op(
     "experts(Tensor x_TD, Tensor logits_TE, Tensor gate_up_END, Tensor down_EDI, Tensor? gate_up_bias_EN, "
     'Tensor? down_bias_ED, int top_k, bool renormalise, str activation="silu", float alpha=0.0, float limit=0.0, '
     "bool interleaved=False, Tensor? norm_weight_D=None, float eps=0.0, float norm_offset=0.0, bool norm_wide=False, "
-    "Tensor? residual_TD=None) -> Tensor",
+    "Tensor? residual_TD=None, Tensor? chosen_TX=None) -> Tensor",
     cpu=reference,
     cuda=launch,
     fake=_fake,

@@ -44,6 +44,7 @@ def chosen_experts(
 @triton.jit(do_not_specialize=["logits_stride"])
 def route_kernel(
     logits_ptr: tl.tensor,
+    given_ptr: tl.tensor,
     chosen_ptr: tl.tensor,
     weights_ptr: tl.tensor,
     rank_ptr: tl.tensor,
@@ -56,16 +57,22 @@ def route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its experts, their weights, and which of an expert's pairs each is, in any order."""
+    """Program (token): its experts, their weights, and which of an expert's pairs each is, in any order.
+
+    given: the experts, whose weights stand in the place of logits; None: they are chosen here.
+    """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
         gdc_wait()
     token = tl.program_id(0)
-    expert_X, weight_X = chosen_experts(
-        logits_ptr + token.to(tl.int64) * logits_stride, NUM_EXPERTS, BLOCK_E, TOP_K, BLOCK_X, RENORMALISE
-    )
+    logits_ptr += token.to(tl.int64) * logits_stride
     x_X = tl.arange(0, BLOCK_X)
     mask_X = x_X < TOP_K
+    if given_ptr is None:
+        expert_X, weight_X = chosen_experts(logits_ptr, NUM_EXPERTS, BLOCK_E, TOP_K, BLOCK_X, RENORMALISE)
+    else:
+        expert_X = tl.load(given_ptr + token * TOP_K + x_X, mask=mask_X, other=0).to(tl.int32)
+        weight_X = tl.load(logits_ptr + x_X, mask=mask_X, other=0.0).to(tl.float32)
     rank_X = tl.atomic_add(counts_ptr + expert_X, 1, mask=mask_X, sem="relaxed")
     pair_X = token * TOP_K + x_X
     tl.store(chosen_ptr + pair_X, expert_X, mask=mask_X)

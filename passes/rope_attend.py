@@ -23,7 +23,7 @@ from compiled_engine.passes.rope_match import RopeForm
 from compiled_engine.passes.structure import Structure
 
 # The op's arguments before those of its scoring.
-LEADING = 15
+LEADING = 16
 
 
 def rope_attend(*arguments: Any) -> None:
@@ -53,7 +53,7 @@ rope_attend_op = torch.library.custom_op(
     mutates_args=("kv_cache_N2PKd", "out_THd"),
     schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor? q_norm_weight_d, Tensor? k_norm_weight_d, float eps, "
     "Tensor cos_T1d, Tensor sin_T1d, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, float norm_offset, bool norm_wide, "
-    f"int rotary_dim, bool interleaved, bool rope_wide, {SCORING_AND_INPUTS}) -> ()",
+    f"int rotary_dim, bool interleaved, bool rope_wide, bool norm_last, {SCORING_AND_INPUTS}) -> ()",
 )
 rope_attend_op.register_fake(lambda *arguments: None)
 

@@ -37,13 +37,13 @@ def reference(
 
     cos, sin: of each rotated element, or of each pair. form: fields of RopeForm.
     """
-    rotary_dim, interleaved, wide = RopeForm(*form)
+    rotary_dim, interleaved, wide, norm_last = RopeForm(*form)
     rotary_dim = rotary_dim or q_THd.shape[-1]
     if cos_T1r.shape[-1] != rotary_dim:
         cos_T1r, sin_T1r = (_doubled(angles, interleaved) for angles in (cos_T1r, sin_T1r))
 
     def rotated(x_THd: torch.Tensor, weight_d: torch.Tensor | None) -> torch.Tensor:
-        if weight_d is not None:
+        if weight_d is not None and not norm_last:
             x_THd = rms_norm.reference(x_THd, weight_d, eps, norm_offset, norm_wide)
         x_THr = x_THd[..., :rotary_dim].float() if wide else x_THd[..., :rotary_dim]
         if interleaved:
@@ -52,7 +52,10 @@ def reference(
             first, second = x_THr.chunk(2, dim=-1)
             turned_THr = torch.cat((-second, first), dim=-1)
         y_THr = (x_THr * cos_T1r + turned_THr * sin_T1r).to(x_THd.dtype)
-        return y_THr if rotary_dim == x_THd.shape[-1] else torch.cat((y_THr, x_THd[..., rotary_dim:]), dim=-1)
+        y_THd = y_THr if rotary_dim == x_THd.shape[-1] else torch.cat((y_THr, x_THd[..., rotary_dim:]), dim=-1)
+        if weight_d is not None and norm_last:
+            y_THd = rms_norm.reference(y_THd, weight_d, eps, norm_offset, norm_wide)
+        return y_THd
 
     return rotated(q_THd, q_norm_weight_d), rotated(k_TKd, k_norm_weight_d)
 
@@ -104,10 +107,11 @@ def rope_form_kv_write(
     rotary_dim: int,
     interleaved: bool,
     rope_wide: bool,
+    norm_last: bool,
 ) -> torch.Tensor:
     """The same with a rotation of another form, see RopeForm; cos and sin of each rotated element, or of each pair."""
     arguments = q_norm_weight_d, k_norm_weight_d, eps, cos_T1r, sin_T1r
-    how = norm_offset, norm_wide, rotary_dim, interleaved, rope_wide
+    how = norm_offset, norm_wide, rotary_dim, interleaved, rope_wide, norm_last
     if q_THd.is_cuda:
         return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, *arguments, kv_cache_N2PKd, slot_mapping_T, *how)
     rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *arguments, *how)
@@ -167,7 +171,8 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
     """What in the shapes, strides or dtypes of the parts does not fit the op."""
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
-    if len({value.dtype for value in values}) > 1:
+    dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd)}
+    if len(dtypes) > 1 or not {cos_T1d.dtype, sin_T1d.dtype} <= dtypes | ({torch.float32} if q.form.wide else set()):
         return f"the dtypes of q, k, v, cos, sin and cache differ: {', '.join(str(value.dtype) for value in values)}"
     if any(value.dim() != 3 or not always_equal(value.stride(-1), 1) for value in values[:5]):
         return "q, k, v, cos or sin is not [tokens, heads, head size] with the elements of a head in a row"
@@ -199,12 +204,14 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
         out.args = (q.x, *out.args[1:])
         out.kwargs = {**out.kwargs, "memory_format": torch.contiguous_format}
     with graph.inserting_before(attention):
+        # A rotation is linear: what it is multiplied with afterwards may come before.
         eps, *norm = q.how
         norm_and_angles = q.norm_weight, k.norm_weight, eps, q.cos, q.sin
         slots = inputs_of(attention.args).slot_mapping_T
         is_plain = q.form == RopeForm() and q.cos.meta["val"].shape[-1] == q.x.meta["val"].shape[-1]
         op, form = (FUSED, ()) if is_plain else (FUSED_FORM, q.form)
-        fused = emit(graph, op, q.x, k.x, v, *norm_and_angles, cache, slots, *norm, *form)
+        scaled = [r.x if r.scale is None else emit(graph, aten.mul.Tensor, r.x, r.scale) for r in (q, k)]
+        fused = emit(graph, op, *scaled, v, *norm_and_angles, cache, slots, *norm, *form)
         attend = emit(graph, ATTEND, fused, *attention.args[3:])
     graph.erase_node(attention)
     return [Replacement(attention.name, attend)]

@@ -64,6 +64,7 @@ def rope_kv_write_kernel(
     INTERLEAVED: tl.constexpr,
     OF_PAIRS: tl.constexpr,
     ROPE_WIDE: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program for TILE_H heads of q of one token, or for as many of k and v. The strides are those of tokens."""
@@ -100,6 +101,7 @@ def rope_kv_write_kernel(
             INTERLEAVED,
             OF_PAIRS,
             ROPE_WIDE,
+            NORM_LAST,
         )
         out_ptr += token * (NUM_HEADS * HEAD_DIM)
         store_pairs(out_ptr, head_H1 * HEAD_DIM, one_HP, other_HP, mask_HP, one_q_HP, other_q_HP)
@@ -126,6 +128,7 @@ def rope_kv_write_kernel(
             INTERLEAVED,
             OF_PAIRS,
             ROPE_WIDE,
+            NORM_LAST,
         )
         if slot >= 0:
             cache_ptr += (slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
@@ -150,6 +153,7 @@ def launch(
     rotary_dim: int = 0,
     interleaved: bool = False,
     rope_wide: bool = False,
+    norm_last: bool = False,
 ) -> torch.Tensor:
     """What `compiled_engine.passes.rope_kv_write.rope_form_kv_write` says, on CUDA. Compiled once for a model.
 
@@ -181,6 +185,7 @@ def launch(
         INTERLEAVED=interleaved,
         OF_PAIRS=cos_T1d.shape[-1] < (rotary_dim or head_dim),
         ROPE_WIDE=rope_wide,
+        NORM_LAST=norm_last,
         **dependent_launch(q_THd.device),
     )
     return out_THd

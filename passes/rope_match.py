@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +18,22 @@ class RopeForm(NamedTuple):
     """How heads are rotated; the last arguments of the op `rope_form_kv_write`.
 
     rotary_dim: so many elements of a head, its first; 0 for all. interleaved: pairs are neighbours, not elements half a
-    head apart. wide: products and sum are in fp32 and rounded once, not each.
+    head apart. wide: products and sum are in fp32 and rounded once, not each. norm_last: where there is a norm, it
+    follows the rotation.
     """
 
     rotary_dim: int = 0
     interleaved: bool = False
     wide: bool = False
+    norm_last: bool = False
 
 
 @dataclass(frozen=True)
 class Rotated:
     """What a rotated value was made of; without a norm, norm_weight is None. how: eps, offset and wide of the norm.
 
-    cos, sin: one for each element that is rotated, or one for each pair.
+    cos, sin: one for each element that is rotated, or one for each pair. scale: [T, 1, 1] that what was rotated is
+    multiplied with, or None.
     """
 
     x: fx.Node
@@ -39,6 +42,7 @@ class Rotated:
     cos: fx.Node
     sin: fx.Node
     form: RopeForm
+    scale: fx.Node | None = None
 
 
 class _Turn(NamedTuple):
@@ -49,7 +53,22 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """What the value is a rotation of, or why it is none that is known."""
+    """What the value is a rotation of, normed or scaled afterwards or not, or why it is none that is known."""
+    for product, scale in factors(value):
+        if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
+            found = _match_turn(product)
+            is_linear = isinstance(found, Rotated) and found.norm_weight is None
+            return replace(found, scale=scale) if is_linear else "a product follows the rotation"
+    norm = match_rms_norm(value)
+    found = _match_turn(value if norm is None or isinstance(norm, str) else norm.x)
+    if norm is None or isinstance(norm, str) or isinstance(found, str):
+        return found
+    if found.norm_weight is not None:
+        return "norms precede and follow the rotation"
+    return replace(found, norm_weight=norm.weight, how=norm[2:], form=found.form._replace(norm_last=True))
+
+
+def _match_turn(value: fx.Node) -> Rotated | str:
     whole, rotary_dim = _whole_and_rest(value)
     turned: Any = through_cast(whole)
     wide = turned is not whole
@@ -61,9 +80,8 @@ def match_rotation(value: fx.Node) -> Rotated | str:
         return "it is not x * cos + (-second half, first half) * sin of one x" if rotation else "it is not rotated"
     x: Any
     x, cos, sin, interleaved = turns[0]
-    if wide and through_cast(x) is x:
+    if x.meta["val"].dtype != whole.meta["val"].dtype:
         return "a cast follows the rotation"
-    x = through_cast(x) if wide else x
     if rotary_dim:
         part, x = x, arg(x, 0) if is_call(x, aten.slice.Tensor) else x
         if not _is_slice(part, x, 0, rotary_dim) or not _is_slice(arg(value, 0)[1], x, rotary_dim, None):
@@ -96,8 +114,14 @@ def _as_sum(value: Any) -> Iterator[_Turn]:
         for turned_x, sin in factors(turned):
             for x, cos in factors(straight):
                 for interleaved in (False, True):
-                    if _turned_from(turned_x, interleaved) is x:
-                        yield _Turn(x, cos, sin, interleaved)
+                    source = _turned_from(_before_widening(turned_x), interleaved)
+                    if source is not None and _before_widening(source) is _before_widening(x):
+                        yield _Turn(_before_widening(x), cos, sin, interleaved)
+
+
+def _before_widening(value: fx.Node) -> fx.Node:
+    """The value that is computed with in fp32, with or without a cast, before or after its elements are turned."""
+    return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
 
 
 def _as_halves(value: Any) -> Iterator[_Turn]:
@@ -114,7 +138,7 @@ def _as_halves(value: Any) -> Iterator[_Turn]:
             wanted = [{second, cos}, {first, sin}]
             found = [set(product.all_input_nodes) for product in total.args if is_call(product, aten.mul.Tensor)]
             if x is not None and half_of(second, 1) is x and found in (wanted, wanted[::-1]):
-                yield _Turn(x, cos, sin, False)
+                yield _Turn(_before_widening(x), cos, sin, False)
 
 
 def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:

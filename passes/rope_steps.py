@@ -58,6 +58,27 @@ def store_pairs(
 
 
 @triton.jit
+def normed_pairs(
+    first_HP: tl.tensor,
+    second_HP: tl.tensor,
+    weight_first_HP: tl.tensor,
+    weight_second_HP: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The pairs of whole heads, zeros behind their ends; in fp32."""
+    squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
+    scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
+    return (
+        weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype),
+        weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype),
+    )
+
+
+@triton.jit
 def normed_and_rotated(
     ptr: tl.tensor,
     weight_ptr: tl.tensor,
@@ -74,6 +95,7 @@ def normed_and_rotated(
     INTERLEAVED: tl.constexpr,
     OF_PAIRS: tl.constexpr,
     ROPE_WIDE: tl.constexpr,
+    NORM_LAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Both elements of the pairs of heads at ptr + head; weight_ptr None leaves the norm out."""
     dtype: tl.constexpr = ptr.dtype.element_ty
@@ -92,10 +114,10 @@ def normed_and_rotated(
     second_HP = second_HP.to(tl.float32)
     if weight_ptr is not None:
         weight_first_HP, weight_second_HP = load_pairs(weight_ptr, 0, one_HP, other_HP, mask_HP)
-        squares_H = tl.sum(first_HP * first_HP + second_HP * second_HP, 1)
-        scale_H1 = tl.rsqrt(squares_H / HEAD_DIM + eps)[:, None]
-        first_HP = weighted(first_HP * scale_H1, weight_first_HP.to(tl.float32), OFFSET, WIDE, dtype)
-        second_HP = weighted(second_HP * scale_H1, weight_second_HP.to(tl.float32), OFFSET, WIDE, dtype)
+        if not NORM_LAST:
+            first_HP, second_HP = normed_pairs(
+                first_HP, second_HP, weight_first_HP, weight_second_HP, eps, HEAD_DIM, OFFSET, WIDE, dtype
+            )
     step: tl.constexpr = tl.float32 if ROPE_WIDE else dtype
     first_cos_HP = rounded(first_HP * cos_first_HP.to(tl.float32), step)
     second_cos_HP = rounded(second_HP * cos_second_HP.to(tl.float32), step)
@@ -103,7 +125,19 @@ def normed_and_rotated(
     second_sin_HP = rounded(second_HP * sin_first_HP.to(tl.float32), step)
     one = (first_cos_HP - second_sin_HP).to(dtype)
     other = (second_cos_HP + first_sin_HP).to(dtype)
-    if ROTARY == HEAD_DIM:
-        return one, other
-    else:
-        return tl.where(turned_HP, one, first_HP.to(dtype)), tl.where(turned_HP, other, second_HP.to(dtype))
+    if ROTARY != HEAD_DIM:
+        one = tl.where(turned_HP, one, first_HP.to(dtype))
+        other = tl.where(turned_HP, other, second_HP.to(dtype))
+    if NORM_LAST and weight_ptr is not None:
+        one, other = normed_pairs(
+            one.to(tl.float32),
+            other.to(tl.float32),
+            weight_first_HP,
+            weight_second_HP,
+            eps,
+            HEAD_DIM,
+            OFFSET,
+            WIDE,
+            dtype,
+        )
+    return one.to(dtype), other.to(dtype)

@@ -119,7 +119,7 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.
         if before is not None and only_user(x) is norm and not before.silu_mul:
             linears[x] = replace(before, result=total, residual=residual)
         elif is_call(x, experts) and only_user(x) is norm:
-            x.args = (*x.args[:-1], residual)
+            x.args = (*x.args[:16], residual, *x.args[17:])
             changed_experts[x] = total
         else:
             with graph.inserting_before(norm):
@@ -148,7 +148,7 @@ def _take_in_norm(
         linear = linears[user]
         linears[user] = replace(linear, x=x, norm_weight=weight, eps=eps, norm_offset=offset, norm_wide=wide)
     else:
-        user.args = (x, *user.args[1:12], *norm[1:], user.args[16])
+        user.args = (x, *user.args[1:12], *norm[1:], *user.args[16:])
         changed_experts.setdefault(user, user)
 
 

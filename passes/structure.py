@@ -14,8 +14,8 @@ class Structure:
     of these those that several read. sum_norms, norms: root mean square norms of whole tokens, of sums of two values
     (with that of an addend, where it has one) and of others. inner_norms: such addends. layer_norms: those of whole
     tokens, written out or not. angles: cosines of positions. turned_attentions: calls of attention whose queries come
-    from such. gated_products: activations of tokens that are multiplied with another value. routers: choices of the
-    most probable ones. scalings_by_one: what it says.
+    from such. gated_products: activations of tokens that are multiplied with another value. routers: weights
+    that are put where a choice of the largest says. scalings_by_one: what it says.
     """
 
     batched_values: int

@@ -22,7 +22,6 @@ from compiled_engine.passes.matching import (
     is_call,
     only_user,
     through_cast,
-    user_through_cast,
 )
 from compiled_engine.passes.structure import Structure
 
@@ -60,7 +59,7 @@ def structure_of(graph: fx.Graph) -> Structure:
         angles=sum(1 for node in calls if is_call(node, aten.cos.default)),
         turned_attentions=sum(1 for node in attentions if _is_turned(arg(node, 0))),
         gated_products=sum(1 for node in calls if is_call(node, *ACTIVATIONS) and _is_gate(node)),
-        routers=sum(1 for node in calls if is_call(node, aten.topk.default) and _is_router(node)),
+        routers=sum(1 for node in calls if is_call(node, aten.scatter.src) and _is_of_chosen(node)),
         scalings_by_one=sum(1 for node in calls if is_call(node, aten.mul.Tensor) and node.args[1:] == (1.0,)),
     )
 
@@ -140,10 +139,10 @@ def _is_gate(activation: fx.Node) -> bool:
     )
 
 
-def _is_router(topk: fx.Node) -> bool:
-    """Whether it chooses among probabilities, or what it chooses becomes probabilities."""
-    values = [item for item in topk.users if is_call(item, operator.getitem) and item.args[1] == 0]
-    return any(is_call(node, aten._softmax.default) for node in (arg(topk, 0), *map(user_through_cast, values)))
+def _is_of_chosen(scatter: fx.Node) -> bool:
+    """Whether it puts weights where a choice of the largest says."""
+    index = arg(scatter, 2)
+    return is_call(index, operator.getitem) and is_call(arg(index, 0), aten.topk.default)
 
 
 def _is_turned(query: Any) -> bool:

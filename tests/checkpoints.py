@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
@@ -76,4 +77,7 @@ def make_checkpoint(
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> PreTrainedModel:
     """The model as transformers loads it: parameters in that dtype, rotary frequencies in fp32 (`.to` rounds them)."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval().requires_grad_(False)
+    # By default transformers 5.17 leaves out the soft cap of Gemma 2.
+    capped = getattr(AutoConfig.from_pretrained(path), "attn_logit_softcapping", None)
+    attention = {"attn_implementation": "eager"} if capped else {}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **attention).eval().requires_grad_(False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 @dataclass(frozen=True)
 class Case:
     """A layer of experts. gemma: the norm is Gemma's, and the gate a gelu. gpt_oss: biases, and a clamped gate of rows
-    that are gate and up in turn."""
+    that are gate and up in turn. given: the op gets the chosen experts and their weights instead of logits."""
 
     num_tokens: int
     num_experts: int
@@ -23,6 +24,7 @@ class Case:
     residual: bool = False
     gemma: bool = False
     gpt_oss: bool = False
+    given: bool = False
 
 
 CASES = (
@@ -39,6 +41,10 @@ CASES = (
     Case(1, 32, 4, hidden_size=72, width=40, norm=True, residual=True, gpt_oss=True),
     Case(7, 32, 4, hidden_size=72, width=40, norm=True, residual=True, gpt_oss=True),
     Case(70, 4, 2, gpt_oss=True),
+    Case(1, 8, 3, renormalise=False, norm=True, residual=True, given=True),
+    Case(1, 5, 2, hidden_size=72, width=40, renormalise=False, gpt_oss=True, given=True),
+    Case(6, 8, 3, renormalise=False, residual=True, given=True),
+    Case(70, 6, 2, renormalise=False, norm=True, given=True),
 )
 ALPHA, LIMIT = 1.702, 1.5
 
@@ -52,9 +58,10 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     places_TE = torch.stack([torch.randperm(E, generator=generator) for _ in range(T)])
+    chosen_TX = places_TE[:, : case.top_k].to(device)
     return (
         normal(T, D),
-        (places_TE / 16).to(device, dtype),
+        normal(T, case.top_k).float() if case.given else (places_TE / 16).to(device, dtype),
         normal(E, 2 * I, D) / D**0.5,
         normal(E, D, I) / I**0.5,
         normal(E, 2 * I) if case.gpt_oss else None,
@@ -68,20 +75,25 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
         1.0 if case.gemma else 0.0,
         case.gemma,
         normal(T, D) if case.residual else None,
+        chosen_TX if case.given else None,
     )
 
 
-def expected(arguments: tuple[Any, ...]) -> torch.Tensor:
+def expected(arguments: Sequence[Any]) -> torch.Tensor:
     """In float64, every expert on every token, and weights of 0 for those that are not chosen."""
-    tensors = [a.double().cpu() if isinstance(a, torch.Tensor) else a for a in arguments]
+    *op_arguments, given = arguments
+    tensors = [a.double().cpu() if isinstance(a, torch.Tensor) else a for a in op_arguments]
     x, logits, gate_up, down, gate_up_bias, down_bias, top_k, renormalise, activation, *others = tensors
     alpha, limit, interleaved, norm, eps, offset, _, residual = others
     if norm is not None:
         x = x * (x.pow(2).mean(-1, keepdim=True) + eps) ** -0.5 * (norm + offset)
-    powers = logits.exp()
-    least = logits.sort(-1, descending=True).values[:, top_k - 1 : top_k]
-    chosen = powers * (logits >= least)
-    weights = chosen / (chosen if renormalise else powers).sum(-1, keepdim=True)
+    if given is None:
+        powers = logits.exp()
+        least = logits.sort(-1, descending=True).values[:, top_k - 1 : top_k]
+        chosen = powers * (logits >= least)
+        weights = chosen / (chosen if renormalise else powers).sum(-1, keepdim=True)
+    else:
+        weights = torch.zeros(len(x), len(gate_up), dtype=torch.float64).scatter(1, given.cpu(), logits)
     product = torch.einsum("td,end->ten", x, gate_up) + (0 if gate_up_bias is None else gate_up_bias)
     gate, up = (product[..., ::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
     gelu = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh")}

@@ -129,6 +129,18 @@ def forget_residual(graph: fx.Graph) -> None:
     total.replace_all_uses_with(norm.args[0])  # type: ignore[arg-type]
 
 
+def other_experts(graph: fx.Graph) -> None:
+    """The weights of a token's experts are those of its others."""
+    node = calls(graph, EXPERTS)[0]
+    with graph.inserting_before(node):
+        node.update_arg(17, graph.call_function(aten.flip.default, (node.args[17], [1])))
+
+
+def unscaled_q(graph: fx.Graph) -> None:
+    node = calls(graph, ROPE)[0]
+    node.update_arg(0, node.args[0].args[0])  # type: ignore[union-attr]
+
+
 def slots_off_by_one(graph: fx.Graph) -> None:
     node = calls(graph, ROPE)[0]
     with graph.inserting_before(node):

@@ -73,6 +73,9 @@ GPT_OSS = Family("GptOssForCausalLM", foreign="gpt_oss")
 STARCODER2 = Family("Starcoder2ForCausalLM", foreign="starcoder2")
 GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
 COHERE = Family("CohereForCausalLM", foreign="cohere")
+GLM4_MOE = Family("Glm4MoeForCausalLM", foreign="glm4_moe")
+HUNYUAN = Family("HunYuanDenseV1ForCausalLM", foreign="hunyuan_v1_dense")
+MINISTRAL3 = Family("Ministral3ForCausalLM", foreign="ministral3")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 
 

@@ -52,7 +52,7 @@ def test_in_the_interpreter() -> None:
 
 def compiled(kernel: Any, constants: dict[str, Any], num_warps: int) -> Any:
     kernel, constants = getattr(kernel, "jit_function", kernel), constants | {"DEPENDENT_LAUNCH": True}
-    types = {"eps": "fp32", "weights_ptr": "*fp32"}
+    types = {"eps": "fp32", "weights_ptr": "*fp32", "given_ptr": "*i64"}
     types |= dict.fromkeys(("logits_stride", "x_stride", "num_pairs", "num_blocks"), "i32")
     types |= dict.fromkeys(("chosen_ptr", "rank_ptr", "counts_ptr", "sorted_ptr", "blocks_ptr"), "*i32")
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in kernel.arg_names}
@@ -91,7 +91,8 @@ def test_grouped_products_compiled_for_hopper(num_tokens: int, gated: bool) -> N
 def test_the_other_kernels_compiled_for_hopper() -> None:
     shape = GATE | {"K": 2048, "WIDTH": 768, "NORM": True, "OFFSET": 0.0, "ROWS": 4, "BLOCK_K": 2048}
     for kernel, constants, num_warps in (
-        (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": True}, 1),
+        (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": True, "given_ptr": None}, 1),
+        (experts_routing.route_kernel, ROUTE | {"BLOCK_X": 8, "RENORMALISE": False}, 1),
         (experts_routing.place_kernel, {"NUM_EXPERTS": 128, "BLOCK_E": 128, "TOKENS": 16, "PLACED": 128}, 4),
         (experts_one_token.one_token_route_kernel, ROUTE | {"RENORMALISE": True}, 1),
         (experts_one_token.one_token_gate_up_kernel, shape, 8),
@@ -112,6 +113,7 @@ ON_A_GPU = (
     Case(3000, 16, 4),
     Case(1, 32, 4, 2880, 2880, norm=True, residual=True, gpt_oss=True),
     Case(8, 32, 4, 2880, 2880, gpt_oss=True),
+    Case(700, 128, 8, 512, 256, renormalise=False, residual=True, given=True),
 )
 
 

@@ -103,10 +103,10 @@ def difference(arguments: list[Any]) -> str | None:
 def in_one(arguments: list[Any], most_splits: int = 8) -> None:
     """The kernel, also for batches in which it does not pay."""
     q, k, v, *others, cache, out = arguments[:10]
-    scoring, inputs = Scoring(*arguments[15:19]), op.inputs_of(tuple(arguments))
+    scoring, inputs = Scoring(*arguments[16:20]), op.inputs_of(tuple(arguments))
     splits = Splits(min(most_splits, -(-int(inputs.host_3[2]) // GRAIN) or 1), GRAIN, programs=SMALL)
     num_requests = inputs.seq_lens_R.shape[0]
-    rotation = Rotation(*others, *arguments[10:15])
+    rotation = Rotation(*others, *arguments[10:16])
     rope_decode(q, k, v, rotation, cache, out, inputs, num_requests, splits, scoring)
 
 

@@ -254,6 +254,12 @@ def in_fp32(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return rotate(x.float(), cos, sin).to(x.dtype)
 
 
+def turned_before_the_cast(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """As in ERNIE 4.5."""
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+
 def in_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """By angles of pairs, as GPT-OSS."""
     first, second = x.chunk(2, dim=-1)
@@ -268,22 +274,52 @@ def partial_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torc
 @pytest.mark.parametrize(
     ("rotation", "angles", "form"),
     [
-        (interleaved, 16, (0, True, False)),
-        (partial, 8, (8, False, False)),
-        (in_fp32, 16, (0, False, True)),
-        (in_halves, 8, (0, False, False)),
-        (partial_pairs, 8, (8, True, True)),
+        (interleaved, 16, (0, True, False, False)),
+        (partial, 8, (8, False, False, False)),
+        (in_fp32, 16, (0, False, True, False)),
+        (turned_before_the_cast, 16, (0, True, True, False)),
+        (in_halves, 8, (0, False, False, False)),
+        (partial_pairs, 8, (8, True, True, False)),
     ],
 )
 @pytest.mark.parametrize("norm", [textbook_norm, unnormed])
-def test_other_forms_of_rotation(norm: Norm, rotation: Rotation, angles: int, form: tuple[int, bool, bool]) -> None:
+def test_other_forms_of_rotation(norm: Norm, rotation: Rotation, angles: int, form: tuple[int | bool, ...]) -> None:
     shapes = {"cos": (7, 1, angles), "sin": (7, 1, angles)}
     module = attention_graph(torch.bfloat16, norm, norm, rotation, rotation, **shapes)
     expected = run(module)
     assert RopeKVWrite().run(module.graph).matches == 1
     (fused,) = module.graph.find_nodes(op="call_function", target=FUSED_FORM)
-    assert fused.args[-3:] == form
+    assert fused.args[-4:] == form
     assert_same(run(module), expected)
+
+
+def test_a_norm_behind_the_rotation() -> None:
+    """As Hunyuan has it."""
+
+    def both(x: torch.Tensor, weight: torch.Tensor) -> Any:
+        return x, weight
+
+    def rotation(pair: Any, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return textbook_norm(rotate(pair[0], cos, sin), pair[1])
+
+    module = attention_graph(torch.bfloat16, both, both, rotation, rotation)
+    expected = run(module)
+    assert RopeKVWrite().run(module.graph).matches == 1
+    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED_FORM)
+    assert fused.args[-4:] == (0, False, False, True)
+    assert_same(run(module), expected)
+
+
+def scaled(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """By a number of each token, as Ministral 3."""
+    return rotate(x, cos, sin) * cos.sum(-1, keepdim=True)
+
+
+def test_a_scale_behind_the_rotation_comes_before_it() -> None:
+    module = attention_graph(torch.float32, unnormed, unnormed, scaled)
+    expected = run(module)
+    assert RopeKVWrite().run(module.graph).matches == 1
+    torch.testing.assert_close(run(module), expected)
 
 
 def twice(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -326,6 +362,7 @@ def one_plus_weight(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ({"rotate_k": lambda x, cos, sin: rotate(x, cos, sin * 2)}, "different angles"),
         ({"cos": (16,), "sin": (16,)}, r"cos or sin is not \[tokens, heads, head size\]"),
         ({"cos": (1, 1, 16)}, r"cos or sin is not \[tokens, 1, head size\]"),
+        ({"rotate_q": scaled}, "q: a product follows the rotation"),
         ({"also": lambda q, k: (q,)}, "rotated q is used elsewhere"),
         ({"also": lambda q, k: (k,)}, "rotated k is used elsewhere"),
         ({"norm_k": unnormed}, "normed differently"),

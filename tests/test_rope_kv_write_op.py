@@ -25,6 +25,8 @@ SHAPES += [(130, 3, 1, 64)]
 # Head size and form (RopeForm), and whether cos and sin are those of pairs.
 FORMS = [(64, (0, False, False), True), (64, (0, True, True), False), (80, (32, False, False), False)]
 FORMS += [(20, (10, True, False), True), (96, (48, False, True), True), (32, (0, True, False), True)]
+FORMS = [(size, (*form, False), of_pairs) for size, form, of_pairs in FORMS]
+FORMS += [(64, (0, False, False, True), False), (96, (48, True, True, True), True)]
 
 
 Arguments = tuple[Any, ...]
@@ -58,16 +60,19 @@ def random_arguments(
 
 def expected_of(arguments: Arguments, guarded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, guarded cache) by the formulas of transformers, pair by pair."""
-    q, k, v, q_weight, k_weight, eps, cos, sin, cache, slots, *_norm, rotary_dim, interleaved, wide_rope = (
+    q, k, v, q_weight, k_weight, eps, cos, sin, cache, slots, *_norm, rotary_dim, interleaved, wide_rope, norm_last = (
         *arguments,
-        *(() if len(arguments) > 10 else (0.0, False, 0, False, False)),
+        *(() if len(arguments) > 10 else (0.0, False, 0, False, False, False)),
     )
     rotary_dim = rotary_dim or q.shape[-1]
 
+    def normed(x_THd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x_THd.float()
+        return weight * (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x_THd.dtype)
+
     def rotated(x_THd: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        if weight is not None:
-            wide = x_THd.float()
-            x_THd = weight * (wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()).to(x_THd.dtype)
+        if weight is not None and not norm_last:
+            x_THd = normed(x_THd, weight)
         y_THd = x_THd.clone()
         for pair in range(rotary_dim // 2):
             i, j = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + rotary_dim // 2)
@@ -75,7 +80,7 @@ def expected_of(arguments: Arguments, guarded: torch.Tensor) -> tuple[torch.Tens
             x_TH, y_TH = (x_THd[..., place].float() if wide_rope else x_THd[..., place] for place in (i, j))
             y_THd[..., i] = (x_TH * cos[..., at[0]] - y_TH * sin[..., at[0]]).to(x_THd.dtype)
             y_THd[..., j] = (y_TH * cos[..., at[1]] + x_TH * sin[..., at[1]]).to(x_THd.dtype)
-        return y_THd
+        return normed(y_THd, weight) if weight is not None and norm_last else y_THd
 
     guarded, block_size, rotated_k = guarded.clone(), cache.shape[2], rotated(k, k_weight)
     for token, slot in enumerate(slots.tolist()):
@@ -98,14 +103,15 @@ def check(op: Callable[..., torch.Tensor], arguments: Arguments, guarded: torch.
 
 
 def in_form(
-    form: tuple[int, tuple[int, bool, bool], bool], dtype: torch.dtype, normed: bool, device: str = "cpu"
+    form: tuple[int, tuple[int, bool, bool, bool], bool], dtype: torch.dtype, normed: bool, device: str = "cpu"
 ) -> tuple[Arguments, torch.Tensor]:
     """Arguments of the op that has a form."""
-    head_dim, (rotary_dim, interleaved, wide), of_pairs = form
+    head_dim, (rotary_dim, interleaved, wide, norm_last), of_pairs = form
     arguments, guarded = random_arguments((5, 6, 2, head_dim), dtype, normed, device)
     width = (rotary_dim or head_dim) // (2 if of_pairs else 1)
-    angles = [angles[..., :width] for angles in arguments[6:8]]
-    return (*arguments[:6], *angles, *arguments[8:], 0.0, False, rotary_dim, interleaved, wide), guarded
+    # A wide rotation may have angles in fp32.
+    angles = [angles[..., :width].to(torch.float32 if wide and interleaved else dtype) for angles in arguments[6:8]]
+    return (*arguments[:6], *angles, *arguments[8:], 0.0, False, rotary_dim, interleaved, wide, norm_last), guarded
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -165,7 +171,7 @@ def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, nor
     constants: dict[str, Any] = {name: d for name in kernel.arg_names if name.endswith("_HEAD_STRIDE")}
     constants |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": d, "BLOCK_SIZE": 16, "STRIDE_MULTIPLE": 8}
     constants |= {"TILE_H": tile_h, "TILE_P": tile_p, "DEPENDENT_LAUNCH": True, "OFFSET": 0.0, "WIDE": False}
-    constants |= {"ROTARY": d, "INTERLEAVED": False, "OF_PAIRS": False, "ROPE_WIDE": False}
+    constants |= {"ROTARY": d, "INTERLEAVED": False, "OF_PAIRS": False, "ROPE_WIDE": False, "NORM_LAST": False}
     constants |= {} if normed else {"q_weight_ptr": None, "k_weight_ptr": None}
     types = {"slot_mapping_ptr": "*i64", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
     signature, attributes = {}, {}

@@ -113,8 +113,8 @@ def _hopper() -> None:
 
 def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
     q, k, v, *others, cache, out = arguments[:10]
-    scoring, inputs = Scoring(*arguments[15:19]), inputs_of(tuple(arguments))
-    rotation = Rotation(*others, *arguments[10:15])
+    scoring, inputs = Scoring(*arguments[16:20]), inputs_of(tuple(arguments))
+    rotation = Rotation(*others, *arguments[10:16])
     short_decode(q, k, v, rotation, cache, out, inputs, inputs.seq_lens_R.shape[0], scoring, tiles)
 
 

@@ -63,7 +63,7 @@ class Rotation(NamedTuple):
     """What is left to do to q and k before attention: a norm where there are weights, and the rotation.
 
     cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is rounded
-    after its weight alone. rotary_dim, interleaved and wide: other forms of the rotation, see RopeForm.
+    after its weight alone. rotary_dim, interleaved, wide and norm_last: other forms, see RopeForm.
     """
 
     q_norm_weight_d: torch.Tensor | None
@@ -76,11 +76,12 @@ class Rotation(NamedTuple):
     rotary_dim: int = 0
     interleaved: bool = False
     wide: bool = False
+    norm_last: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether whole heads are rotated, elements half a head apart, in their own dtype."""
-        return not (self.rotary_dim or self.interleaved or self.wide)
+        """Whether whole heads are rotated, after their norm, elements half a head apart, in their own dtype."""
+        return not (self.rotary_dim or self.interleaved or self.wide or self.norm_last)
 
 
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:

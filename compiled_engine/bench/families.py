@@ -65,6 +65,8 @@ _SHORT_YARN = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
+# Queries are scaled from the fifth token on.
+_SCALED_QUERIES = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 4}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
 _NARROW = {"moe_intermediate_size": 48}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -95,7 +97,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("ernie4_5"),
     Family("seed_oss"),
     Family("ministral", _WINDOWS),
-    Family("ministral3"),
+    Family("ministral3", {"rope_parameters": _SHORT_YARN | _SCALED_QUERIES}),
     Family("stablelm", {"use_qkv_bias": True}, ("head_dim",)),
     Family("nemotron"),
     Family("hunyuan_v1_dense"),
@@ -158,8 +160,10 @@ def write_checkpoint(folder: Path, case: Family, dtype: torch.dtype = torch.floa
 
 
 def load_oracle(folder: Path, dtype: torch.dtype) -> Any:
-    """The checkpoint's model with transformers' own attention, which materialises every mask."""
+    """The checkpoint's model with transformers' own attention, which materialises every mask, and its plain experts,
+    which alone know float64."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
     return model.eval().requires_grad_(False)
