@@ -30,7 +30,7 @@ def collectives(result: Result) -> str:
 
 def tensor_parallel_steps(result: Result) -> str:
     """What the weights and the fused sums of a decode step take, in ms, by the number of ranks."""
-    _, latency_s, rate = _linear(result, "push with norm")
+    _, latency_s, rate = _linear(result, "tagged push with norm")
     memory_rate, counts, rows = result["rates"]["memory_bytes_per_s"], (1, 2, 4, 8), []
     for name, shape in result["shapes"].items():
         for batch in (1, 64):

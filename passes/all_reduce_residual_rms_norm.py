@@ -1,9 +1,9 @@
 """The sum over ranks, the residual add and the RMSNorm that follow a divided linear become one kernel.
 
 Why: at decode sizes each of the three takes little but its launch, and the synchronisation is most of the sum. Each
-rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then. With more than
-two ranks large batches keep the two-step sum, which moves fewer bytes, and the fused norm. With few tokens
-small_batch_linear would take the norm in otherwise: this runs before it.
+rank writes its row into the others' memory, waits for theirs, and has the whole row in registers then; a few rows go
+as in tagged_sum. With more than two ranks large batches keep the two-step sum, which moves fewer bytes, and the fused
+norm. With few tokens small_batch_linear would take the norm in otherwise: this runs before it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.collectives.group import current_group
-from compiled_engine.collectives.push import PushBuffer
+from compiled_engine.collectives.push import TAGGED_SLOTS, PushBuffer
 from compiled_engine.collectives.push_flags import exchange_flags
+from compiled_engine.collectives.tagged_sum import tagged_sum
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -50,16 +51,18 @@ def all_reduce_residual_rms_norm_kernel(
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """Program (token), which is the slot of a PushBuffer."""
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
     slot = tl.program_id(0)
     start = slot.to(tl.int64) * D
     column_D = tl.arange(0, BLOCK_D)
     inside_D = column_D < D
+    weight_D = tl.load(weight_ptr + column_D, inside_D, other=0.0).to(tl.float32)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
     epoch = tl.load(epochs_ptr + slot) + 1
     first_row = ((epoch & 1) * num_slots + slot).to(tl.int64) * num_ranks
     x_D = tl.load(x_ptr + start + column_D, inside_D, other=0.0)
+    residual_D = tl.load(residual_ptr + start + column_D, inside_D, other=0.0).to(tl.float32)
     for peer in range(num_ranks):
         rows_ptr = (tl.load(addresses_ptr + peer) + data_offset).to(tl.pointer_type(x_ptr.dtype.element_ty))
         row_ptr = tl.multiple_of(rows_ptr + (first_row + rank) * D, 16)
@@ -73,13 +76,11 @@ def all_reduce_residual_rms_norm_kernel(
         row_D = tl.load(row_ptr + column_D, others_D, other=0.0, cache_modifier=".cg")
         reduced_D += tl.where(peer == rank, x_D, row_D).to(tl.float32)  # in one order on all ranks
     reduced_D = reduced_D.to(x_ptr.dtype.element_ty).to(tl.float32)
-    residual_D = tl.load(residual_ptr + start + column_D, inside_D, other=0.0).to(tl.float32)
     total_D = (reduced_D + residual_D).to(sum_ptr.dtype.element_ty)
     tl.store(sum_ptr + start + column_D, total_D, inside_D)
     total_D = total_D.to(tl.float32)
     scale = tl.rsqrt(tl.sum(total_D * total_D, 0) / D + eps)
     normed_D = (total_D * scale).to(normed_ptr.dtype.element_ty).to(tl.float32)
-    weight_D = tl.load(weight_ptr + column_D, inside_D, other=0.0).to(tl.float32)
     tl.store(normed_ptr + start + column_D, (normed_D * weight_D).to(normed_ptr.dtype.element_ty), inside_D)
     tl.store(epochs_ptr + slot, epoch)
 
@@ -106,6 +107,8 @@ def push(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All ranks launch it together, each with as many rows."""
     x_TD, residual_TD = x_TD.contiguous(), residual_TD.contiguous()
+    if pushed.tags(x_TD) and x_TD.dtype == residual_TD.dtype == weight_D.dtype:
+        return tagged_sum(pushed, x_TD, residual_TD, weight_D, eps)
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size)
@@ -147,6 +150,7 @@ all_reduce_residual_rms_norm = define_op(
 class AllReduceResidualRMSNorm(GraphPass):
     name = "all_reduce_residual_rms_norm"
     requires = ("tensor_parallel", "residual_rms_norm")
+    kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, structure: Structure, compile_range: CompileRange) -> int:
         return structure.sum_norms - structure.inner_norms

@@ -1,8 +1,8 @@
-"""A linear and silu * up of its halves become one op, which for up to 128 tokens is one kernel on Hopper.
+"""A linear and silu * up of its halves become one op, which on Hopper is one kernel where that is faster.
 
-Why: a batch between a small one and a prompt pays for the activation's launch and for reading what the linear has just
-written; the kernel also asks for its weights before the norm before it has ended. small_batch_linear does the same for
-fewer tokens. It runs after silu_mul, whose op it absorbs.
+Why: the activation pays for its launch, and for reading what the linear has just written, which is twice as wide as
+what it leaves; the kernels also ask for their weights before the norm before them has ended. small_batch_linear does
+the same for fewer tokens. It runs after silu_mul, whose op it absorbs.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from compiled_engine.passes import hopper_linear, hopper_product
 from compiled_engine.passes.gated_linear_op import gated_linear
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, rewrite_calls
 from compiled_engine.passes.structure import Structure
 
@@ -21,7 +21,7 @@ from compiled_engine.passes.structure import Structure
 class GatedLinear(GraphPass):
     name = "gated_linear"
     requires = ("merge_linears", "silu_mul")
-    kernel_token_counts = TOKEN_BUCKETS
+    kernel_token_counts = (*hopper_linear.TOKEN_BUCKETS, *hopper_product.TOKEN_BUCKETS)
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None

@@ -10,6 +10,7 @@ import torch
 
 from compiled_engine.passes import silu_mul
 from compiled_engine.passes.hopper_linear import hopper_linear, hopper_tiles
+from compiled_engine.passes.hopper_product import hopper_product, product_tiles
 from compiled_engine.passes.op_library import define_op
 
 
@@ -27,6 +28,9 @@ def launch(
     tiles = hopper_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
     if tiles is not None:
         return hopper_linear(x_TK, weight_NK, bias_N, True, activation, tiles)
+    products = product_tiles(*x_TK.shape[:1], *weight_NK.shape, True, x_TK.dtype, x_TK.device)
+    if products is not None and bias_N is None:
+        return hopper_product(x_TK, weight_NK, True, activation, products)
     return silu_mul.launch(torch.nn.functional.linear(x_TK, weight_NK, bias_N), activation)
 
 

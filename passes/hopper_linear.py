@@ -75,8 +75,8 @@ def hopper_linear(
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from compiled_engine.passes import hopper_linear_ring as ring
-    from compiled_engine.passes.hopper_linear_kernel import hopper_linear_kernel
+    from compiled_engine.kernels import hopper_linear_ring as ring
+    from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 
     num_tokens, k = x_TK.shape
     if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:

@@ -27,13 +27,14 @@ LinearKey = tuple[int, int, int, bool]
 class DeviceProfile:
     """Of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, of every shape
     that was measured the least; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
-    hopper_tiles: fields of HopperTiles, where that kernel is the fastest."""
+    hopper_tiles, product_tiles: fields of HopperTiles and of ProductTiles, where these kernels are the fastest."""
 
     device: str
     gains_us: dict[str, dict[int, float]]
     noise_us: float
     tiles: dict[LinearKey, dict[str, int]]
     hopper_tiles: dict[LinearKey, dict[str, int]] = field(default_factory=dict)
+    product_tiles: dict[LinearKey, dict[str, Any]] = field(default_factory=dict)
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
         """None where the pass pays or was not measured, otherwise the measurement that speaks against it."""
@@ -71,8 +72,8 @@ def parse_profile(text: str) -> DeviceProfile:
     """A profile from its JSON."""
     data: dict[str, Any] = json.loads(text)
     gains = {name: {int(tokens): gain for tokens, gain in by.items()} for name, by in data["gains_us"].items()}
-    tiles, hopper_tiles = (
+    tiles, hopper_tiles, product_tiles = (
         {(row["tokens"], row["num_rows"], row["k"], row["silu_mul"]): row["tiles"] for row in data.get(name, ())}
-        for name in ("linears", "hopper_linears")
+        for name in ("linears", "hopper_linears", "hopper_products")
     )
-    return DeviceProfile(data["device"], gains, data["noise_us"], tiles, hopper_tiles)
+    return DeviceProfile(data["device"], gains, data["noise_us"], tiles, hopper_tiles, product_tiles)

@@ -17,6 +17,7 @@ from triton.compiler import ASTSource
 
 from compiled_engine.collectives import vocabulary
 from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
+from compiled_engine.collectives.tagged_sum import tagged_sum_kernel
 from compiled_engine.passes import all_reduce_residual_rms_norm as fused
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes import sequence_parallel_op as divided
@@ -41,12 +42,19 @@ class Ranks:
 
     def rows(self, rank: int) -> torch.Tensor:
         rows = self.memories[rank][self.own.data_offset :].view(self.dtype)
-        return rows.view(2, NUM_SLOTS, self.num_ranks, D)
+        return rows[: 2 * NUM_SLOTS * self.num_ranks * D].view(2, NUM_SLOTS, self.num_ranks, D)
+
+    def tagged(self, rank: int) -> torch.Tensor:
+        rows = self.memories[rank][self.own.tagged_offset :].view(torch.int64)
+        return rows.view(2, NUM_SLOTS, self.num_ranks, D // 2)
 
     def others_write(self, parts: list[torch.Tensor]) -> None:
         for slot in range(len(parts[0])):
             epoch = int(self.own.epochs[slot]) + 1
             for peer in set(range(self.num_ranks)) - {self.rank}:
+                if self.dtype == torch.bfloat16:
+                    self.tagged(self.rank)[epoch & 1, slot, peer] = tagged(parts[peer][slot], epoch)
+                    continue
                 self.rows(self.rank)[epoch & 1, slot, peer] = parts[peer][slot]
                 self.flags(self.rank)[slot, peer] = epoch
 
@@ -54,8 +62,17 @@ class Ranks:
         for slot, row in enumerate(part):
             epoch = int(self.own.epochs[slot])
             for peer in set(range(self.num_ranks)) - {self.rank}:
+                if self.dtype == torch.bfloat16:
+                    assert torch.equal(self.tagged(peer)[epoch & 1, slot, self.rank], tagged(row, epoch))
+                    continue
                 assert int(self.flags(peer)[slot, self.rank]) == epoch
                 assert torch.equal(self.rows(peer)[epoch & 1, slot, self.rank], row)
+
+
+def tagged(row_D: torch.Tensor, epoch: int) -> torch.Tensor:
+    """Two elements a word, the first in the lowest bits, the epoch in the highest: [D / 2]."""
+    pairs = row_D.view(torch.int32)
+    return torch.stack([pairs, torch.full_like(pairs, epoch)], 1).view(torch.int64).squeeze(1)
 
 
 def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
@@ -68,7 +85,8 @@ def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
         found = fused.push(ranks.own, parts[rank], residual, weight, EPS)
         total = torch.stack(parts).float().sum(0).to(dtype)
         expected = residual_rms_norm.reference(total, residual, weight, EPS)
-        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-3
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         ranks.others_find(parts[rank])
 
 
@@ -114,6 +132,8 @@ for dtype in (torch.float32, torch.float16):
         test_push_kernel.check(num_ranks, rank, dtype)
         test_push_kernel.check_divided(num_ranks, rank, dtype)
 test_push_kernel.check_divided(2, 1, torch.float32, inner=True)
+for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
+    test_push_kernel.check(num_ranks, rank, torch.bfloat16)
 print("right")
 """
 
@@ -154,6 +174,22 @@ def test_compiled_for_hopper(kernel: object) -> None:
         assert "sys.release" in ptx or "release.sys" in ptx
         assert "sys.acquire" in ptx or "acquire.sys" in ptx
         assert "st.global.v4" in ptx  # rows of other ranks, sixteen bytes at a time
+
+
+def test_tagged_words_are_compiled_for_hopper() -> None:
+    """Needs no GPU. A word goes out and is read as a whole, never by halves, and each time from where others write."""
+    names = tagged_sum_kernel.arg_names
+    constants = {"W": 2048, "BLOCK_W": 2048, "DEPENDENT_LAUNCH": 1}
+    types = TYPES | dict.fromkeys(NUMBERS, "i32") | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        tagged_sum_kernel.jit_function,
+        {name: types.get(name, "*i32") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+    )
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    stored = {word for word in ptx.split() if word.startswith("st.") and "64" in word and "shared" not in word}
+    assert stored == {"st.global.v2.b64"}
+    assert "ld.volatile.global.v2.b64" in ptx
 
 
 def test_two_ranks_have_slots_for_any_batch_and_more_ranks_for_small_ones() -> None:

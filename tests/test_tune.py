@@ -27,9 +27,9 @@ def model(hidden_size: int = 4096) -> ModelConfig:
 
 
 @pytest.mark.parametrize("tokens", TOKEN_BUCKETS)
-@pytest.mark.parametrize("hidden_size", [1024, 4096])
-def test_every_linear_has_candidates_that_fit(tokens: int, hidden_size: int) -> None:
-    for case in cases_of(model(hidden_size), tokens):
+@pytest.mark.parametrize(("hidden_size", "num_ranks"), [(1024, 1), (4096, 1), (4096, 2)])
+def test_every_linear_has_candidates_that_fit(tokens: int, hidden_size: int, num_ranks: int) -> None:
+    for case in cases_of(model(hidden_size), tokens, num_ranks):
         tried = candidates(case)
         assert len(tried) > 5
         for tiles in tried:
@@ -39,6 +39,14 @@ def test_every_linear_has_candidates_that_fit(tokens: int, hidden_size: int) -> 
                 step = (tiles.rows + tiles.tokens) * tiles.groups * tiles.block_k * 2
                 several = tiles.groups * tiles.split_k * tiles.block_k < case.k
                 assert step * (tiles.num_stages - 1 if several else 1) <= SHARED_MEMORY
+
+
+def test_a_rank_has_a_share_of_each_linear() -> None:
+    """Its norms and residual adds are part of the sums over the ranks."""
+    whole, part = (cases_of(model(), 8, num_ranks) for num_ranks in (1, 2))
+    for one, two in zip(whole, part, strict=True):
+        assert two.num_rows * two.k * 2 == one.num_rows * one.k
+        assert (two.norm, two.residual) == (False, False)
 
 
 def test_a_profile_is_read_as_it_was_written() -> None:

@@ -18,6 +18,10 @@ def tune(
     *,
     shape: Annotated[list[str] | None, typer.Option(help="qwen3-0.6b or qwen3-8b; may be repeated.")] = None,
     model: Annotated[list[Path] | None, typer.Option(help="Checkpoint folder with a shape; may be repeated.")] = None,
+    tensor_parallel_size: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Linears as each of so many ranks has them; may be repeated. Without it 1."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Where to write; without it the profile that is used.")
     ] = None,
@@ -32,6 +36,8 @@ def tune(
       compiled-engine tune --shape qwen3-0.6b --shape qwen3-8b
 
       compiled-engine tune --model path/to/Llama-3.1-8B -o profile.json
+
+      compiled-engine tune --shape qwen3-8b --tensor-parallel-size 1 --tensor-parallel-size 2
     """
     with bad_input_is_reported(), tempfile.TemporaryDirectory() as temporary:
         from compiled_engine.bench.shapes import write_shape
@@ -44,7 +50,7 @@ def tune(
         folders += model or ()
         if not folders:
             raise ValueError("shape and model are empty; allowed: at least one of them")
-        profile = tune_device(folders, RichProgress())
+        profile = tune_device(folders, RichProgress(), tensor_parallel_size or (1,))
         path = output or profile_path(device)
         path.parent.mkdir(parents=True, exist_ok=True)
         with written_to(path):

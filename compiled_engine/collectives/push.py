@@ -4,6 +4,8 @@ A slot is a row of a batch. A kernel writes its rank's row into every rank's buf
 slot's epoch; it waits for the flags of all ranks in its own buffer, and reads their rows from there. Epochs are counted
 on the device, so a replayed CUDA graph goes on counting. Odd and even ones use different rows: a rank that raises its
 flag to one epoch has read the rows of the epoch before, so its peers may write the epoch after.
+
+The first slots have rows of twice the size besides, for words that hold the epoch themselves: see tagged_sum.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ ROW_ALIGNMENT = 16
 # Rows of a batch that all ranks together write: more are summed faster in two steps. Two ranks send as much either way.
 ROWS_OF_ALL_RANKS = 512
 MOST_BYTES = 512 << 20
+# Slots with rows of tagged words: with more rows twice the bytes take longer than a flag.
+TAGGED_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,19 @@ class PushBuffer:
         is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
         return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
 
+    @property
+    def num_tagged_slots(self) -> int:
+        return min(TAGGED_SLOTS, self.num_slots)
+
+    @property
+    def tagged_offset(self) -> int:
+        """Bytes from the flags to the rows of tagged words, [epoch % 2, slot, source rank, 2 * row]."""
+        return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
+
+    def tags(self, x_TD: torch.Tensor) -> bool:
+        """Whether rows that it takes are few enough to be tagged, and of bfloat16, of which a word holds two."""
+        return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
+
     def alone(self) -> PushBuffer:
         """One like it for a single rank: the same kernels run on it, and wait for nobody."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
@@ -63,5 +80,11 @@ def data_offset(num_slots: int, num_ranks: int) -> int:
     return -(-num_slots * num_ranks * FLAG_BYTES // _ALIGNMENT) * _ALIGNMENT
 
 
+def tagged_offset(num_slots: int, num_ranks: int, row_bytes: int) -> int:
+    rows = 2 * num_slots * num_ranks * row_bytes
+    return data_offset(num_slots, num_ranks) + -(-rows // _ALIGNMENT) * _ALIGNMENT
+
+
 def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
-    return data_offset(num_slots, num_ranks) + 2 * num_slots * num_ranks * row_bytes
+    tagged = 2 * min(TAGGED_SLOTS, num_slots) * num_ranks * 2 * row_bytes
+    return tagged_offset(num_slots, num_ranks, row_bytes) + tagged

@@ -17,6 +17,9 @@ from compiled_engine.process.child import start_process
 _MAIN = "compiled_engine.core_process.core_main"
 _LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
 _BACKLOG = 128
+# Options that give the devices to other processes.
+_SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+_ELSEWHERE = ("multiprocess", "ray")
 
 
 class CoreChild:
@@ -82,8 +85,9 @@ class CoreChild:
 
 
 def device_of_core(options: Mapping[str, Any]) -> str:
-    """The device that the core's process will use; none of its own where replicas have the devices."""
-    return "cpu" if options.get("data_parallel_size", 1) != 1 else str(options.get("device", "auto"))
+    """The device that the core's process will use; none of its own where replicas or workers have the devices."""
+    has_others = any(options.get(name, 1) != 1 for name in _SIZES) or options.get("distributed_executor") in _ELSEWHERE
+    return "cpu" if has_others else str(options.get("device", "auto"))
 
 
 def _private_folder() -> Path:

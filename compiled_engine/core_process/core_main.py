@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from compiled_engine.process.cuda_context import cuda_context, index_of
+from compiled_engine.process.garbage_collection import collection_paused
 
 
 def main() -> None:
@@ -26,7 +27,8 @@ def main() -> None:
         cuda_context(index)  # while PyTorch is imported
     try:
         with socket.socket(fileno=descriptor) as listener:
-            from compiled_engine.core_process.core_serve import serve
+            with collection_paused():  # as the package does
+                from compiled_engine.core_process.core_serve import serve
 
             serve(listener, folder)
     finally:

@@ -66,7 +66,7 @@ def resolve_parallel(
             f"distributed_executor is 'in_process', which runs one device, but {_more_than_one(sizes)}; "
             "allowed: auto, multiprocess"
         )
-    _check_model(model, size)
+    check_model(model, size)
     if model.vocab_size % size:
         reasons["parallel.tensor_parallel_size"] = f"every rank has the whole vocabulary: {size} does not divide it"
     if executor == "ray" and find_spec("ray") is None:
@@ -126,8 +126,8 @@ def _more_than_one(sizes: dict[str, int]) -> str:
     return " and ".join(f"{name} is {size}" for name, size in sizes.items() if size > 1)
 
 
-def _check_model(model: ModelConfig, size: int) -> None:
-    """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks."""
+def check_model(model: ModelConfig, size: int) -> None:
+    """Heads and the MLP are divided; KV heads are divided, or shared by equally many ranks. Raises ValueError."""
     if size == 1:
         return
     known = DIVISIBLE if model.transformers is None else DIVISIBLE_FOREIGN

@@ -12,7 +12,7 @@ from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig, ModelConfig
-from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
+from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
@@ -34,7 +34,7 @@ from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
-from compiled_engine.runner.rank_model import load_model
+from compiled_engine.runner.rank_model import compile_in_turn, load_model
 from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.row_updates import update_rows
@@ -111,7 +111,8 @@ class Runner:
         self._is_new, on_gpu = False, config.device.type == "cuda"
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
-            self._compiled = compile_model(config, model_to_trace, progress, timeline).for_stage(self._stage)
+            compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
+            self._compiled = compiled.for_stage(self._stage)
         with timeline.span("load weights"):
             model, named = load_model(config, self._compiled, self._group, self._stage, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)

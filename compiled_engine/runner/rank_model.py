@@ -1,13 +1,15 @@
-"""The model as this rank has it: built in its shape, with its slices of the checkpoint."""
+"""The model as this rank has it: compiled, built in its shape, with its slices of the checkpoint."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from compiled_engine.collectives.group import Group
-from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
@@ -15,6 +17,25 @@ from compiled_engine.models.checkpoint.rank_shards import share_of
 from compiled_engine.parallel.eager_model import add_collectives
 from compiled_engine.parallel.stages import Stage, logits_parameters
 from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+
+
+def compile_in_turn(
+    config: EngineConfig,
+    group: Group,
+    model_to_trace: Callable[[ModelConfig], nn.Module],
+    progress: Progress,
+    timeline: Timeline,
+) -> CompiledModel:
+    """See compile_model. The first rank builds what is new to the cache, and has its kernels compiled meanwhile; the
+    others load it then. Without a cache each builds it."""
+    finds = group.rank > 0 and config.compile.cache_dir is not None
+    if finds:
+        group.least(1)
+    compiled = compile_model(config, model_to_trace, progress, timeline)
+    if not finds:
+        group.least(1)
+    return compiled
 
 
 def load_model(

@@ -52,9 +52,10 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
     counts = kernel_token_counts(config.compile.passes)
     num_tokens = min(max_tokens, 2 * max(counts, default=PROMPT_TOKENS))
     few_tokens = min(max_tokens, PROMPT_TOKENS)
+    more_counts = [(count, longest) for count in counts if max_requests < count < num_tokens]
     prompts = [
         BatchShape(count, num_requests, bound)
-        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest))
+        for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest), *more_counts)
         if max_tokens > 1
     ]
     sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}

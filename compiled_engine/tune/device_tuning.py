@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from compiled_engine.config import EngineConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.parallel import check_model
 from compiled_engine.tune.hopper_tuning import hopper_cases, tune_on_hopper
 from compiled_engine.tune.linear_candidates import cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
 from compiled_engine.tune.pass_gains import measure
+from compiled_engine.tune.product_tuning import product_cases, tune_products
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
@@ -33,10 +36,11 @@ class MeasuredProfile:
     noise_us: float
     linears: tuple[TunedLinear, ...]
     hopper_linears: tuple[TunedLinear, ...] = ()
+    hopper_products: tuple[TunedLinear, ...] = ()
 
     def to_json(self) -> str:
         head = json.dumps({"device": self.device, "noise_us": self.noise_us, "gains_us": self.gains_us})
-        lists = {"linears": self.linears, "hopper_linears": self.hopper_linears}
+        lists = {name: getattr(self, name) for name in ("linears", "hopper_linears", "hopper_products")}
         lines = {name: ",\n  ".join(json.dumps(_row(linear)) for linear in found) for name, found in lists.items()}
         return head[:-1] + "".join(f',\n "{name}": [\n  {rows}\n]' for name, rows in lines.items()) + "}\n"
 
@@ -48,26 +52,40 @@ def device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-def tune_device(folders: Sequence[Path], progress: Progress) -> MeasuredProfile:
-    """The profile of this GPU for models with the shapes of these checkpoint folders."""
+def tune_device(folders: Sequence[Path], progress: Progress, ranks: Sequence[int] = (1,)) -> MeasuredProfile:
+    """The profile of this GPU for models with the shapes of these checkpoint folders.
+
+    ranks: the linears are those that each of so many has; what passes gain is of the whole model. Raises ValueError for
+    a number that does not divide a shape."""
+    configs = [_config(folder, ranks) for folder in folders]
     linears: dict[tuple[Any, ...], TunedLinear] = {}
     hopper_linears: dict[tuple[Any, ...], TunedLinear] = {}
+    products: dict[tuple[Any, ...], TunedLinear] = {}
     least: dict[str, dict[int, float]] = {}
     noise: list[float] = []
-    for folder in folders:
-        options = EngineOptions(model=folder, load_format="dummy", mode="compiled", max_model_len=4096)
-        config = resolve(options)
-        cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens)]
-        linears |= {_key(tuned): tuned for tuned in tune_linears(cases, progress)}
-        hopper_linears |= {_key(tuned): tuned for tuned in tune_on_hopper(hopper_cases(config.model), progress)}
+    for config in configs:
+        for number in ranks:
+            cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens, number)]
+            linears |= {_key(tuned): tuned for tuned in tune_linears(cases, progress)}
+            on_hopper = tune_on_hopper(hopper_cases(config.model, number), progress)
+            hopper_linears |= {_key(tuned): tuned for tuned in on_hopper}
+            on_hopper = tune_products(product_cases(config.model, number), progress)
+            products |= {_key(tuned): tuned for tuned in on_hopper}
         for name, gains in measure(config, TOKEN_COUNTS, REPEATS, progress).items():
             by_tokens = least.setdefault(name, {})
             for gain in gains:
                 noise.append(gain.noise_us)
                 microseconds = round(gain.gain_us, 1)
                 by_tokens[gain.tokens] = min(microseconds, by_tokens.get(gain.tokens, microseconds))
-    tuned = tuple(linears.values()), tuple(hopper_linears.values())
+    tuned = tuple(linears.values()), tuple(hopper_linears.values()), tuple(products.values())
     return MeasuredProfile(device_name(), least, round(median(noise), 1), *tuned)
+
+
+def _config(folder: Path, ranks: Sequence[int]) -> EngineConfig:
+    config = resolve(EngineOptions(model=folder, load_format="dummy", mode="compiled", max_model_len=4096))
+    for number in ranks:
+        check_model(config.model, number)
+    return config
 
 
 def _key(tuned: TunedLinear) -> tuple[Any, ...]:

@@ -25,9 +25,9 @@ FEWEST_TOKENS, MOST_COLUMNS = 8, 128
 SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
-def hopper_cases(model: ModelConfig) -> list[LinearCase]:
+def hopper_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
     """What the engine asks of the kernel: in small batches every linear of a layer, beyond those gated ones."""
-    cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens)]
+    cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, num_ranks)]
     return [case for case in cases if case.name != "head" and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, local_share
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.passes.small_batch_linear_op import Tiles
 
@@ -25,16 +25,18 @@ class LinearCase:
     residual: bool
 
 
-def cases_of(model: ModelConfig, num_tokens: int) -> list[LinearCase]:
-    """The five linears of a decoder-only model, as the passes leave them."""
+def cases_of(model: ModelConfig, num_tokens: int, num_ranks: int = 1) -> list[LinearCase]:
+    """The five linears of a decoder-only model, as the passes leave them: with several ranks those that each has, whose
+    norms and residual adds are part of the sums between."""
+    model, alone = local_share(model, num_ranks), num_ranks == 1
     heads, width = model.num_heads + 2 * model.num_kv_heads, model.intermediate_size
     hidden = model.hidden_size
     return [
-        LinearCase("qkv", num_tokens, heads * model.head_dim, hidden, True, False, False),
-        LinearCase("o", num_tokens, hidden, model.num_heads * model.head_dim, False, False, True),
-        LinearCase("gate_up", num_tokens, 2 * width, hidden, True, True, False),
-        LinearCase("down", num_tokens, hidden, width, False, False, True),
-        LinearCase("head", num_tokens, model.vocab_size, hidden, True, False, False),
+        LinearCase("qkv", num_tokens, heads * model.head_dim, hidden, alone, False, False),
+        LinearCase("o", num_tokens, hidden, model.num_heads * model.head_dim, False, False, alone),
+        LinearCase("gate_up", num_tokens, 2 * width, hidden, alone, True, False),
+        LinearCase("down", num_tokens, hidden, width, False, False, alone),
+        LinearCase("head", num_tokens, model.vocab_size, hidden, alone, False, False),
     ]
 
 

@@ -19,6 +19,7 @@ from itertools import groupby
 import torch
 
 from compiled_engine.passes.hopper_linear import HopperTiles
+from compiled_engine.passes.hopper_product import ProductTiles
 from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, candidates
@@ -36,7 +37,7 @@ class TunedLinear:
     """The fastest tiles of a case, microseconds of a launch, and of the bytes at the memory's bandwidth."""
 
     case: LinearCase
-    tiles: Tiles | HopperTiles
+    tiles: Tiles | HopperTiles | ProductTiles
     microseconds: float
     cublas_microseconds: float
     bound_microseconds: float

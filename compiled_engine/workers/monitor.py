@@ -19,6 +19,8 @@ from compiled_engine.workers.worker_wire import Answer, Ready, StepFailed, recei
 _LOOK_S = 0.5
 _STOPPED_S = 6.0
 _LAST_WORDS_S = 1.0
+# For so long a rank that has failed may have been the first to notice that another is gone.
+_NOTICED_S = 0.2
 # How long ranks may be apart in failing at the same step.
 _APART_S = 3.0
 
@@ -88,10 +90,10 @@ class Monitor:
         """Nothing goes on: end all workers. Returns the first such error, which `check` raises from now on."""
         with self._lock:
             if self.failure is None:
-                self.failure = error
                 waiting = [future for future in (*self._ready, *self._answers.values()) if not future.done()]
                 self._answers.clear()
                 end_all(self._workers)
+                self.failure = error  # whoever hears of it finds all ended
                 os.eventfd_write(self.bell, 1)
                 self._step_failed.notify_all()
                 for future in waiting:
@@ -139,8 +141,16 @@ class Monitor:
                     timer.daemon = True
                     timer.start()
             case Failed():
-                self.fail(self._error(message, rank))
+                self.fail(self._killed_besides(rank) or self._error(message, rank))
         return True
+
+    def _killed_besides(self, rank: int) -> WorkerError | None:
+        """What became of another worker, if that was killed: a collective of this one's fails then."""
+        deadline = time.monotonic() + _NOTICED_S
+        for other, worker in enumerate(self._workers):
+            if other != rank and worker.is_killed(max(0.0, deadline - time.monotonic())):
+                return WorkerError(f"the worker of {self._layout.name(other)} {worker.how_it_ended(0.0)}")
+        return None
 
     def _error(self, failed: Failed, rank: int) -> Exception:
         """Of a rank that cannot start, what it raised, since it may be about what the user gave."""
@@ -159,10 +169,11 @@ class Monitor:
             self.fail(self._error(failed, rank))
 
     def _look_for_stopped(self) -> None:
-        for rank in range(len(self._workers)):
-            if self._silent_s(rank) > _STOPPED_S:
+        for rank, worker in enumerate(self._workers):
+            limit_s = _LAST_WORDS_S if worker.is_dying() else _STOPPED_S
+            if self._silent_s(rank) > limit_s:
                 name = self._layout.name(rank)
-                self.fail(WorkerError(f"the worker of {name} has given no sign of life for {_STOPPED_S:.0f} s"))
+                self.fail(WorkerError(f"the worker of {name} has given no sign of life for {limit_s:.0f} s"))
                 return
         if 0.0 < self._overdue_s < time.monotonic():
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))

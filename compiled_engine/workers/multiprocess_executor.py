@@ -25,7 +25,7 @@ from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.monitor import Monitor, WorkerError
-from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter, await_bell
 from compiled_engine.workers.worker_child import WorkerChild, end_all, visible_gpus
 from compiled_engine.workers.worker_wire import (
     Call,
@@ -43,6 +43,8 @@ from compiled_engine.workers.worker_wire import (
 # How long the result of a step on GPUs is waited for, for each so many tokens of the largest step. A rank hangs then.
 STEP_S = 8.0
 STEP_TOKENS = 8192
+# Where nothing else hides the way to the workers and back, both sides stay awake for so long.
+BUSY_S = 0.02
 _STOP_S = 10.0
 
 
@@ -66,6 +68,8 @@ class MultiprocessExecutor:
         self._step_s = None
         if config.device.type == "cuda":
             self._step_s = STEP_S * max(1.0, config.scheduler.max_num_batched_tokens / STEP_TOKENS)
+        takes_turns = config.device.type == "cuda" and not config.scheduler.async_scheduling
+        self._busy_s = BUSY_S if takes_turns else 0.0
         self._heartbeats = Heartbeats(layout.size)
         self._rings = RingDescriptors.make(layout.size), RingDescriptors.make(1)
         self._numbers = count()
@@ -105,6 +109,7 @@ class MultiprocessExecutor:
                 folder=self._folder,
                 logits_processors=processors,
                 num_threads=num_threads,
+                busy_s=self._busy_s,
                 progress=progress,
                 origin_s=timeline.origin_s,
                 spans=tuple(timeline.spans),
@@ -153,7 +158,7 @@ class MultiprocessExecutor:
 
     def _wait(self) -> None:
         """For the results' doorbell; raises WorkerError if there will be no result."""
-        self._poll.poll()
+        await_bell(self._poll, self._busy_s)
         self._monitor.check()
 
     def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:

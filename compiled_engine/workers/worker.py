@@ -54,15 +54,19 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
     layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     threading.Thread(target=_exit_without_executor, args=(connection, start.folder), daemon=True).start()
-    steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank)
+    steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank, start.busy_s)
     results = None
     if start.rank == layout.result_rank:
         results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
     try:
         torch.set_num_threads(start.num_threads)
-        group, link = connect(start.config, start.rank, start.folder)
+        timeline = Timeline(start.origin_s, start.spans)
+        so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
+        timeline.add("start the workers", so_far, timeline.now() - so_far)
+        with timeline.span("connect the ranks"):
+            group, link = connect(start.config, start.rank, start.folder)
         with in_group(group):
-            worker = Worker(start, group, link, connection, results)
+            worker = Worker(start, timeline, group, link, connection, results)
             send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
             Heartbeats(layout.size, heartbeats).beat(start.rank)
             worker.run(steps)
@@ -87,15 +91,13 @@ class Worker:
     def __init__(
         self,
         start: StartWorker,
+        timeline: Timeline,
         group: Group,
         link: StageLink | None,
         connection: socket.socket,
         results: RingWriter | None,
     ):
         config = start.config
-        timeline = Timeline(start.origin_s, start.spans)
-        so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
-        timeline.add("wait for the workers", so_far, timeline.now() - so_far)
         progress = RichProgress() if start.progress and start.rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
@@ -103,9 +105,10 @@ class Worker:
         self._samples = link is None or link.stage.is_last
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
-        # A step is launched before the one before it has ended; on a CPU launching it is executing it.
+        # Where a step is launched before the one before it has ended; on a CPU launching it is executing it.
+        ahead = config.scheduler.async_scheduling or config.parallel.num_stages > 1
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
-        if results is not None and config.device.type == "cuda":
+        if results is not None and ahead and config.device.type == "cuda":
             self._pending = queue.SimpleQueue()
             threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
 

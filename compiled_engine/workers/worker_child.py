@@ -5,18 +5,24 @@ It is a fresh process, not a fork: it inherits no threads and no CUDA context, a
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 import psutil
 
 from compiled_engine.workers.ring import RingDescriptors
 
+log = logging.getLogger("compiled_engine")
+
 _MAIN = "compiled_engine.workers.worker_main"
+# How long a process that was killed may take to end.
+_END_S = 3.0
 # All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
 # leave the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since
 # for each rank its own is the first, and to give each tensor an allocation of its own, which begins where it does.
@@ -72,11 +78,23 @@ class WorkerChild:
         return f"was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")
 
     def is_stopped(self) -> bool:
-        """Whether it stands still, as after SIGSTOP."""
+        """Whether it stands still, as after SIGSTOP, or is dying."""
+        return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+
+    def is_dying(self) -> bool:
+        """Whether it runs no more, though something that its device does may keep its connection open."""
+        return self._status() == psutil.STATUS_ZOMBIE
+
+    def _status(self) -> str:
         try:
-            return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+            status: str = psutil.Process(self.pid).status()
         except psutil.NoSuchProcess:
-            return False
+            return psutil.STATUS_DEAD
+        return status
+
+    def is_killed(self, within_s: float) -> bool:
+        """Whether a signal has ended it, or does so within that time."""
+        return self.wait(within_s) and self._process.returncode < 0
 
     def kill(self) -> None:
         self._process.kill()
@@ -89,19 +107,20 @@ class WorkerChild:
             return False
         return True
 
-    def close(self) -> None:
-        """End it, if it has not."""
-        self._process.kill()
-        self._process.wait()
+    def close(self, within_s: float) -> None:
+        """After `kill`. Within that time it should have ended; what its device still does may hold it up."""
+        if not self.wait(within_s):
+            log.warning("process %d was killed and has not ended: its device is still busy", self.pid)
         self.socket.close()
 
 
 def end_all(workers: Sequence[WorkerChild]) -> None:
-    """At once: one that waits for another on the device may only end when that one does."""
+    """At once: one that waits for another on the device may only end when that one does. Nobody waits for long."""
     for worker in workers:
         worker.kill()
+    deadline = time.monotonic() + _END_S
     for worker in workers:
-        worker.close()
+        worker.close(max(0.0, deadline - time.monotonic()))
 
 
 def visible_gpus(count: int) -> list[str]:

@@ -8,6 +8,7 @@ import socket
 import sys
 
 from compiled_engine.process.cuda_context import cuda_context
+from compiled_engine.process.garbage_collection import collection_paused
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
         cuda_context(0)  # while PyTorch is imported
     descriptors = [int(number) for number in sys.argv[2:]]
     with socket.socket(fileno=descriptors[0]) as connection:
-        from compiled_engine.workers.worker import serve
+        with collection_paused():  # as the package does
+            from compiled_engine.workers.worker import serve
 
         serve(connection, descriptors[1:])

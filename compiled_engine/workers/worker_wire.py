@@ -22,7 +22,8 @@ class StartWorker(msgspec.Struct, tag=True, frozen=True):
     """The first message that a worker gets, on its socket.
 
     folder: where the ranks find each other. logits_processors: as "package.module:Name". num_threads: for PyTorch's
-    work on the CPU. progress: show what takes long on stderr. origin_s, spans: the timeline of the start so far.
+    work on the CPU. busy_s: how long it awaits a step without sleeping. progress: show what takes long on stderr.
+    origin_s, spans: the timeline of the start so far.
     """
 
     config: EngineConfig
@@ -30,6 +31,7 @@ class StartWorker(msgspec.Struct, tag=True, frozen=True):
     folder: Path
     logits_processors: tuple[str, ...]
     num_threads: int
+    busy_s: float
     progress: bool
     origin_s: float
     spans: tuple[Span, ...]

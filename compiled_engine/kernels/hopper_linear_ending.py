@@ -5,7 +5,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from compiled_engine.passes.hopper_linear_ring import ROWS
+from compiled_engine.kernels.hopper_linear_ring import ROWS
 
 
 @gluon.jit

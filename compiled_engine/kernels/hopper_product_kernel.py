@@ -1,0 +1,257 @@
+"""Gluon kernel of a linear for many tokens on Hopper: one warp copies, two or three groups of four warps compute.
+
+A program takes one tile after another. As in hopper_linear_kernel rows of the weight stand on the left of the tensor
+cores' products, eight rows of gate and their eight of up in turn, so that one thread holds both, and tokens on the
+right. A tile's tokens come in up to three parts, each a power of two: there are tiles of 144 and of 192 tokens. While
+one group of warps ends its tile another still multiplies, and the next tile is copied.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.hopper_linear_ending import gated
+from compiled_engine.kernels.hopper_linear_ring import BLOCK, SHARED, STEP, store_box
+from compiled_engine.kernels.hopper_product_copy import Descriptors, Stages, Tiles, copy, form_of, tile_at
+from compiled_engine.kernels.launcher import quick_launches
+
+# Registers of a thread that copies.
+COPYING_REGISTERS = gl.constexpr(24)
+# Most tokens of a part whose results have a place of their own in shared memory.
+SMALL = gl.constexpr(32)
+
+
+class Places(NamedTuple):
+    """Results of each group and part, [groups, part, outputs], on their way to memory; larger parts take turns in the
+    first place."""
+
+    part0: Any
+    part1: Any
+    part2: Any
+
+
+@gluon.constexpr_function
+def chunk_of(rows: int, is_gated: bool) -> int:
+    """Most tokens whose results pass through shared memory at once."""
+    return 64 if rows == 128 and not is_gated else 128
+
+
+@gluon.jit
+def _ended(acc, dtype: gl.constexpr, FORM: gl.constexpr, ACTIVATION: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[rows, tokens] -> [outputs, tokens]."""
+    tokens: gl.constexpr = acc.shape[1]
+    rows: gl.constexpr = FORM.rows
+    if FORM.gated:
+        gate, up = gl.split(acc.reshape([rows // (2 * BLOCK), 2, BLOCK, tokens]).permute((0, 2, 3, 1)))
+        acc = gated(gate, up, dtype, ACTIVATION).reshape([rows // 2, tokens])
+    return acc
+
+
+@gluon.jit
+def _write(y, desc, token, output, place):  # type: ignore[no-untyped-def]
+    """[outputs, tokens], which shared memory turns."""
+    place.permute((1, 0)).store(y.to(place.dtype))
+    fence_async_shared()
+    store_box(desc, [token, output], place)
+
+
+@gluon.jit
+def _write_all(  # type: ignore[no-untyped-def]
+    acc0, acc1, acc2, descs, token, output, places, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr
+):
+    """The parts of a tile, one after another."""
+    dtype: gl.constexpr = places.part0.dtype
+    part0: gl.constexpr = FORM.part0
+    part1: gl.constexpr = FORM.part1
+    part2: gl.constexpr = FORM.part2
+    chunk: gl.constexpr = chunk_of(FORM.rows, FORM.gated)
+    tma.store_wait(0)
+    if part0 > chunk:
+        left, right = gl.split(acc0.reshape([FORM.rows, 2, chunk]).permute((0, 2, 1)))
+        _write(_ended(left, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
+        if not FORM.gated:
+            tma.store_wait(0)
+        _write(_ended(right, dtype, FORM, ACTIVATION), descs.results0, token + chunk, output, places.part1.index(GROUP))
+    else:
+        _write(_ended(acc0, dtype, FORM, ACTIVATION), descs.results0, token, output, places.part0.index(GROUP))
+    if part1 > 0:
+        if part1 > SMALL:
+            tma.store_wait(0)
+        place = places.part1.index(GROUP).slice(0, part1)
+        _write(_ended(acc1, dtype, FORM, ACTIVATION), descs.results1, token + part0, output, place)
+    if part2 > 0:
+        if part2 > SMALL:
+            tma.store_wait(0)
+        place = places.part2.index(GROUP).slice(0, part2)
+        _write(_ended(acc2, dtype, FORM, ACTIVATION), descs.results2, token + part0 + part1, output, place)
+
+
+@gluon.jit
+def _compute(descs, places, stages, tiles, FORM: gl.constexpr, ACTIVATION: gl.constexpr, GROUP: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A group of warps: its rows of the weight times a tile's tokens. A stage is given back when the products of the
+    next one are under way."""
+    part0: gl.constexpr = FORM.part0
+    part1: gl.constexpr = FORM.part1
+    part2: gl.constexpr = FORM.part2
+    parts: gl.constexpr = 1 + (part1 > 0) + (part2 > 0)
+    rows: gl.constexpr = FORM.rows
+    outputs: gl.constexpr = rows // 2 if FORM.gated else rows
+    layout0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, part0, 16])
+    layout1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(part1, 8), 16])
+    layout2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(part2, 8), 16])
+    stage = 0
+    phase = 0
+    for number in range(gl.program_id(0), tiles.of_tokens * tiles.of_rows, gl.num_programs(0)):
+        acc0 = gl.zeros([rows, part0], gl.float32, layout0)
+        acc1 = gl.zeros([rows, max(part1, 8)], gl.float32, layout1)
+        acc2 = gl.zeros([rows, max(part2, 8)], gl.float32, layout2)
+        before = 0
+        for step in range(FORM.steps):
+            mbarrier.wait(stages.full.index(stage), phase)
+            w = stages.weight.index(stage * FORM.groups + GROUP)
+            acc0 = warpgroup_mma(w, stages.tokens0.index(stage).permute((1, 0)), acc0, is_async=True)
+            if part1 > 0:
+                acc1 = warpgroup_mma(w, stages.tokens1.index(stage).permute((1, 0)), acc1, is_async=True)
+            if part2 > 0:
+                acc2 = warpgroup_mma(w, stages.tokens2.index(stage).permute((1, 0)), acc2, is_async=True)
+            if parts == 1:
+                acc0 = warpgroup_mma_wait(parts, deps=(acc0,))
+            elif parts == 2:
+                acc0, acc1 = warpgroup_mma_wait(parts, deps=(acc0, acc1))
+            else:
+                acc0, acc1, acc2 = warpgroup_mma_wait(parts, deps=(acc0, acc1, acc2))
+            if step > 0:
+                mbarrier.arrive(stages.empty.index(before), count=1)
+            before = stage
+            stage += 1
+            if stage == FORM.stages:
+                stage = 0
+                phase ^= 1
+        if parts == 1:
+            acc0 = warpgroup_mma_wait(0, deps=(acc0,))
+        elif parts == 2:
+            acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
+        else:
+            acc0, acc1, acc2 = warpgroup_mma_wait(0, deps=(acc0, acc1, acc2))
+        mbarrier.arrive(stages.empty.index(before), count=1)
+        token_tile, row_tile = tile_at(number, tiles, FORM)
+        token = token_tile * (part0 + part1 + part2)
+        output = (row_tile * FORM.groups + GROUP) * outputs
+        _write_all(acc0, acc1, acc2, descs, token, output, places, FORM, ACTIVATION, GROUP)
+    tma.store_wait(0)
+
+
+@quick_launches
+@gluon.jit(do_not_specialize=["token_tiles"])
+def hopper_product_kernel(  # type: ignore[no-untyped-def]
+    w_desc,
+    x0_desc,
+    x1_desc,
+    x2_desc,
+    y0_desc,
+    y1_desc,
+    y2_desc,
+    token_tiles,
+    row_tiles,
+    K: gl.constexpr,
+    GROUPS: gl.constexpr,
+    ROWS: gl.constexpr,
+    PART0: gl.constexpr,
+    PART1: gl.constexpr,
+    PART2: gl.constexpr,
+    STAGES: gl.constexpr,
+    GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """Program: every num_programs-th tile of GROUPS (2 or 3) times ROWS rows of the weight and PART0 + PART1 + PART2
+    tokens.
+
+    w_desc: of the weight, [N, K] in boxes of [ROWS, STEP], or, GATED, [N / 2 / BLOCK, 2, BLOCK, K] in boxes of
+    [ROWS / 2 / BLOCK, 2, BLOCK, STEP]. x0_desc to x2_desc: of x, [T, K] in boxes of [part, STEP]. y0_desc to y2_desc:
+    of the results, [T, outputs] in boxes of [part, outputs of a group], of chunk_of tokens at most. None for parts that
+    are 0. REGISTERS: of a thread that computes.
+    """
+    gdc_launch_dependents()
+    FORM: gl.constexpr = form_of(K, GROUPS, ROWS, PART0, PART1, PART2, STAGES, GATED, TOGETHER)
+    dtype: gl.constexpr = w_desc.dtype
+    outputs: gl.constexpr = ROWS // 2 if GATED else ROWS
+    weight = gl.allocate_shared_memory(dtype, [STAGES * GROUPS, ROWS, STEP], SHARED)
+    tokens0 = gl.allocate_shared_memory(dtype, [STAGES, PART0, STEP], SHARED)
+    tokens1, tokens2 = tokens0, tokens0
+    if PART1 > 0:
+        tokens1 = gl.allocate_shared_memory(dtype, [STAGES, PART1, STEP], SHARED)
+    if PART2 > 0:
+        tokens2 = gl.allocate_shared_memory(dtype, [STAGES, PART2, STEP], SHARED)
+    out_shared: gl.constexpr = gl.NVMMASharedLayout(
+        swizzle_byte_width=min(128, outputs * 2), element_bitwidth=16, rank=2
+    )
+    chunk: gl.constexpr = chunk_of(ROWS, GATED)
+    out0 = gl.allocate_shared_memory(dtype, [GROUPS, min(PART0, chunk), outputs], out_shared)
+    out1, out2 = out0, out0
+    if chunk < PART0 and GATED:
+        out1 = gl.allocate_shared_memory(dtype, [GROUPS, chunk, outputs], out_shared)
+    if PART1 > 0 and PART1 <= SMALL:
+        out1 = gl.allocate_shared_memory(dtype, [GROUPS, PART1, outputs], out_shared)
+    if PART2 > 0 and PART2 <= SMALL:
+        out2 = gl.allocate_shared_memory(dtype, [GROUPS, PART2, outputs], out_shared)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=GROUPS)
+    fence_async_shared()
+    descs = Descriptors(w_desc, x0_desc, x1_desc, x2_desc, y0_desc, y1_desc, y2_desc)
+    stages = Stages(weight, tokens0, tokens1, tokens2, full, empty)
+    tiles = Tiles(token_tiles, row_tiles)
+    places = Places(out0, out1, out2)
+    # A tuple that is kept in a variable would turn what is known at compile time into values.
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 0),
+                ),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 1),
+                ),
+                (copy, (descs, stages, tiles, FORM)),
+            ],
+            [4, 1],
+            [REGISTERS, COPYING_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 0),
+                ),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 1),
+                ),
+                (
+                    _compute,
+                    (descs, places, stages, tiles, FORM, ACTIVATION, 2),
+                ),
+                (copy, (descs, stages, tiles, FORM)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, COPYING_REGISTERS],
+        )
+    gdc_wait()

@@ -1,0 +1,131 @@
+"""Linears of over 128 tokens on Hopper: where its own kernel is the fastest, by the device's profile; its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from compiled_engine.kernels.block_sizes import cdiv
+from compiled_engine.passes import hopper_linear
+from compiled_engine.passes.profile import load_profile
+
+# A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
+# those for MANY.
+TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
+MANY = 1 << 20
+# Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
+REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """A tile is `groups` (2 or 3) times `rows` (64 or 128) rows of the weight, gate and up counted together, and as
+    many tokens as one to three `parts`, powers of two, descending, the first 256 at most. Columns pass in `stages`
+    stages of 64. `together`: token tiles that take the same rows one after another."""
+
+    groups: int
+    rows: int
+    parts: tuple[int, ...]
+    stages: int
+    together: int = 8
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.parts)
+
+    def computing_registers(self) -> int:
+        """Of a thread that computes: what is left by the four warps that copy, three of which are idle."""
+        warps = WARPS * (self.groups + 1)
+        each = min(255, REGISTERS // (warps * WARP)) // 8 * 8
+        return min(240, (each * warps - COPYING * WARPS) // (WARPS * self.groups) // 8 * 8)
+
+
+@cache
+def product_tiles(
+    num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
+) -> ProductTiles | None:
+    """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
+    kernel is faster, or nothing was measured."""
+    if num_tokens <= hopper_linear.TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or device.type != "cuda":
+        return None
+    profile = load_profile(torch.cuda.get_device_name(device))
+    if profile is None or torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), MANY)
+    measured = profile.product_tiles.get((bucket, num_rows, k, gated))
+    return None if measured is None else ProductTiles(**measured | {"parts": tuple(measured["parts"])})
+
+
+def hopper_product(
+    x_TK: torch.Tensor, weight_NK: torch.Tensor, gated: bool, activation: str, tiles: ProductTiles
+) -> torch.Tensor:
+    """linear(x), or with `gated` activation(gate) * up of its halves: [T, N] or [T, N / 2].
+
+    The weight is contiguous, K is a multiple of 8, and N of 8 or, with `gated`, of 16.
+    """
+    # Gluon takes a while to import, and only a Hopper needs it.
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from compiled_engine.kernels import hopper_linear_ring as ring
+    from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
+    from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
+
+    num_tokens, k = x_TK.shape
+    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
+        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
+    num_rows = weight_NK.shape[0]
+    outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
+    block, step, shared = ring.BLOCK.value, ring.STEP.value, ring.SHARED.value
+    out_TM = x_TK.new_empty((num_tokens, outputs))
+    if gated:
+        shape, strides = [outputs // block, 2, block, k], [block * k, outputs * k, k, 1]
+        weight = TensorDescriptor(weight_NK, shape, strides, [rows // block, 2, block, step], GATED_SHARED.value)
+    else:
+        weight = TensorDescriptor(weight_NK, [num_rows, k], [k, 1], [rows, step], shared)
+    parts = (*tiles.parts, 0, 0)[:3]
+    shape, strides = [num_tokens, k], [x_TK.stride(0), 1]
+    tokens = [TensorDescriptor(x_TK, shape, strides, [part, step], shared) if part else None for part in parts]
+    shape, strides, out_shared = [num_tokens, outputs], [outputs, 1], _out_shared(rows)
+    chunk = chunk_of(tiles.rows, gated)
+    results = [
+        TensorDescriptor(out_TM, shape, strides, [min(part, chunk), rows], out_shared) if part else None
+        for part in parts
+    ]
+    token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, tiles.groups * tiles.rows)
+    hopper_product_kernel[(min(_multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+        weight,
+        *tokens,
+        *results,
+        token_tiles,
+        row_tiles,
+        K=k,
+        GROUPS=tiles.groups,
+        ROWS=tiles.rows,
+        PART0=parts[0],
+        PART1=parts[1],
+        PART2=parts[2],
+        STAGES=tiles.stages,
+        GATED=gated,
+        ACTIVATION=activation,
+        TOGETHER=tiles.together,
+        REGISTERS=tiles.computing_registers(),
+        num_warps=WARPS,
+        launch_pdl=True,
+    )
+    return out_TM
+
+
+@cache
+def _out_shared(outputs: int) -> Any:
+    """How results stand in shared memory, so many side by side."""
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,196 @@
+"""Hopper's product of many tokens: compiled for it without a GPU, and on one against the formula in fp64."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from small_batch_linear_cases import Case, arguments_of, nan_in_new_tensors
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.kernels import hopper_linear_ring as ring
+from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
+from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
+from compiled_engine.options import EngineOptions
+from compiled_engine.passes import gated_linear_op, silu_mul
+from compiled_engine.passes.hopper_product import (
+    COPYING,
+    MANY,
+    REGISTERS,
+    TOKEN_BUCKETS,
+    ProductTiles,
+    hopper_product,
+    product_tiles,
+)
+from compiled_engine.passes.profile import load_profile
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.runner.warm_up import start_up_batches
+from compiled_engine.tune.product_tuning import SHARED_MEMORY, product_candidates, product_cases, tokens_measured
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+DEVICE = "NVIDIA H200"
+# Bytes of a thread's stack: an address, where sums would be hundreds.
+MOST_STACK = 16
+MEASURED = load_profile(DEVICE).product_tiles  # type: ignore[union-attr]
+# Tiles, tokens, rows of the weight, K, activation or none, dtype: tiles that end in part, one that no token or row
+# reaches with its last part, K that ends inside a step, fewer steps than stages.
+WAYS = [
+    (ProductTiles(2, 64, (256,), 4), 700, 1168, 1000, "silu", torch.bfloat16),
+    (ProductTiles(2, 64, (256,), 4), 257, 1168, 1000, None, torch.bfloat16),
+    (ProductTiles(2, 128, (128, 64), 3, 12), 1000, 6160, 512, "silu", torch.bfloat16),
+    (ProductTiles(2, 128, (128, 64), 3, 4), 129, 1040, 4096, None, torch.float16),
+    (ProductTiles(3, 64, (128, 128), 3), 513, 1040, 64, "gelu", torch.bfloat16),
+    (ProductTiles(3, 64, (128, 64), 4), 384, 24576, 1024, "gelu_tanh", torch.bfloat16),
+    (ProductTiles(2, 64, (128, 16), 5), 288, 6144, 1024, "silu", torch.float16),
+    (ProductTiles(3, 64, (128, 32, 16), 4), 530, 1040, 1000, "silu", torch.bfloat16),
+    (ProductTiles(2, 64, (64, 32), 6), 7, 200, 1000, None, torch.bfloat16),
+]
+
+
+def tiles_of(fields: dict[str, Any]) -> ProductTiles:
+    return ProductTiles(**fields | {"parts": tuple(fields["parts"])})
+
+
+def compiled(tiles: ProductTiles, k: int, gated: bool) -> Any:
+    kernel = getattr(hopper_product_kernel, "jit_function", hopper_product_kernel)
+    parts = (*tiles.parts, 0, 0)[:3]
+    outputs = tiles.rows // 2 if gated else tiles.rows
+    step, shared = ring.STEP.value, ring.SHARED.value
+    out_shared = NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
+    constants: dict[str, Any] = {
+        "K": k,
+        "GROUPS": tiles.groups,
+        "ROWS": tiles.rows,
+        **{f"PART{i}": part for i, part in enumerate(parts)},
+        "STAGES": tiles.stages,
+        "GATED": gated,
+        "ACTIVATION": "silu",
+        "TOGETHER": tiles.together,
+        "REGISTERS": tiles.computing_registers(),
+    }
+    box = f"[{outputs // 8}, 2, 8, {step}],{GATED_SHARED.value!r}" if gated else f"[{outputs}, {step}],{shared!r}"
+    types = {"w_desc": f"tensordesc<bf16{box}>", "token_tiles": "i32", "row_tiles": "i32"}
+    for i, part in enumerate(parts):
+        if part:
+            types[f"x{i}_desc"] = f"tensordesc<bf16[{part}, {step}],{shared!r}>"
+            most = min(part, chunk_of(tiles.rows, gated))
+            types[f"y{i}_desc"] = f"tensordesc<bf16[{most}, {outputs}],{out_shared!r}>"
+        else:
+            constants |= {f"x{i}_desc": None, f"y{i}_desc": None}
+    types |= dict.fromkeys(constants, "constexpr")
+    signature = {name: types[name] for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, values, {})
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
+
+
+FORMS = {(tiles_of(fields), k, gated) for (_, _, k, gated), fields in MEASURED.items()}
+FORMS |= {(tiles, k, activation is not None) for tiles, _, _, k, activation, _ in WAYS}
+
+
+@pytest.mark.parametrize(("tiles", "k", "gated"), sorted(FORMS, key=str), ids=str)
+def test_it_fits(tiles: ProductTiles, k: int, gated: bool, tmp_path: Path) -> None:
+    """In shared memory and registers, with products as wide as the parts; results are turned by stmatrix."""
+    program = compiled(tiles, k, gated)
+    assert program.metadata.shared <= 227 << 10
+    path = tmp_path / "kernel.cubin"
+    path.write_bytes(program.asm["cubin"])
+    usage = subprocess.run([CUOBJDUMP, "--dump-resource-usage", path], capture_output=True, text=True, check=True)
+    assert int(re.search(r"STACK:(\d+)", usage.stdout)[1]) <= MOST_STACK  # type: ignore[index]
+    ptx = program.asm["ptx"]
+    for part in tiles.parts:
+        assert f"wgmma.mma_async.sync.aligned.m64n{part}k16" in ptx
+    assert "stmatrix.sync.aligned.m8n8.x4.trans" in ptx
+    assert "st.shared.b16" not in ptx
+
+
+def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
+    config = resolve(EngineOptions(device="cpu")).model
+    model: ModelConfig = replace(
+        config, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128
+    )
+    cases = product_cases(model)
+    assert [case.num_tokens for case in cases] == [*TOKEN_BUCKETS, MANY]
+    for case in cases:
+        tried = product_candidates(case)
+        assert len(tried) > 5
+        assert tokens_measured(case) <= max(TOKEN_BUCKETS[-1], 8192)
+        for tiles in tried:
+            stage = (tiles.groups * tiles.rows + tiles.tokens) * 128
+            assert stage * tiles.stages < SHARED_MEMORY
+            assert (tiles.groups * tiles.computing_registers() + COPYING) * 128 <= REGISTERS
+
+
+def test_the_profile_names_buckets() -> None:
+    assert {tokens for tokens, *_ in MEASURED} <= {*TOKEN_BUCKETS, MANY}
+    assert all(gated for *_, gated in MEASURED)
+
+
+def test_the_warm_up_meets_every_bucket() -> None:
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_seqs=256, max_num_batched_tokens=8192))
+    shapes = start_up_batches(replace(config, device=torch.device("cuda")))
+    met = {next((most for most in TOKEN_BUCKETS if shape.num_tokens <= most), MANY) for shape in shapes}
+    assert met == {*TOKEN_BUCKETS, MANY}
+
+
+@pytest.mark.parametrize(("tokens", "device"), [(128, "cuda"), (4096, "cpu")])
+def test_other_batches_and_devices_have_no_tiles(tokens: int, device: str) -> None:
+    assert product_tiles(tokens, 24576, 4096, True, torch.bfloat16, torch.device(device)) is None
+
+
+def _hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the kernel is for compute capability 9")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tiles", "tokens", "rows", "k", "activation", "dtype"), WAYS)
+def test_it_is_a_linear(
+    tiles: ProductTiles, tokens: int, rows: int, k: int, activation: str | None, dtype: torch.dtype
+) -> None:
+    """Into memory that was NaN; the same bits whatever other tokens there are."""
+    _hopper()
+    given = arguments_of(Case(tokens, rows, k, silu_mul=activation is not None), dtype, "cuda")
+    arguments = given.weight_NK, activation is not None, activation or "silu", tiles
+    with nan_in_new_tensors():
+        found = hopper_product(given.x_TK, *arguments)
+    expected = torch.nn.functional.linear(given.x_TK.double(), given.weight_NK.double())
+    if activation is not None:
+        expected = silu_mul.reference(expected, activation)
+    assert float((found.double() - expected).abs().max() / expected.abs().max()) < 1e-2
+    others = torch.cat([given.x_TK, given.x_TK])
+    others[tokens // 2 :] = float("nan")
+    assert torch.equal(hopper_product(others, *arguments)[: tokens // 2], found[: tokens // 2])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("key", "tiles"), MEASURED.items(), ids=str)
+def test_the_op_launches_what_the_profile_names(key: tuple[int, int, int, bool], tiles: dict[str, Any]) -> None:
+    """In a graph and replayed: right every time, and bit for bit the same."""
+    _hopper()
+    if torch.cuda.get_device_name() != DEVICE:
+        pytest.skip(f"measured on {DEVICE}")
+    tokens, rows, k, _ = key
+    x_TK = torch.randn(2500 if tokens == MANY else tokens - tokens // 9, k, dtype=torch.bfloat16, device="cuda")
+    weight_NK = torch.randn(rows, k, dtype=torch.bfloat16, device="cuda") / k**0.5
+    assert product_tiles(len(x_TK), rows, k, True, torch.bfloat16, x_TK.device) == tiles_of(tiles)
+    expected = silu_mul.reference(torch.nn.functional.linear(x_TK, weight_NK)).float()
+    first = gated_linear_op.launch(x_TK, weight_NK, None)
+    assert float((first.float() - expected).abs().max() / expected.abs().max()) < 2e-2
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [gated_linear_op.launch(x_TK, weight_NK, None) for _ in range(3)]
+    for _ in range(3):
+        for output in outputs:
+            output.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(output, first) for output in outputs)
