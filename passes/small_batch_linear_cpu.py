@@ -82,7 +82,15 @@ def _kernel() -> Any:
         return None
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     kernel.argtypes = [
-        *(pointer, integer, *[pointer] * 3, number, number, pointer, integer, integer, pointer),
+        pointer,
+        integer,
+        *[pointer] * 3,
+        number,
+        number,
+        pointer,
+        integer,
+        integer,
+        pointer,
         *[integer] * 4,
     ]
     kernel.restype = None

@@ -19,8 +19,8 @@ from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# What Dynamo imports in the middle of a trace, some 400 modules. By then other threads prepare kernels, and Python gives
-# up the interpreter at each file that it reads.
+# What Dynamo imports in the middle of a trace, some 400 modules. By then other threads prepare kernels, and Python
+# gives up the interpreter at each file that it reads.
 _IMPORTED_BY_TRACES = (
     "torch._dynamo.repro.after_dynamo",
     "torch._inductor.compiler_bisector",
