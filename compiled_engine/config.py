@@ -189,15 +189,15 @@ class GraphConfig:
 
     `decode_sizes`: batches of so many decodes, as full graphs. `token_sizes`: any batches of so many tokens, as what
     the mode says. `background`: capture between the steps of the first requests instead of before them.
-    `short_sizes`: batches of so many decodes with contexts of up to each of `short_contexts`, as graphs of their own.
+    `short_decodes`: (decodes, tokens), batches of so many decodes with contexts of up to so many tokens, as graphs of
+    their own.
     """
 
     mode: GraphMode
     decode_sizes: tuple[int, ...] = ()
     token_sizes: tuple[int, ...] = ()
     background: bool = False
-    short_sizes: tuple[int, ...] = ()
-    short_contexts: tuple[int, ...] = ()
+    short_decodes: tuple[tuple[int, int], ...] = ()
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:

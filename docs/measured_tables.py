@@ -187,8 +187,9 @@ def performance(result: Result, peers: Result) -> str:
 
 
 def curves(result: Result) -> str:
-    """The plots of a table's curves, which `figures.py --plots` draws."""
-    names = dict.fromkeys((row["model"], row["curve"]) for row in result["rows"] if "curve" in row)
+    """The plots of a table's curves, which `figures.py --plots` draws: of those with two points or more."""
+    points = [(row["model"], row["curve"]) for row in result["rows"] if "curve" in row and "measured" in row]
+    names = dict.fromkeys(name for name in points if points.count(name) > 1)
     pictures = [
         f"![{model}: time and throughput against {curve}](images/curve_{model.lower().replace(' ', '_')}_{curve}.png)"
         for model, curve in names

@@ -1,7 +1,8 @@
 """rope_kv_write and the attention after it become one op, which backends with a kernel for both run as one.
 
-Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run. Any
-other batch gets the kernels that it had: the choice is made when the op is called.
+Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run; with
+many, keys are not read while the first runs. Any other batch gets the kernels that it had: the choice is made when the
+op is called.
 """
 
 from __future__ import annotations
@@ -62,9 +63,6 @@ FUSED = torch.ops.compiled_engine.rope_attend.default
 class RopeAttend(GraphPass):
     name = "rope_attend"
     requires = ("rope_kv_write",)
-
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
     def contract(self, structure: Structure, compile_range: CompileRange) -> int:
         return structure.turned_attentions

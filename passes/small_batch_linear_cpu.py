@@ -33,17 +33,20 @@ def kernel_launch(
     norm_offset: float,
 ) -> torch.Tensor | None:
     """[T, M] as the op's reference has it, activation None for none; None where the kernel cannot do it."""
-    (num_tokens, k), num_rows = x_TK.shape, weight_NK.shape[0]
+    num_tokens, k = x_TK.shape
+    row_stride, element_stride = x_TK.stride()
+    num_rows = weight_NK.shape[0]
     code = 0 if activation is None else ACTIVATIONS.get(activation, -1)
-    if not (
-        x_TK.dtype is weight_NK.dtype is torch.float32
-        and 0 < num_tokens <= MOST_TOKENS
-        and k % LANES == 0
-        and (code == 0 or (code > 0 and num_rows % (2 * LANES) == 0 and residual_TM is None))
-        and weight_NK.is_contiguous()
-        and x_TK.stride(1) == 1
-        and (norm_weight_K is None or norm_weight_K.dtype is torch.float32)
-        and (residual_TM is None or residual_TM.stride(1) == 1)
+    if (
+        x_TK.dtype is not torch.float32
+        or weight_NK.dtype is not torch.float32
+        or not 0 < num_tokens <= MOST_TOKENS
+        or k % LANES
+        or element_stride != 1
+        or not weight_NK.is_contiguous()
+        or (code and (code < 0 or num_rows % (2 * LANES) or residual_TM is not None))
+        or (norm_weight_K is not None and norm_weight_K.dtype is not torch.float32)
+        or (residual_TM is not None and residual_TM.stride(1) != 1)
     ):
         return None
     kernel = _kernel()
@@ -52,7 +55,7 @@ def kernel_launch(
     out_TM = torch.empty((num_tokens, num_rows // 2 if code else num_rows))
     kernel(
         x_TK.data_ptr(),
-        x_TK.stride(0),
+        row_stride,
         weight_NK.data_ptr(),
         None if bias_N is None else bias_N.data_ptr(),
         None if norm_weight_K is None else norm_weight_K.data_ptr(),
@@ -79,7 +82,15 @@ def _kernel() -> Any:
         return None
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     kernel.argtypes = [
-        *(pointer, integer, *[pointer] * 3, number, number, pointer, integer, integer, pointer),
+        pointer,
+        integer,
+        *[pointer] * 3,
+        number,
+        number,
+        pointer,
+        integer,
+        integer,
+        pointer,
         *[integer] * 4,
     ]
     kernel.restype = None

@@ -87,9 +87,14 @@ def test_decodes_without_graphs_are_split_in_ways_that_the_warm_up_has_met(num_k
     def kernels(num_requests: int, max_seq_len: int) -> set[tuple[str, int]]:
         splits = plan_splits(num_requests, num_kv_heads, max_seq_len, H200_SMS)
         combined = {("combined", (splits.count - 1).bit_length())} if splits.count > 1 else set()
-        short = num_requests <= MOST_SHORT_REQUESTS and max_seq_len <= SHORT_CONTEXTS[-1]
+        num_programs = num_requests * num_kv_heads
         split = num_requests <= FEW_REQUESTS and max_seq_len > SHORT_CONTEXTS[0]  # instead of a program for all keys
-        keys = {("keys", ShortTiles.of(max_seq_len).keys)} if short and not split else set()
+        if num_programs > 2 * H200_SMS:
+            short = max_seq_len <= LONG_SPLIT
+        else:
+            few = num_requests <= MOST_SHORT_REQUESTS or num_programs > H200_SMS
+            short = few and max_seq_len <= SHORT_CONTEXTS[-1]
+        keys = {("keys", ShortTiles.of(num_programs, H200_SMS, max_seq_len).keys)} if short and not split else set()
         return {("programs", splits.programs)} | combined | keys
 
     warm = set().union(*(kernels(s.num_requests, s.max_seq_len) for s in shapes if s.host_3[0]))

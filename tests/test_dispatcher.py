@@ -142,7 +142,8 @@ def test_kinds_by_mode() -> None:
 
 
 def test_short_contexts_have_graphs_of_their_own() -> None:
-    graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 8), (64,), short_sizes=(1, 2, 4), short_contexts=(50, 100))
+    short = tuple((size, context) for size in (1, 2, 4) for context in (50, 100))
+    graph = GraphConfig(GraphMode.FULL, (1, 2, 4, 8), (64,), short_decodes=short)
     dispatcher = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
     assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys) == 11
     for requests in range(1, 9):
@@ -155,3 +156,15 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
     mixed = dispatcher.dispatch(20, 3, None, 50)
     assert mixed is not None
     assert (mixed.is_decode, mixed.max_seq_len) == (False, MAX_SEQ_LEN)
+
+
+def test_a_batch_takes_a_graph_for_short_contexts_only_in_its_own_size() -> None:
+    graph = GraphConfig(GraphMode.FULL, (2, 4, 8), (64,), short_decodes=((4, 50), (8, 100)))
+    dispatcher = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
+    found = {
+        (requests, longest): dispatcher.dispatch(requests, requests, 1, longest)
+        for requests in (2, 3, 4, 5)
+        for longest in (50, 51, 101)
+    }
+    bounds = {shape: key.max_seq_len for shape, key in found.items() if key is not None and key.short}
+    assert bounds == {(3, 50): 50, (4, 50): 50, (5, 50): 100, (5, 51): 100}

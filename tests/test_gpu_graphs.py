@@ -196,7 +196,7 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path: Path) -> None:
-    """23 graphs of decodes, 10 for short contexts where there are such, and 59 of other batches, in a process of its
+    """23 graphs of decodes, 16 for short contexts where there are such, and 59 of other batches, in a process of its
     own: the driver keeps what others gave back. The second process takes the prediction from the first. The seconds are
     printed, since a machine may be slow."""
     environment = {**os.environ, "COMPILED_ENGINE_CACHE_DIR": str(tmp_path)}
@@ -208,7 +208,7 @@ def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path:
     for metrics in starts:
         predicted, used = metrics["graph_bytes_predicted"], metrics["graph_bytes_used"]
         print(f"captured in {metrics['capture_seconds']:.2f} s, predicted {predicted}, used {used}")
-        assert metrics["captures"] in (23 + 59, 23 + 2 * 5 + 59)
+        assert metrics["captures"] in (23 + 59, 23 + 16 + 59)
         assert abs(predicted - used) < 0.1 * used
         assert metrics["kv_cache_bytes"] >= 0.97 * metrics["kv_cache_room_bytes"]
     first, second = starts

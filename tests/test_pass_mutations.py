@@ -176,7 +176,7 @@ MUTATIONS = (
     Mutation("gated_linear", "silu for gelu", set_argument(GATED, 3, lambda name: "silu"), GEMMA2),
 )
 # Passes that apply to one of the ranges.
-ONE_RANGE = {"rope_attend": (SMALL,), "small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
+ONE_RANGE = {"small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
 
 
 @dataclass(frozen=True)

@@ -47,19 +47,25 @@ def test_the_default_has_23_graphs_of_decodes_and_59_of_other_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("most", "short", "sizes", "contexts"),
+    ("most", "short", "expected"),
     [
-        (8, (256, 512), (1, 2, 4, 8), (256, 512)),
-        (8, (512, 4096), (1, 2, 4, 8), (512,)),
-        (8, (4096,), (), ()),
-        (0, (9,), (), ()),
+        (2, (256, 512), ((1, 256), (1, 512), (2, 256), (2, 512))),
+        (2, (512, 4096), ((1, 512), (2, 512))),
+        (8, (4096,), ()),
+        (0, (9,), ()),
     ],
 )
 def test_short_contexts_have_graphs_where_they_are_less_than_all(
-    most: int, short: tuple[int, ...], sizes: tuple[int, ...], contexts: tuple[int, ...]
+    most: int, short: tuple[int, ...], expected: tuple[tuple[int, int], ...]
 ) -> None:
     graph, _ = resolved(short_contexts=lambda size: short if size <= most else ())
-    assert (graph.short_sizes, graph.short_contexts) == (sizes, contexts)
+    assert graph.short_decodes == expected
+
+
+def test_each_size_has_its_own_short_contexts() -> None:
+    contexts = {1: (256, 512), 24: (512,), 256: (1024,)}
+    graph, _ = resolved(short_contexts=lambda size: contexts.get(size, ()))
+    assert graph.short_decodes == ((1, 256), (1, 512), (24, 512), (256, 1024))
 
 
 def test_where_attention_cannot_be_captured_it_runs_between_graphs_of_up_to_512_tokens() -> None:

@@ -16,10 +16,13 @@ from test_rope_attend import DECODES, TOLERANCE, WITH_PADDING, arguments_of, cop
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS
+from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, SHORT_CONTEXTS
 from compiled_engine.attention.backends.short_decode import (
     HEAD_DIMS,
+    MANY,
     MAX_GROUP,
+    MOST,
+    SEVERAL,
     ShortTiles,
     short_contexts,
     short_decode,
@@ -32,8 +35,12 @@ from compiled_engine.passes import rope_attend as op
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 # Bytes of a thread's stack: addresses, where a tile would be kilobytes.
 MOST_STACK = 96
+NUM_SMS = 132
+TILES = (*(ShortTiles.of(8, NUM_SMS, context) for context in SHORT_CONTEXTS), SEVERAL, MANY, MOST)
+OF_TILES = pytest.mark.parametrize("tiles", TILES, ids=[f"{tiles.keys} keys, {tiles.stages} stages" for tiles in TILES])
 # One key, both sides of a tile's end, several tiles.
 CASES = (
+    Case("decodes around a small tile", decodes(63, 64, 65, 66, 127, 128, 129, 130), num_heads=8, head_dim=128),
     Case("decodes around a tile", (*decodes(1, 2, 255, 256, 257, 258), PADDING), num_heads=4, head_dim=128),
     Case("several tiles", decodes(512, 513, 900), num_heads=8, head_dim=64),
     *(case for case in DECODES if case.head_dim in HEAD_DIMS and case.num_heads <= MAX_GROUP * case.num_kv_heads),
@@ -58,6 +65,7 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
         "HEAD_DIM": head_dim,
         "KEYS": tiles.keys,
         "WARPS": tiles.warps,
+        "STAGES": tiles.stages,
     } | ({} if sinks else {"sinks_ptr": None})
     types = {"slot_mapping_ptr": "*i64", "seq_lens_ptr": "*i32", "block_table_ptr": "*i32"}
     types |= {"eps": "fp32", "scale_log2": "fp32"} | dict.fromkeys(constants, "constexpr")
@@ -69,19 +77,19 @@ def compiled(head_dim: int, group: int, window: int, sinks: bool, cap_scale: flo
         {(kernel.arg_names.index(name),): value for name, value in constants.items()},
         {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": tiles.warps, "launch_pdl": True}
+    options = {"num_warps": tiles.warps, "launch_pdl": True, "maxnreg": tiles.registers or None}
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-@pytest.mark.parametrize("context", SHORT_CONTEXTS)
+@OF_TILES
 @pytest.mark.parametrize(
     ("head_dim", "group", "window", "sinks", "cap_scale"),
     [(128, 2, 0, False, 0.0), (128, 16, 100, True, 0.0), (64, 7, 0, False, 0.5)],
 )
 def test_it_fits_and_reads_keys_before_the_wait(
-    head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, context: int, tmp_path: Path
+    head_dim: int, group: int, window: int, sinks: bool, cap_scale: float, tiles: ShortTiles, tmp_path: Path
 ) -> None:
-    program = compiled(head_dim, group, window, sinks, cap_scale, ShortTiles.of(context))
+    program = compiled(head_dim, group, window, sinks, cap_scale, tiles)
     assert program.metadata.shared <= 227 << 10
     path = tmp_path / "kernel.cubin"
     path.write_bytes(program.asm["cubin"])
@@ -103,24 +111,23 @@ def _hopper() -> None:
         pytest.skip("the kernel is for compute capability 9")
 
 
-def in_one(arguments: list[Any], context: int) -> None:
+def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
     q, k, v, *others, cache, out = arguments[:10]
     scoring, inputs = Scoring(*arguments[16:20]), inputs_of(tuple(arguments))
     rotation = Rotation(*others, *arguments[10:16])
-    short_decode(q, k, v, rotation, cache, out, inputs, inputs.seq_lens_R.shape[0], scoring, ShortTiles.of(context))
+    short_decode(q, k, v, rotation, cache, out, inputs, inputs.seq_lens_R.shape[0], scoring, tiles)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("context", SHORT_CONTEXTS)
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@OF_TILES
+@pytest.mark.parametrize(("dtype", "normed"), [(torch.bfloat16, True), (torch.float16, False)], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, context: int) -> None:
+def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, tiles: ShortTiles) -> None:
     """Unused slots and the output are NaN; contexts may be longer than a tile."""
     _hopper()
     arguments = arguments_of(case, dtype, "cuda", normed)
     one, two = copied(arguments), copied(arguments)
-    in_one(one, context)
+    in_one(one, tiles)
     op.in_two(attend, *two)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(one[8], two[8], rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -129,22 +136,26 @@ def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, context
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("context", SHORT_CONTEXTS)
-def test_padding_and_unused_slots_change_no_bit(context: int) -> None:
+@OF_TILES
+def test_padding_and_unused_slots_change_no_bit(tiles: ShortTiles) -> None:
     _hopper()
     outputs = []
     for garbage in (float("nan"), 1e4):
         arguments = arguments_of(WITH_PADDING, torch.bfloat16, "cuda", True, garbage)
-        in_one(arguments, context)
+        in_one(arguments, tiles)
         outputs.append(arguments[9][inputs_of(tuple(arguments)).slot_mapping_T >= 0])
     assert torch.equal(*outputs)
 
 
 @pytest.mark.gpu
-def test_it_serves_as_many_heads_as_there_are_multiprocessors() -> None:
+def test_contexts_follow_from_the_programs_that_a_multiprocessor_has() -> None:
     _hopper()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     assert short_contexts(num_sms // 8, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS
-    assert short_contexts(num_sms // 8 + 1, 16, 8, 128, torch.bfloat16, "cuda") == ()
+    assert short_contexts(num_sms // 8 + 1, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS[-1:]
+    assert short_contexts(num_sms // 4, 16, 8, 128, torch.bfloat16, "cuda") == SHORT_CONTEXTS[-1:]
+    assert short_contexts(num_sms // 4 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (SHORT_CONTEXTS[-1], LONG_SPLIT)
+    assert short_contexts(num_sms // 2, 16, 8, 128, torch.bfloat16, "cuda") == (SHORT_CONTEXTS[-1], LONG_SPLIT)
+    assert short_contexts(num_sms // 2 + 1, 16, 8, 128, torch.bfloat16, "cuda") == (LONG_SPLIT,)
     assert short_contexts(1, 16, 8, 128, torch.float32, "cuda") == ()
     assert short_contexts(1, 16, 8, 96, torch.bfloat16, "cuda") == ()

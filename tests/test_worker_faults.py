@@ -151,17 +151,38 @@ def test_a_rank_that_fails_inside_its_start(
             assert again.generate(PROMPTS, SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
 
+ON_GPU: dict[str, Any] = {"device": "cuda", "progress": False, "max_model_len": 256, "max_num_seqs": 8}
+ON_GPU |= {"gpu_memory_utilization": 0.3, "distributed_executor": "multiprocess"}
+
+
+def wait_until_free(before: int) -> None:
+    """So many bytes of the GPU were free before the engine started."""
+    wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (256 << 20), SOON_S)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("fault", "message"), [("kill", "was killed by SIGKILL"), ("stop", "no sign of life")])
+def test_a_worker_that_fails_in_a_step_leaves_the_gpu_free(fault: str, message: str) -> None:
+    free = torch.cuda.mem_get_info()[0]
+    llm = LLM(**ON_GPU, mode="eager", graph_mode="none", logits_processors=[NAME])
+    llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=message):
+        llm.generate(PROMPTS, with_fault(fault), use_tqdm=False)
+    assert time.monotonic() - start < SOON_S
+    wait_until_free(free)
+    llm.close()
+
+
 @pytest.mark.gpu
 def test_a_worker_that_is_killed_while_it_captures_leaves_the_gpu_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {"device": "cuda", "progress": False, "max_model_len": 256, "max_num_seqs": 8}
-    options |= {"gpu_memory_utilization": 0.3, "distributed_executor": "multiprocess"}
     monkeypatch.setenv(INSIDE, "capture_all")
     monkeypatch.setenv(DEED, "SIGKILL")
     free = torch.cuda.mem_get_info()[0]
     with pytest.raises(WorkerError, match="rank 0 of 1 was killed by SIGKILL"):
-        LLM(**options, logits_processors=[FAILS_INSIDE])
-    wait_until(lambda: torch.cuda.mem_get_info()[0] > free - (256 << 20), SOON_S)
-    with LLM(**options) as again:
+        LLM(**ON_GPU, logits_processors=[FAILS_INSIDE])
+    wait_until_free(free)
+    with LLM(**ON_GPU) as again:
         assert again.generate(PROMPTS, SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
 

@@ -51,18 +51,9 @@ def resolve_graphs(
             f"max_num_seqs ({scheduler.max_num_seqs}) decodes or max_num_batched_tokens "
             f"({scheduler.max_num_batched_tokens}) tokens, or graph_mode none"
         )
-    short = _short(decode_sizes, short_contexts, scheduler)
-    return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture, *short)
-
-
-def _short(
-    decode_sizes: tuple[int, ...], short_contexts: Callable[[int], tuple[int, ...]], scheduler: SchedulerConfig
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Of the sizes those that have graphs of their own for short contexts, and what is short."""
-    sizes = tuple(size for size in decode_sizes if short_contexts(size))
-    contexts = short_contexts(sizes[0]) if sizes else ()
-    contexts = tuple(context for context in contexts if context < scheduler.max_model_len)
-    return (sizes, contexts) if contexts else ((), ())
+    short = [(size, context) for size in decode_sizes for context in short_contexts(size)]
+    short_decodes = tuple(shape for shape in short if shape[1] < scheduler.max_model_len)
+    return GraphConfig(mode, decode_sizes, token_sizes, options.background_capture, short_decodes)
 
 
 def _mode(

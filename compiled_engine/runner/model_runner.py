@@ -254,7 +254,8 @@ class Runner:
             if not batch.samples.any():
                 self.step.advance_without_tokens(batch, count)
                 return self._ended(batch, prompt)
-            wanted = output.tensor[self.buffers.logits_index_R[:count]]
+            every = batch.num_tokens == count  # a token each: nothing has to be picked out, and copied
+            wanted = output.tensor[:count] if every else output.tensor[self.buffers.logits_index_R[:count]]
             logits_RV = wanted if output.is_logits else self.model.logits(wanted)
             sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
         self.pending.launched()

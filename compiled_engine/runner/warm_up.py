@@ -58,13 +58,15 @@ def start_up_batches(config: EngineConfig) -> list[BatchShape]:
         for count, bound in ((num_tokens, 1), (num_tokens, longest), (few_tokens, longest), *more_counts)
         if max_tokens > 1
     ]
-    sizes = {max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts}
-    decodes = [BatchShape(size, size, longest) for size in sorted(sizes) if size <= max_requests]
-    short = [BatchShape(size, size, context) for context, size in product(graph.short_contexts, graph.short_sizes)]
-    # Without a graph the bound is the longest context itself; a few requests have kernels and splits by it.
+    sizes = sorted({max_requests, *(1 << i for i in range(max_requests.bit_length())), *counts})
+    sizes = [size for size in sizes if size <= max_requests]
+    decodes = [BatchShape(size, size, longest) for size in sizes]
+    short = [BatchShape(size, size, context) for size, context in graph.short_decodes]
+    # Without a graph the bound is the longest context itself; kernels follow from it, and the splits of a few requests.
     bounds = [] if graph.mode.captures_decodes else [1 << i for i in range(5, longest.bit_length())]
     few = sorted({1, min(4, max_requests)})
-    of_any_length = [BatchShape(size, size, bound) for size, bound in product(few, bounds) if bound < longest]
+    shapes = [*product(few, bounds), *product(sizes, bounds[:1])]
+    of_any_length = [BatchShape(size, size, bound) for size, bound in shapes if bound < longest]
     return [BatchShape(max_tokens, max_requests, longest), *prompts, *decodes, *short, *of_any_length]
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import sympy
@@ -17,6 +18,19 @@ from torch._inductor import cpu_vec_isa, standalone_compile
 from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# What Dynamo imports in the middle of a trace, some 400 modules. By then other threads prepare kernels, and Python
+# gives up the interpreter at each file that it reads.
+_IMPORTED_BY_TRACES = (
+    "torch._dynamo.repro.after_dynamo",
+    "torch._inductor.compiler_bisector",
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "sympy.tensor.tensor",
+)
+for _name in _IMPORTED_BY_TRACES:
+    with suppress(ImportError):  # an optional part of torch
+        importlib.import_module(_name)
 
 _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
 

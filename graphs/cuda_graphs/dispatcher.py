@@ -20,18 +20,16 @@ class Dispatcher:
     def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig):
         most, longest = scheduler.max_num_seqs, scheduler.max_model_len
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
-        short = {
-            context: tuple(decode_key(size, context, short=True) for size in sorted(graph.short_sizes))
-            for context in sorted(graph.short_contexts)
-        }
-        self.short_keys = tuple(key for keys in short.values() for key in keys)
+        self.short_keys = tuple(decode_key(*shape, short=True) for shape in sorted(graph.short_decodes))
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
         self.token_keys = tuple(
             mixed_key(size, most, longest) if kind is GraphKind.FULL else GraphKey(kind, size)
             for size in sorted(graph.token_sizes)
         )
         self._decode_table = _table(self.decode_keys)
-        self._short_tables = [(context, _table(keys)) for context, keys in short.items()]
+        self._short_keys: dict[int, list[GraphKey]] = {}  # by size, short contexts first
+        for key in self.short_keys:
+            self._short_keys.setdefault(key.num_tokens, []).append(key)
         self._token_table = _table(self.token_keys)
 
     @property
@@ -49,12 +47,10 @@ class Dispatcher:
         """
         if not 1 <= num_requests <= num_tokens:
             return None
-        if uniform_query_len == 1 and num_requests == num_tokens:
-            for context, table in self._short_tables:
-                if longest <= context and num_tokens < len(table):
-                    return table[num_tokens]
-            if num_tokens < len(self._decode_table):
-                return self._decode_table[num_tokens]
+        if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
+            key = self._decode_table[num_tokens]
+            short_keys = self._short_keys.get(key.num_tokens, ())
+            return next((short for short in short_keys if longest <= short.max_seq_len), key)
         return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
 
 

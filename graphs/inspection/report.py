@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +195,7 @@ def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dic
     mixed = "full" if config["graph"]["mode"] == "full" else "piecewise"
     mixed = "breakable" if config["graph"]["mode"] == "breakable" else mixed
     sizes = [("decode", size) for size in config["graph"]["decode_sizes"]]
-    short = config["graph"].get("short_contexts", ()), config["graph"].get("short_sizes", ())
-    sizes += [(f"short-{context}", size) for context, size in product(*short)]
+    sizes += [(f"short-{context}", size) for size, context in config["graph"].get("short_decodes", ())]
     sizes += [(mixed, size) for size in config["graph"]["token_sizes"]]
     return [{"kind": kind, "size": size, "bytes": used.get(f"{kind} {size}")} for kind, size in sizes]
 

@@ -56,8 +56,10 @@ void attend_split(const T* q, int64_t q_head_stride, const T* head_cache, const 
         for (int n = 0; n < count; ++n) {
             keys[n] = head_cache + table[block] * 2 * half + slot * row;
             if (++slot == shape.block_size) ++block, slot = 0;
+            for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(keys[n] + v * LANES, 0, 2);
         }
         for (int n = 0; n < count; ++n) {
+            for (int v = 0; v < VECTORS; ++v) __builtin_prefetch(keys[n] + half + v * LANES, 0, 2);
             Floats key[VECTORS];
             for (int v = 0; v < VECTORS; ++v) key[v] = load(keys[n] + v * LANES);
             for (int64_t g = 0; g < shape.group; ++g) {

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from compiled_engine.attention.backends.decode_splits import MOST_SHORT_REQUESTS, SHORT_CONTEXTS
+from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, MOST_SHORT_REQUESTS, SHORT_CONTEXTS
 from compiled_engine.attention.backends.triton_tile import scales
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
@@ -21,27 +21,53 @@ MAX_GROUP = 16
 def short_contexts(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str
 ) -> tuple[int, ...]:
-    """Contexts up to which so many decodes have kernels of their own: on Hopper, where each program has a
-    multiprocessor to itself."""
+    """Contexts up to which so many decodes have kernels of their own: on Hopper, a few whose keys a program can hold,
+    and many that are not split."""
     if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return ()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
-    few = num_requests <= MOST_SHORT_REQUESTS and num_requests * num_kv_heads <= num_sms
-    return SHORT_CONTEXTS if fits and few else ()
+    if not fits:
+        return ()
+    num_programs = num_requests * num_kv_heads
+    if num_programs > 4 * num_sms:
+        return (LONG_SPLIT,)
+    if num_programs > 2 * num_sms:
+        return SHORT_CONTEXTS[-1], LONG_SPLIT
+    if num_programs > num_sms:
+        return SHORT_CONTEXTS[-1:]
+    return SHORT_CONTEXTS if num_requests <= MOST_SHORT_REQUESTS else ()
 
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """Keys of a tile, of which the first is read before the wait, and warps of a program."""
+    """Keys of a tile; warps of a program; stages of a ring that tiles pass through, or 0 where a program holds the keys
+    of one; the most registers of a thread, so that more programs share a multiprocessor, or 0 for all."""
 
     keys: int
     warps: int = 8
+    stages: int = 0
+    registers: int = 0
 
     @classmethod
-    def of(cls, max_seq_len: int) -> ShortTiles:
-        """For contexts of up to so many tokens, one of SHORT_CONTEXTS."""
-        return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
+    def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
+        """For so many programs, and contexts of up to so many tokens.
+
+        A program that has a multiprocessor to itself asks for all of a few keys at once. Up to four share one: if
+        contexts may differ widely, that with the longest must not be slow, so there are two at a time, of more warps.
+        Many more of them even each other out, and each waits less for its first keys than for the next program.
+        """
+        if num_programs <= num_sms:
+            return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
+        if num_programs <= 2 * num_sms or (num_programs <= 4 * num_sms and max_seq_len > SHORT_CONTEXTS[-1]):
+            return SEVERAL
+        return MANY if num_programs <= 8 * num_sms else MOST
+
+
+# Two, four and five programs share a multiprocessor.
+SEVERAL = ShortTiles(64, warps=8, stages=2)
+MANY = ShortTiles(32, warps=4, stages=3, registers=128)
+MOST = ShortTiles(32, warps=4, stages=2, registers=96)
 
 
 def short_decode(
@@ -97,6 +123,8 @@ def short_decode(
         HEAD_DIM=head_dim,
         KEYS=tiles.keys,
         WARPS=tiles.warps,
+        STAGES=tiles.stages,
+        maxnreg=tiles.registers or None,
         num_warps=tiles.warps,
         launch_pdl=True,
     )

@@ -1,107 +1,31 @@
-"""Gluon kernel: decodes with short contexts. One program has all keys of a request and a K/V head, so nothing is left
-to combine; it norms, rotates and writes as well.
+"""Gluon kernel: decodes whose keys are not split. One program has all keys of a request and a K/V head, so nothing is
+left to combine; it norms, rotates and writes as well.
 
-Keys of earlier steps do not depend on the kernels just before this one (programmatic dependent launch). The first ones
-are read before the wait: keys into the registers that the tensor cores take them from, values into shared memory.
+Keys of earlier steps do not depend on the kernels just before this one (programmatic dependent launch): the first ones
+are asked for before the wait.
 """
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.backends.short_decode_tiles import (
+    WIDTH,
+    attend_held,
+    attend_ring,
+    barrier,
+    copy_values,
+    fill_ring,
+    load_keys,
+)
 from compiled_engine.attention.backends.triton_tile import LOWEST, capped, normalised
 from compiled_engine.attention.triton_rotation import turned
 from compiled_engine.kernels.launcher import quick_launches
 
-# Rows of a tile of queries; neighbours that a thread loads at once: 16 bytes.
+# Rows of a tile of queries.
 ROWS = gl.constexpr(16)
-WIDTH = gl.constexpr(8)
-# Triton 3.9 has other names for both.
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier
-copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-
-@gluon.jit
-def _rows(table_ptr, key_N, stored_N, BLOCK_SIZE: gl.constexpr, ROW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the keys begin in the cache."""
-    block_N = gl.load(table_ptr + key_N // BLOCK_SIZE, mask=stored_N, other=0)
-    return (block_N.to(gl.int64) * (2 * BLOCK_SIZE) + key_N % BLOCK_SIZE) * ROW
-
-
-@gluon.jit
-def _load_keys(  # type: ignore[no-untyped-def]
-    table_ptr,
-    head_cache_ptr,
-    first_key,
-    end_key,
-    layout: gl.constexpr,
-    KEYS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    ROW: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):
-    """[HEAD_DIM, KEYS] from first_key on; zeros from end_key on."""
-    key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
-    stored_N = key_N < end_key
-    d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, layout))
-    row_N = _rows(table_ptr, key_N, stored_N, BLOCK_SIZE, ROW)
-    return gl.load(head_cache_ptr + row_N[None, :] + d_D[:, None], mask=stored_N[None, :], other=0.0)
-
-
-@gluon.jit
-def _copy_values(  # type: ignore[no-untyped-def]
-    smem,
-    table_ptr,
-    head_cache_ptr,
-    first_key,
-    end_key,
-    layout: gl.constexpr,
-    KEYS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    ROW: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
-):
-    """Begin to copy the values [KEYS, HEAD_DIM] from first_key on; zeros from end_key on."""
-    key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    stored_N = key_N < end_key
-    d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    row_N = _rows(table_ptr, key_N, stored_N, BLOCK_SIZE, ROW) + BLOCK_SIZE * ROW
-    pointers_ND = head_cache_ptr + row_N[:, None] + d_D[None, :]
-    copy_ahead(smem, pointers_ND, mask=stored_N[:, None])
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _weigh_tile(  # type: ignore[no-untyped-def]
-    q_MD,
-    k_DN,
-    v_smem,
-    acc_MD,
-    max_M,
-    sum_M,
-    num_keys,
-    scale_log2,
-    layout: gl.constexpr,
-    KEYS: gl.constexpr,
-    CAP_SCALE: gl.constexpr,
-):
-    """Fold a tile, of which num_keys are keys, into the (acc, max, sum) of the queries."""
-    scores_MN = mma_v2(q_MD, k_DN, gl.zeros([ROWS, KEYS], gl.float32, layout))
-    scores_MN = capped(scores_MN, CAP_SCALE)
-    key_N = gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
-    scores_MN = gl.where((key_N < num_keys)[None, :], scores_MN, float("-inf"))
-    new_max_M = gl.maximum(max_M, gl.max(scores_MN, 1))
-    rescale_M = gl.exp2((max_M - new_max_M) * scale_log2)
-    weights_MN = gl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
-    sum_M = sum_M * rescale_M + gl.sum(weights_MN, 1)
-    weights_MN = gl.convert_layout(weights_MN.to(v_smem.dtype), gl.DotOperandLayout(0, layout, 2))
-    async_copy.wait_group(0)
-    barrier()
-    v_ND = v_smem.load(gl.DotOperandLayout(1, layout, 2))
-    return mma_v2(weights_MN, v_ND, acc_MD * rescale_M[:, None]), new_max_M, sum_M
 
 
 @quick_launches
@@ -147,8 +71,10 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     HEAD_DIM: gl.constexpr,
     KEYS: gl.constexpr,
     WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile."""
+    """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile; STAGES: of
+    the ring that tiles pass through, or 0 where keys are held in registers."""
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
@@ -165,14 +91,34 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr = NUM_KV_HEADS * HEAD_DIM
     layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     row_layout: gl.constexpr = gl.BlockedLayout([1, WIDTH], [256 // HEAD_DIM, HEAD_DIM // WIDTH], [WARPS, 1], [1, 0])
-    k_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
     shared: gl.constexpr = gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
+    k_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
+    # Of keys in registers a thread has neighbours, which it loads at once; the order is the same for queries.
+    q_width: gl.constexpr = 2 if STAGES > 0 else WIDTH
     table_ptr = block_table_ptr + request * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
-    v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], shared)
     q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], shared)
-    k_DN = _load_keys(table_ptr, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-    _copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+    if STAGES > 0:
+        k_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], shared)
+        v_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], shared)
+        block_N = fill_ring(
+            k_ring,
+            v_ring,
+            table_ptr,
+            head_cache_ptr,
+            first_key,
+            end_key,
+            row_layout,
+            STAGES,
+            KEYS,
+            BLOCK_SIZE,
+            ROW,
+            HEAD_DIM,
+        )
+    else:
+        v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], shared)
+        k_DN = load_keys(table_ptr, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+        copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
     d_1D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))[None, :]
     other_1D = (d_1D + HEAD_DIM // 2) % HEAD_DIM
     q_weight_1D = None
@@ -219,17 +165,41 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     written_1D = (d_1D < HEAD_DIM) & writes
     gl.store(new_ptr + d_1D, k_1D, mask=written_1D)
     gl.store(new_ptr + BLOCK_SIZE * ROW + d_1D, v_1D, mask=written_1D)
-    q_MD = q_smem.load(gl.DotOperandLayout(0, layout, WIDTH))
-    acc_MD, max_M, sum_M = _weigh_tile(
-        q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE
-    )
-    for start in range(first_key + KEYS, end_key, KEYS):
-        k_DN = _load_keys(table_ptr, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-        barrier()
-        _copy_values(v_smem, table_ptr, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
-        acc_MD, max_M, sum_M = _weigh_tile(
-            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE
+    q_MD = q_smem.load(gl.DotOperandLayout(0, layout, q_width))
+    if STAGES > 0:
+        acc_MD, max_M, sum_M = attend_ring(
+            q_MD,
+            k_ring,
+            v_ring,
+            block_N,
+            acc_MD,
+            max_M,
+            sum_M,
+            table_ptr,
+            head_cache_ptr,
+            first_key,
+            end_key,
+            scale_log2,
+            layout,
+            row_layout,
+            STAGES,
+            KEYS,
+            BLOCK_SIZE,
+            ROW,
+            HEAD_DIM,
+            CAP_SCALE,
         )
+    else:
+        acc_MD, max_M, sum_M = attend_held(
+            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE
+        )
+        for start in range(first_key + KEYS, end_key, KEYS):
+            k_DN = load_keys(table_ptr, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+            barrier()
+            copy_values(v_smem, table_ptr, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+            acc_MD, max_M, sum_M = attend_held(
+                q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE
+            )
     out_row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     head_M = kv_head * GROUP + out_row_M
     out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, head_M, out_row_M < GROUP, scale_log2)

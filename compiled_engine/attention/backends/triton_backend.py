@@ -142,7 +142,8 @@ class TritonBackend:
         num_kv_heads = kv_cache_N2PKd.shape[3]
         num_sms = _num_multiprocessors(q_THd.device)
         facts = BatchFacts.of(inputs, num_kv_heads, num_sms)
-        if facts.listed or not rotation.is_plain or rotation.cos_T1d.shape[-1] != q_THd.shape[-1]:
+        is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
+        if facts.num_decodes < facts.num_requests or not is_usual:
             return False
         context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
         splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
@@ -151,13 +152,14 @@ class TritonBackend:
         short = max(contexts, default=0) >= facts.max_seq_len
         if short and facts.num_requests <= FEW_REQUESTS and facts.max_seq_len > contexts[0]:
             short, splits = False, Splits(FEW_SPLITS, GRAIN, programs=SMALL)
-        if not short and not one_kernel_pays(splits, facts.max_seq_len):
+        if not short and (facts.listed or not one_kernel_pays(splits, facts.max_seq_len)):
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
         if short:
-            short_decode(*operands, inputs, facts.num_requests, scoring, ShortTiles.of(facts.max_seq_len))
+            tiles = ShortTiles.of(facts.num_requests * num_kv_heads, num_sms, facts.max_seq_len)
+            short_decode(*operands, inputs, facts.num_requests, scoring, tiles)
         else:
             rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True
