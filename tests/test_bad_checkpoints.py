@@ -72,3 +72,11 @@ def test_one_shard_of_several_is_a_pointer(checkpoint: Path) -> None:
 def test_a_damaged_file_is_named(name: str, text: str, message: str, checkpoint: Path) -> None:
     (checkpoint / name).write_text(text)
     assert_refused(checkpoint, f"{checkpoint}/{message}")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("adapter_config.json", "merge it into its base model first"), ("a.gguf", "holds GGUF files")]
+)
+def test_a_folder_that_is_no_checkpoint_is_called_what_it_is(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("{}")
+    assert_refused(tmp_path, message)

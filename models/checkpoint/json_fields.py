@@ -30,7 +30,7 @@ class JsonFields:
                 raise ValueError("it is empty")
             values = json.loads(text)
         except FileNotFoundError:
-            raise ValueError(f"{path} is missing") from None
+            raise ValueError(f"{path} is missing{_what_is_there(path.parent)}") from None
         except ValueError as error:
             if is_lfs_pointer(path):
                 raise ValueError(describe_lfs_pointer(path)) from error
@@ -97,3 +97,12 @@ class JsonFields:
         if value is None and default is None:
             raise ValueError(f"{self.source}: the field {name} is missing")
         return default if value is None else value
+
+
+def _what_is_there(folder: Path) -> str:
+    """Of a folder that is no checkpoint, what it seems to be instead."""
+    if (folder / "adapter_config.json").exists():
+        return "; the folder holds an adapter (adapter_config.json): merge it into its base model first"
+    if any(folder.glob("*.gguf")):
+        return "; the folder holds GGUF files; allowed: safetensors files with a config.json"
+    return ""
