@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -230,11 +231,12 @@ def test_captured_decodes_follow_the_device_data(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_triton_compiles_nothing_after_its_first_batches() -> None:
-    """A decode of one request, one of some and two prefills: no size nor unaligned view makes a further variant."""
+    """Decodes of one request and of some, whose splits are combined in steps of powers of two, and two prefills: no size
+    nor unaligned view makes a further variant."""
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    bounds = [1 << i for i in range(5, 13)]
     for requests, bound in (
-        (decodes(40), 0),
-        (decodes(*[40] * 20), 0),
+        *product((decodes(20), decodes(*[20] * 20)), bounds),
         ((Request(40, 40),), 0),
         ((Request(40, 40),), 4096),
     ):
