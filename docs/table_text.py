@@ -22,7 +22,9 @@ def conditions(result: Result, *, with_command: bool = True) -> str:
     count = {1: "one", 2: "two"}[machine.get("gpus", 1)]
     parts = [f"{count} {machine['gpu']}{'s' * (count != 'one')}"] if "gpu" in machine else []
     if "cores" in machine:
-        parts.append(f"{machine['cores']} cores of {machine['processor'].replace('(R)', '')}")
+        parts.append(
+            f"{machine['cores']} core{'s' * (machine['cores'] > 1)} of {machine['processor'].replace('(R)', '')}"
+        )
     parts += [f"{shown} {versions[name]}" for name, shown in SHOWN_VERSIONS.items() if name in versions]
     parts += [result["model"]["dtype"]] if "model" in result else []
     repeats = result.get("repeats", 0)

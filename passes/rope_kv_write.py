@@ -111,7 +111,7 @@ def rope_form_kv_write(
 ) -> torch.Tensor:
     """The same with a rotation of another form, see RopeForm; cos and sin of each rotated element, or of each pair."""
     arguments = q_norm_weight_d, k_norm_weight_d, eps, cos_T1r, sin_T1r
-    how = norm_offset, norm_wide, rotary_dim, interleaved, rope_wide, norm_last
+    how: tuple[Any, ...] = norm_offset, norm_wide, rotary_dim, interleaved, rope_wide, norm_last
     if q_THd.is_cuda:
         return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, *arguments, kv_cache_N2PKd, slot_mapping_T, *how)
     rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *arguments, *how)

@@ -57,8 +57,9 @@ def match_rotation(value: fx.Node) -> Rotated | str:
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
             found = _match_turn(product)
-            is_linear = isinstance(found, Rotated) and found.norm_weight is None
-            return replace(found, scale=scale) if is_linear else "a product follows the rotation"
+            if isinstance(found, Rotated) and found.norm_weight is None:
+                return replace(found, scale=scale)
+            return "a product follows the rotation"
     norm = match_rms_norm(value)
     found = _match_turn(value if norm is None or isinstance(norm, str) else norm.x)
     if norm is None or isinstance(norm, str) or isinstance(found, str):
