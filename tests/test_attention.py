@@ -231,8 +231,8 @@ def test_captured_decodes_follow_the_device_data(backend: str) -> None:
 
 @pytest.mark.gpu
 def test_triton_compiles_nothing_after_its_first_batches() -> None:
-    """Decodes of one request and of some, whose splits are combined in steps of powers of two, and two prefills: no size
-    nor unaligned view makes a further variant."""
+    """Decodes of one request and of some, whose splits are combined in powers of two, and two prefills: no size nor
+    unaligned view makes a further variant."""
     shape = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
     bounds = [1 << i for i in range(5, 13)]
     for requests, bound in (
