@@ -153,17 +153,17 @@ def test_diff_says_what_differs(root: Path) -> None:
     assert run("diff", KEY, KEY, root=root) == "no factor differs\n"
 
 
-OPTIONS = ("--device", "cpu", "--mode", "compiled", "--max-num-batched-tokens", "64", "--max-num-seqs", "2")
+OPTIONS = ("--device", "cpu", "--mode", "compiled", "--max-num-batched-tokens", "256", "--max-num-seqs", "2")
 
 
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    """A cache with the entry of an engine with OPTIONS, of one with 32 tokens, and of one with other source."""
+    """A cache with the entry of an engine with OPTIONS, of one with 128 tokens, and of one with other source."""
     root = tmp_path / "own"
-    for tokens in (64, 32):
+    for tokens in (256, 128):
         options = EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=tokens, max_num_seqs=2)
         build_once(root, cache_factors(resolve(options)))
-    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=64, max_num_seqs=2))
+    config = resolve(EngineOptions(device="cpu", mode="compiled", max_num_batched_tokens=256, max_num_seqs=2))
     environment = this_environment(config.device)
     source = {name: "other" for name in environment.source if name.startswith("passes/")}
     build_once(root, cache_factors(config, replace(environment, source=environment.source | source)))
@@ -178,13 +178,13 @@ def test_explain_a_hit(own: Path) -> None:
 
 
 def test_explain_a_miss_by_the_nearest_entry(own: Path) -> None:
-    options = [*OPTIONS[:4], "--max-num-batched-tokens", "48", "--max-num-seqs", "2"]
+    options = [*OPTIONS[:4], "--max-num-batched-tokens", "192", "--max-num-seqs", "2"]
     explained = run_json("explain", *options, root=own)
     assert explained["status"] == "miss"
     (difference,) = explained["differences"]
     there = f"in entry {explained['nearest'][:12]}"
-    # Both entries of this source differ in the same one field; the last used is the one with 32.
-    assert difference["words"] == f"scheduler.max_num_batched_tokens: 48 here, 32 {there}"
+    # Both entries of this source differ in the same one field; the last used is the one with 128.
+    assert difference["words"] == f"scheduler.max_num_batched_tokens: 192 here, 128 {there}"
     shown = run("explain", *options, root=own).splitlines()
     assert shown[0].startswith(f"miss: entry {explained['key'][:12]} would be built. The nearest is ")
     assert shown[1:] == [f"  {difference['words']}"]
@@ -194,8 +194,8 @@ def test_explain_names_each_source_file_that_changed(own: Path) -> None:
     """Together they count as one difference, as other tokens do; of equally near entries the last used is taken."""
     key = run_json("explain", *OPTIONS, root=own)["key"]
     (own / "compiled" / key).rename(own / "away")
-    (of_32,) = (key for key in entries(own) if '"other"' not in (own / "compiled" / key / "factors.json").read_text())
-    use_was(own, of_32, DAY)
+    (of_128,) = (key for key in entries(own) if '"other"' not in (own / "compiled" / key / "factors.json").read_text())
+    use_was(own, of_128, DAY)
     explained = run_json("explain", *OPTIONS, root=own)
     assert (explained["key"], explained["status"]) == (key, "miss")
     words = [difference["words"] for difference in explained["differences"]]

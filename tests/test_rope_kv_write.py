@@ -123,7 +123,8 @@ def test_the_op_stands_between_the_pieces(passes: tuple[GraphPass, ...], between
         compiled = {key: piece_from_json(text)[0] for key, text in pieces.items()}
         forward = stitch(plan, compiled, parameters, on_attention)
         hidden = forward(arguments["input_ids_T"], arguments["positions_T"], batch, caches)
-        assert_same([hidden, *caches], expected)
+        # A backend whose one kernel does all three may round otherwise.
+        torch.testing.assert_close([hidden, *caches], expected, rtol=1e-5, atol=1e-5)
     assert called == [attend] * 4
 
 
