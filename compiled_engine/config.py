@@ -163,7 +163,7 @@ class CompileConfig:
 
 
 class GraphMode(Enum):
-    """Which batches replay CUDA graphs, and what these hold (see docs/cuda_graphs.md)."""
+    """Which batches replay graphs, and what these hold (see docs/cuda_graphs.md); RECORDED on a CPU, others on CUDA."""
 
     NONE = "none"
     PIECEWISE = "piecewise"
@@ -171,6 +171,7 @@ class GraphMode(Enum):
     FULL_DECODE_ONLY = "full_decode_only"
     FULL_AND_PIECEWISE = "full_and_piecewise"
     BREAKABLE = "breakable"
+    RECORDED = "recorded"
 
     @property
     def captures_decodes(self) -> bool:
@@ -180,12 +181,12 @@ class GraphMode(Enum):
     @property
     def captures_mixed(self) -> bool:
         """Whether there are graphs for any batch."""
-        return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY)
+        return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """CUDA graphs: the mode, and what is captured, ascending.
+    """Graphs: the mode, and what is captured on CUDA, ascending.
 
     `decode_sizes`: batches of so many decodes, as full graphs. `token_sizes`: any batches of so many tokens, as what
     the mode says. `background`: capture between the steps of the first requests instead of before them.
@@ -198,6 +199,11 @@ class GraphConfig:
     token_sizes: tuple[int, ...] = ()
     background: bool = False
     short_decodes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def captures(self) -> bool:
+        """Whether there is anything to capture on CUDA."""
+        return bool(self.decode_sizes or self.token_sizes)
 
 
 def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:

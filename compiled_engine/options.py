@@ -19,7 +19,7 @@ class EngineOptions:
     tokenizer: folder or name of the tokenizer, when it is not the model's. tokenizer_revision: as revision.
     download_dir: where files from the hub are kept, instead of huggingface_hub's own cache.
     skip_tokenizer_init: load no tokenizer; prompts are then token ids, and outputs have no text.
-    mode: eager | compiled | graphed | auto, the shorthand for compile on or off and the CUDA graph mode.
+    mode: eager | compiled | graphed | auto, the shorthand for compile on or off and the graph mode.
     dtype: auto | float32 | bfloat16 | float16.
     device: auto | cpu | cuda | cuda:N.
     max_model_len: most tokens of prompt and output together.
@@ -43,7 +43,7 @@ class EngineOptions:
         () for none, None for what pays on the device.
     compile_workers: processes that compile; 0 compiles in this one, None chooses by the number of cores.
     graph_mode: auto | none | piecewise | full | full_decode_only | full_and_piecewise | breakable: what CUDA graphs
-        hold, instead of what `mode` stands for.
+        hold, instead of what `mode` stands for; on a CPU auto | none | recorded.
     capture_sizes: numbers of decodes to capture as full CUDA graphs, instead of the default rule.
     capture_token_sizes: the same for batches with prefills, by their tokens.
     background_capture: capture between the steps of the first requests instead of before them.

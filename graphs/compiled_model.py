@@ -57,10 +57,14 @@ class Forwards:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """An entry of the cache, loaded: the plan of each compile range, and the pieces that they share."""
+    """An entry of the cache, loaded: the plan of each compile range, and the pieces that they share.
+
+    direct: the pieces that Inductor did not compile.
+    """
 
     ranges: tuple[CompiledRange, ...]
     pieces: dict[str, Piece]
+    direct: frozenset[str]
     logits_head: Callable[[Mapping[str, torch.Tensor]], Logits] | None
     lookup: Lookup
     counts: CompileCounts
@@ -80,6 +84,11 @@ class CompiledModel:
     def parameters(self) -> frozenset[str]:
         """The parameters and buffers that the forwards take, members for packed ones."""
         return frozenset(name for r in self.ranges for name in r.bound_plan.parameters())
+
+    def is_direct(self, compile_range: CompileRange) -> bool:
+        """Whether the forward of this range makes each of its calls from Python."""
+        keys = (r.bound_plan.piece_keys() for r in self.ranges if r.compile_range == compile_range)
+        return self.direct.issuperset(*keys)
 
     @property
     def received_row_bytes(self) -> int:
@@ -126,12 +135,13 @@ def compile_model(
         with timeline.span("build"):
             compiles.append(build_entry(config, make_model, folder, progress, timeline))
 
-    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], Any]:
+    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], frozenset[str], Any]:
         with timeline.span("load pieces"):
             ranges = read_compiled_ranges(folder)
             keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
             pieces = {key: load_piece(folder, key, device_type) for key in keys}
-            return ranges, pieces, read_logits_head(folder, device_type)
+            direct = frozenset(key for key in keys if not _artifact(folder, key).exists())
+            return ranges, pieces, direct, read_logits_head(folder, device_type)
 
     with timeline.span("compile"):
         with timeline.span("cache key"):
@@ -141,18 +151,22 @@ def compile_model(
         lookup = find_or_build(root, factors, build, load)
     if lookup.status == "hit":
         timeline.rename("compile", "load")
-    ranges, pieces, logits_head = lookup.loaded
+    ranges, pieces, direct, logits_head = lookup.loaded
     if config.compile.strict:
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
-    return CompiledModel(
-        ranges, pieces, logits_head, lookup, CompileCounts(traces=len(compiles), compiles=sum(compiles))
-    )
+    counts = CompileCounts(traces=len(compiles), compiles=sum(compiles))
+    return CompiledModel(ranges, pieces, direct, logits_head, lookup, counts)
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
     """Inductor's artifact of a piece, or the generated Python of one that did not need Inductor; see `load_direct`."""
-    if (entry / "pieces" / f"{key}.bin").exists():
+    if _artifact(entry, key).exists():
         compile_piece = import_apart("compiled_engine.graphs.compiler.compile_piece")  # Inductor, which takes seconds
         return compile_piece.load_artifact(entry, key)
     return load_direct((entry / "pieces" / f"{key}.py").read_text(), device_type)
+
+
+def _artifact(entry: Path, key: str) -> Path:
+    """Where Inductor's artifact of a piece is, if it compiled the piece."""
+    return entry / "pieces" / f"{key}.bin"

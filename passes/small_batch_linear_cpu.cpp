@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "cpp_packed.h"
 #include "cpp_vectors.h"
 
 namespace {
@@ -196,3 +197,5 @@ extern "C" void small_batch_linear(const float* x, int64_t x_stride, const float
         else activate<false>(p, begin, end, outputs, out);
     }
 }
+
+PACKED(small_batch_linear)

@@ -5,14 +5,14 @@ PyTorch's product of a few rows packs the weight anew each time; the kernel read
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from compiled_engine.kernels.cpp_library import CannotCompile, load_library
+from compiled_engine.config import ModelConfig
+from compiled_engine.kernels.cpp_function import INTEGER, NUMBER, POINTER, CppFunction
+from compiled_engine.kernels.cpp_library import CannotCompile
 
 SOURCE = Path(__file__).with_name("small_batch_linear_cpu.cpp")
 MOST_TOKENS = 64
@@ -52,7 +52,7 @@ def kernel_launch(
     kernel = _kernel()
     if kernel is None:
         return None
-    out_TM = torch.empty((num_tokens, num_rows // 2 if code else num_rows))
+    out_TM = x_TK.new_empty((num_tokens, num_rows // 2 if code else num_rows))
     kernel(
         x_TK.data_ptr(),
         row_stride,
@@ -73,25 +73,32 @@ def kernel_launch(
     return out_TM
 
 
-@cache
-def _kernel() -> Any:
+def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
+    """Why batches of up to so many tokens need more than the C++ kernels; None where every fused op is one of them."""
+    if model.dtype != torch.float32:
+        return f"they compute in float32, and dtype is {model.dtype}"
+    if model.transformers is not None or model.experts.count:
+        return "they serve the textbook's models without experts"
+    if num_ranks > 1:
+        return f"they serve one rank, and tensor_parallel_size is {num_ranks}"
+    if num_tokens > MOST_TOKENS:
+        return f"they serve up to {MOST_TOKENS} tokens, not {num_tokens}"
+    try:
+        _compiled()
+    except CannotCompile as error:
+        return str(error)
+    return None
+
+
+def _kernel() -> CppFunction | None:
     """The C++ function, None where there is no compiler for it."""
     try:
-        kernel = load_library(SOURCE).small_batch_linear
+        return _compiled()
     except CannotCompile:
         return None
-    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-    kernel.argtypes = [
-        pointer,
-        integer,
-        *[pointer] * 3,
-        number,
-        number,
-        pointer,
-        integer,
-        integer,
-        pointer,
-        *[integer] * 4,
-    ]
-    kernel.restype = None
-    return kernel
+
+
+@cache
+def _compiled() -> CppFunction:
+    types = [POINTER, INTEGER, *[POINTER] * 3, NUMBER, NUMBER, POINTER, INTEGER, INTEGER, POINTER, *[INTEGER] * 4]
+    return CppFunction(SOURCE, "small_batch_linear", types)

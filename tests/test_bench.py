@@ -241,15 +241,20 @@ def test_a_plan_bounds_the_kv_cache_and_fits_the_model() -> None:
     assert plan.workload.prefill_len == 511
     assert plan.shared["max_num_seqs"] == 36
     assert plan.shared["num_blocks"] == plan.workload.num_blocks(plan.config.cache.block_size)
-    assert [variant.name for variant in plan.variants][:2] == ["eager", "compiled"]
+    assert [variant.name for variant in plan.variants][:3] == ["eager", "compiled", "compiled + recorded"]
     assert plan.variants[-1].name == "compiled in a worker process"
-    assert len(plan.variants) == 3 + len(plan.config.compile.passes)
+    assert len(plan.variants) == 4 + len(plan.config.compile.passes)
     ranks = make_plan({"max_model_len": 512, "tensor_parallel_size": 2}, None, Asked(batch_sizes=(2,)))
     names = [variant.name for variant in ranks.variants]
     assert names[-2:] == ["compiled without gated_linear", "compiled with sequence parallelism"]
     assert "compiled without all_reduce_residual_rms_norm" in names
     quick = make_plan({}, None, Asked(quick=True))
-    assert [variant.name for variant in quick.variants] == ["eager", "compiled", "compiled without merge_linears"]
+    assert [variant.name for variant in quick.variants] == [
+        "eager",
+        "compiled",
+        "compiled + recorded",
+        "compiled without merge_linears",
+    ]
 
 
 def test_workload_t_is_what_other_engines_were_measured_with() -> None:

@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
 from compiled_engine import LLM, SamplingParams
@@ -26,12 +27,14 @@ def test_autocast_around_the_engine_changes_nothing() -> None:
         assert complete("compiled") == expected
 
 
-def test_a_default_dtype_and_grad_mode_change_nothing() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_default_dtype_and_grad_mode_change_nothing(dtype: torch.dtype) -> None:
     expected = complete("eager")
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         with torch.enable_grad():
             assert complete("eager") == expected
+            assert complete("graphed") == expected
     finally:
         torch.set_default_dtype(torch.float32)
 

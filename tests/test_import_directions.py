@@ -42,6 +42,7 @@ FLOORS = (
     "graphs.cache",
     "graphs.cuda_graphs",
     "graphs",
+    "graphs.cpu_graphs",
     "sampling",
     "options",
     "other_engines",

@@ -22,7 +22,7 @@ def test_defaults_on_a_cpu_have_reasons() -> None:
     config = resolved()
     assert config.device == torch.device("cpu")
     assert config.model.dtype is torch.float32
-    assert (config.compile.enabled, config.graph.mode) == (True, GraphMode.NONE)
+    assert (config.compile.enabled, config.graph.mode) == (True, GraphMode.RECORDED)
     alone = [p.name for p in registered_passes() if "tensor_parallel" not in getattr(p, "requires", ())]
     assert config.compile.passes == tuple(alone)
     assert config.attention_backend == "cpp"
@@ -74,9 +74,9 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
     ("options", "kind", "message"),
     [
         (
-            {"mode": "graphed"},
+            {"mode": "graphed", "dtype": "bfloat16"},
             ValueError,
-            "mode is 'graphed', which replays CUDA graphs.*allowed on cpu: eager, compiled",
+            "mode is 'graphed', but no compile range is for small batches; allowed: auto, eager, compiled",
         ),
         ({"mode": "fast"}, ValueError, "mode is 'fast'; allowed: auto, eager, compiled, graphed"),
         ({"device": "tpu"}, ValueError, "device is 'tpu'; allowed: auto, cpu, cuda"),

@@ -31,6 +31,7 @@ def resolved(
         graphed=mode == "graphed",
         backend=backend,
         short_contexts=short_contexts,
+        recording_obstacle="calls are recorded on a CPU alone",
         scheduler=scheduler,
         device=torch.device(device),
         reasons=reasons,
@@ -159,6 +160,6 @@ def test_a_backend_that_captures_decodes_alone_has_no_full_mode() -> None:
 
 def test_graphs_on_a_cpu_are_an_error_that_names_cuda() -> None:
     for graph_mode in ("full", "piecewise", "breakable"):
-        with pytest.raises(ValueError, match=r"replays CUDA graphs and needs a CUDA GPU; allowed: none$"):
+        with pytest.raises(ValueError, match=r"replays CUDA graphs and needs a CUDA GPU; allowed: none(, recorded)?$"):
             resolve(EngineOptions(device="cpu", graph_mode=graph_mode))
     assert resolve(EngineOptions(device="cpu", graph_mode="none")).graph.mode is GraphMode.NONE

@@ -58,12 +58,14 @@ class AttentionCase:
 class AttentionBackend(Protocol):
     """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows.
 
-    A backend that derives from this class need not define `attend_unrotated` and `short_contexts`.
+    A backend that derives from this class need not define `attend_unrotated`, `short_contexts` and `records_decodes`:
+    whether, on a CPU, what it calls for decodes follows from their number alone.
     """
 
     name: str
     graph_support: GraphSupport
     default_block_size: int
+    records_decodes: bool = False
 
     def unsupported(self, case: AttentionCase) -> str | None:
         """Why this backend cannot run the case, naming the field and what is allowed; None when it can."""

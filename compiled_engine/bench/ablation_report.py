@@ -19,7 +19,7 @@ from compiled_engine.bench.variants import (
     parallel_variants,
     variants,
 )
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, GraphMode
 from compiled_engine.llm import make_options
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
@@ -90,7 +90,8 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
     workload.check(config)
     passes = config.compile.passes
     left_out = QUICK_PASSES if asked.quick and not asked.variants else passes
-    known = variants(config.device.type, passes, left_out, asked.alone)
+    records = config.graph.mode is GraphMode.RECORDED
+    known = variants(config.device.type, passes, left_out, asked.alone, records)
     if not asked.quick or asked.variants:
         known += parallel_variants(config)
     found = chosen(known, asked.variants)

@@ -49,9 +49,13 @@ class Variant:
 
 
 def variants(
-    device_type: str, passes: Sequence[str], left_out: Sequence[str] | None = None, alone: bool = False
+    device_type: str,
+    passes: Sequence[str],
+    left_out: Sequence[str] | None = None,
+    alone: bool = False,
+    records: bool = False,
 ) -> list[Variant]:
-    """All variants on a device.
+    """All variants on a device. records: on a CPU the calls of decodes can be recorded.
 
     passes: the enabled ones. left_out: those that are left out in turn, all if None; what is not enabled is not left
     out. alone: also the variants without all passes, and with each of `left_out` alone.
@@ -59,6 +63,7 @@ def variants(
     if device_type != "cuda":
         whole = Variant("compiled", {"mode": "compiled"})
         parts = [Variant("eager", {"mode": "eager"}), whole]
+        parts += [Variant("compiled + recorded", {"mode": "graphed"})] if records else []
     else:
         whole = Variant("compiled + full", {"mode": "graphed"})
         parts = [

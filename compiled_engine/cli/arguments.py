@@ -81,7 +81,7 @@ ENGINE_ARGUMENTS = (
         "Load no tokenizer: prompts are token ids, outputs have no text.",
         flag="--skip-tokenizer-init",
     ),
-    Argument("mode", str, "eager, compiled, graphed, or auto: graphed on CUDA, compiled on CPU."),
+    Argument("mode", str, "eager, compiled, graphed, or auto: graphed, as far as the device and the model allow."),
     Argument("dtype", str, "auto, float32, bfloat16 or float16."),
     Argument("device", str, "auto, cpu, cuda or cuda:N."),
     Argument("max_model_len", int, "Most tokens of prompt and output together."),
@@ -134,7 +134,8 @@ ENGINE_ARGUMENTS = (
     Argument(
         "graph_mode",
         str,
-        "auto, none, piecewise, full, full_decode_only, full_and_piecewise or breakable: what CUDA graphs hold.",
+        "auto, none, piecewise, full, full_decode_only, full_and_piecewise or breakable: what CUDA graphs hold; on a "
+        "CPU auto, none or recorded.",
     ),
     Argument(
         "capture_sizes",

@@ -16,7 +16,7 @@ import torch
 
 from compiled_engine.kernels.cache_folder import default_root, kernel_folder
 
-HEADER = Path(__file__).with_name("cpp_vectors.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpp_vectors.h", "cpp_packed.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")
 CPU_INFO = Path("/proc/cpuinfo")
 
@@ -37,7 +37,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     if program is None:
         raise CannotCompile(f"no C++ compiler ({os.environ.get('CXX', 'g++')}) was found")
     version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
-    told = repr((source.read_text(), HEADER.read_text(), FLAGS, version, _processor()))
+    told = repr((source.read_text(), *(header.read_text() for header in HEADERS), FLAGS, version, _processor()))
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
     name = f"{source.stem}_{digest}.so"
     folder = kernel_folder(default_root())
@@ -46,7 +46,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory(prefix="compiled_engine_", dir=folder) as work:
         path = Path(work) / name
         done = subprocess.run(
-            [program, *FLAGS, f"-I{HEADER.parent}", "-o", str(path), str(source)],
+            [program, *FLAGS, f"-I{Path(__file__).parent}", "-o", str(path), str(source)],
             capture_output=True,
             text=True,
             check=False,

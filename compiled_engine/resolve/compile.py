@@ -9,6 +9,7 @@ import torch
 
 from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.passes.tensor_parallel import TensorParallel
@@ -25,8 +26,8 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
-# Where compile ranges for small batches end by default, in tokens.
-DEFAULT_COMPILE_RANGES = (64,)
+# Where the compile range for small batches ends by default, in tokens.
+DEFAULT_RANGE_END = 64
 MIN_CORES_FOR_WORKERS = 4
 # A range has three pieces, a cold start some 45 kernels.
 MAX_WORKERS = 8
@@ -89,24 +90,21 @@ def _ranges(
     device: torch.device,
     reasons: dict[str, str],
 ) -> tuple[tuple[int, int], ...]:
-    most = scheduler.max_num_batched_tokens
+    most, num_ranks = scheduler.max_num_batched_tokens, options.tensor_parallel_size
     ends = options.compile_ranges
     if ends is None:
-        has_kernels = device.type == "cuda" or _has_kernels_on_cpu(options, model)
-        ends = tuple(min(end, most - 1) for end in DEFAULT_COMPILE_RANGES if has_kernels and most > 1)
+        end = min(DEFAULT_RANGE_END, most - 1)
+        ends = (end,) if end > 0 else ()
         reasons["compile.ranges"] = f"default on {device.type}: where small-batch kernels were measured to pay"
+        obstacle = None if device.type == "cuda" else small_batch_linear_cpu.obstacle(model, num_ranks, end)
+        if obstacle is not None:  # Inductor would compile everything once more, to the same code
+            ends, reasons["compile.ranges"] = (), f"small-batch kernels do not serve all of the model: {obstacle}"
     for end in ends:
         require_integer("compile_ranges", end)
         if end >= most:
             raise ValueError(f"compile_ranges has {end}; allowed: less than max_num_batched_tokens ({most})")
     ends = tuple(sorted(set(ends)))
     return tuple(zip((1, *(end + 1 for end in ends)), ends, strict=False))
-
-
-def _has_kernels_on_cpu(options: EngineOptions, model: ModelConfig) -> bool:
-    """Whether a small range needs nothing but our kernels there: others would be compiled by Inductor once more."""
-    is_textbook = model.transformers is None and not model.experts.count
-    return model.dtype == torch.float32 and is_textbook and options.tensor_parallel_size == 1
 
 
 def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:

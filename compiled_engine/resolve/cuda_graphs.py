@@ -1,4 +1,4 @@
-"""Turn what a user asked of CUDA graphs into their mode and sizes, or into an error that says what is allowed."""
+"""Turn what a user asked of graphs into their mode and sizes, or into an error that says what is allowed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 
 from compiled_engine.attention.backend import GraphSupport
 from compiled_engine.attention.registry import BACKENDS, get_backend
-from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
+from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel_config import ParallelConfig
+from compiled_engine.passes import small_batch_linear_cpu
 
 GRAPH_MODES = ("auto", *(mode.value for mode in GraphMode))
 # Modes whose graphs hold eager code alone, or may do so.
@@ -28,16 +30,18 @@ def resolve_graphs(
     graphed: bool,
     backend: str,
     short_contexts: Callable[[int], tuple[int, ...]],
+    recording_obstacle: str | None,
     scheduler: SchedulerConfig,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphConfig:
     """compiled, graphed: what `mode` came to. short_contexts: see AttentionBackend, of all of the model's attention.
+    recording_obstacle: why the compiled forward of decodes cannot be recorded, see `recording_obstacle`.
 
     Raises ValueError or TypeError naming the field.
     """
-    mode = _mode(options, compiled, graphed, backend, device, reasons)
-    if mode is GraphMode.NONE:
+    mode = _mode(options, compiled, graphed, backend, recording_obstacle, device, reasons)
+    if mode in (GraphMode.NONE, GraphMode.RECORDED):
         for name in CAPTURE_OPTIONS:
             if getattr(options, name) != getattr(EngineOptions(), name):
                 raise ValueError(f"{name} is {getattr(options, name)!r}, but the mode captures no CUDA graphs")
@@ -61,6 +65,7 @@ def _mode(
     compiled: bool,
     graphed: bool,
     backend: str,
+    recording_obstacle: str | None,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphMode:
@@ -68,6 +73,14 @@ def _mode(
     if options.graph_mode == "auto":
         if not graphed:
             reasons["graph.mode"] = "graphs come with mode graphed"
+            return GraphMode.NONE
+        if device.type != "cuda":
+            if recording_obstacle is None:
+                reasons["graph.mode"] = "default on a CPU: calls of C++ kernels can be recorded"
+                return GraphMode.RECORDED
+            if options.mode == "graphed":
+                raise ValueError(f"mode is 'graphed', but {recording_obstacle}; allowed: auto, eager, compiled")
+            reasons["graph.mode"] = f"decodes cannot be recorded: {recording_obstacle}"
             return GraphMode.NONE
         if support is GraphSupport.NEVER:
             reasons["graph.mode"] = f"attention backend {backend} cannot be captured, so it runs between the graphs"
@@ -83,9 +96,10 @@ def _mode(
     if options.graph_mode not in GRAPH_MODES:
         raise ValueError(f"graph_mode is {options.graph_mode!r}; allowed: {', '.join(GRAPH_MODES)}")
     mode = GraphMode(options.graph_mode)
-    obstacle = _obstacle(mode, options, compiled, backend, device)
+    obstacle = _obstacle(mode, options, compiled, backend, recording_obstacle, device)
     if obstacle is not None:
-        allowed = [m.value for m in GraphMode if _obstacle(m, options, compiled, backend, device) is None]
+        facts = options, compiled, backend, recording_obstacle, device
+        allowed = [m.value for m in GraphMode if _obstacle(m, *facts) is None]
         if mode is GraphMode.FULL and device.type == "cuda":
             able = [name for name in BACKENDS if _always_captured(name)]
             allowed.append(f"attention_backend {', '.join(able)}")
@@ -94,11 +108,18 @@ def _mode(
 
 
 def _obstacle(
-    mode: GraphMode, options: EngineOptions, compiled: bool, backend: str, device: torch.device
+    mode: GraphMode,
+    options: EngineOptions,
+    compiled: bool,
+    backend: str,
+    recording_obstacle: str | None,
+    device: torch.device,
 ) -> str | None:
     """Why there can be no such graphs, or None."""
     if mode is GraphMode.NONE:
         return "but mode is 'graphed'" if options.mode == "graphed" else None
+    if mode is GraphMode.RECORDED:
+        return None if recording_obstacle is None else f"but {recording_obstacle}"
     if device.type != "cuda":
         return "which replays CUDA graphs and needs a CUDA GPU"
     if not compiled and mode not in EAGER_GRAPH_MODES:
@@ -111,6 +132,24 @@ def _obstacle(
     if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
         return f"but attention_backend {backend!r} can be captured for {support.value} alone"
     return None
+
+
+def recording_obstacle(
+    compile_config: CompileConfig, parallel: ParallelConfig, model: ModelConfig, backend: str, device: torch.device
+) -> str | None:
+    """Why decodes cannot be recorded calls, or None: their forward on a CPU is calls of C++ kernels."""
+    if device.type != "cpu":
+        return "calls are recorded on a CPU alone"
+    if not compile_config.enabled:
+        return "nothing is compiled"
+    if parallel.devices_per_replica > 1:
+        return "calls are recorded in one process alone"
+    if not get_backend(backend).records_decodes:
+        return f"attention backend {backend} cannot be recorded"
+    if not compile_config.ranges:
+        return "no compile range is for small batches"
+    reasons = (small_batch_linear_cpu.obstacle(model, 1, high) for _, high in compile_config.ranges)
+    return next((f"C++ kernels do not serve all of the model: {reason}" for reason in reasons if reason), None)
 
 
 def _always_captured(backend: str) -> bool:

@@ -27,7 +27,7 @@ from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.checks import check_types
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
-from compiled_engine.resolve.cuda_graphs import resolve_graphs
+from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
 from compiled_engine.resolve.folders import (
     resolve_cache_dir,
     resolve_model_folder,
@@ -87,6 +87,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             graphed=graphed,
             backend=backend,
             short_contexts=partial(_short_contexts, backend, cases),
+            recording_obstacle=recording_obstacle(compile_config, parallel, model, backend, device),
             scheduler=scheduler,
             device=device,
             reasons=reasons,
@@ -135,7 +136,7 @@ def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
 
 
 def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str]) -> tuple[bool, bool]:
-    """(compile?, CUDA graphs?)"""
+    """(compile?, graphs?)"""
     mode = options.mode
     obstacle = compiler_obstacle(device)
     if mode == "auto" and obstacle is not None:
@@ -148,12 +149,8 @@ def _mode(options: EngineOptions, device: torch.device, reasons: dict[str, str])
         mode = "compiled"
         reasons["compile.enabled"] = "graph_mode is none, so mode is compiled"
     elif mode == "auto":
-        mode = "graphed" if device.type == "cuda" else "compiled"
-        reasons["compile.enabled"] = f"mode is {mode} by default on {device.type}"
-    if mode == "graphed" and device.type != "cuda":
-        raise ValueError(
-            "mode is 'graphed', which replays CUDA graphs and needs a CUDA GPU; allowed on cpu: eager, compiled"
-        )
+        mode = "graphed"
+        reasons["compile.enabled"] = "mode is graphed by default"
     if obstacle is not None and mode != "eager":
         raise ValueError(f"mode is {mode!r}, but {obstacle}; allowed: eager")
     return mode != "eager", mode == "graphed"

@@ -13,6 +13,7 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import OnAttention
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
 from compiled_engine.graphs.compiler.stage_plan import StageForward
+from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, RecordingCounts, recorded
 from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
 
 ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
@@ -30,7 +31,8 @@ class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
     on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
-    most_tokens: of a batch. A stage with others behind it returns what it hands on for hidden states and logits alike.
+    most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. A stage with others
+    behind it returns what it hands on for hidden states and logits alike.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class ModelForward:
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None,
         most_tokens: int = 0,
+        records: bool = False,
     ):
         self._received: torch.Tensor | None = None
         if compiled:
@@ -47,6 +50,8 @@ class ModelForward:
                 device = next(iter(parameters.values())).device
                 self._received = torch.zeros(most_tokens * row_bytes, dtype=torch.uint8, device=device)
             self._whole = self._parts = compiled.bind(parameters, None, self._received)
+            if records:
+                self._whole = self._parts = recorded(compiled, self._whole)
             if on_attention is not None:
                 self._parts = compiled.bind(parameters, on_attention, self._received)
         else:
@@ -82,6 +87,10 @@ class ModelForward:
         if small is not None:
             return ForwardOutput(small(*arguments), is_logits=True)
         return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
+
+    def recording_counts(self) -> list[RecordingCounts]:
+        """Of each forward whose calls are recorded."""
+        return [forward.counts for _, forward in self._whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:
         """Drop the last references to the weights."""

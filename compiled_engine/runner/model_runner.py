@@ -11,7 +11,7 @@ from torch import nn
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
-from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
@@ -116,12 +116,12 @@ class Runner:
         with timeline.span("load weights"):
             model, named = load_model(config, self._compiled, self._group, self._stage, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
-        captures = config.graph.decode_sizes or config.graph.token_sizes
+        captures, records = config.graph.captures, config.graph.mode is GraphMode.RECORDED
         self._capture = capture = CudaCapture(config.device) if captures else None
         on_attention = capture.on_attention if capture else None
         # Padding tokens belong to a row of their own.
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1
-        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens)
+        self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
         self.sampler = Sampler(max_rows, vocab_size, config.device, processors=processors, group=divided)
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
@@ -283,7 +283,8 @@ class Runner:
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""
-        return runner_metrics(self._compiled, self.captured, self._cache_size, self._timeline)
+        counts = self.model.recording_counts()
+        return runner_metrics(self._compiled, self.captured, self._cache_size, self._timeline, counts)
 
     def close(self) -> None:
         """Give the device's memory back."""

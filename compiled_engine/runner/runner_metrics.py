@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from compiled_engine.graphs.compiled_model import CompiledModel
+from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordingCounts
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.captured_steps import CapturedSteps
 from compiled_engine.runner.kv_cache import CacheSize
@@ -15,8 +17,12 @@ def runner_metrics(
     captured: CapturedSteps,
     cache_size: CacheSize,
     timeline: Timeline,
+    recordings: Sequence[RecordingCounts],
 ) -> dict[str, Any]:
-    """Counts of traces, compiles, captures and replays, cache status, start-up seconds, memory of cache and graphs."""
+    """Counts of traces, compiles, captures and replays, cache status, start-up seconds, memory of cache and graphs.
+
+    recordings: of each forward whose calls are recorded.
+    """
     counts = compiled.counts if compiled else None
     graphs = captured.graphs
     return {
@@ -34,6 +40,9 @@ def runner_metrics(
         "graph_bytes_used": graphs.bytes_used if graphs else 0,
         "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},
         "capture_seconds": graphs.capture_seconds if graphs else 0.0,
+        "recordings": sum(counts.recordings for counts in recordings),
+        "recorded_kernels": max((counts.kernels for counts in recordings), default=0),
+        "recorded_replays": sum(counts.replays for counts in recordings),
         "start_up_seconds": timeline.seconds(),
         "start_up": timeline.as_records(),
     }

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import fx, nn
 
 from compiled_engine.collectives.group import StandIn, in_group
@@ -22,6 +21,7 @@ from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.structured_trace import emit_entry
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.checkpoint.rank_shards import shards_of
+from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_text
@@ -117,8 +117,8 @@ def apply_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """The graph of one range after its passes, as it is split.
 
-    On a CPU fused ops are written out, but in small ranges of float32, for which they are C++. whole: what
-    `trace_whole` returns.
+    On a CPU fused ops are written out, except where C++ kernels serve the whole range. whole: what `trace_whole`
+    returns.
     """
     module = traced.for_range(compile_range)
     structure = structure_passes(config, compile_range, whole)
@@ -134,8 +134,11 @@ def apply_passes(
             verify=config.compile.verify,
         )
     reports = (*traced.lowering, *reports)
-    has_kernels = config.device.type == "cuda" or (compile_range.small and config.model.dtype == torch.float32)
-    return (module if has_kernels else expand_references(module)), reports
+    facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
+    on_cpu = config.device.type == "cpu"
+    if on_cpu and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
+        module = expand_references(module)
+    return module, reports
 
 
 def structure_passes(

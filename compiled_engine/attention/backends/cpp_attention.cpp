@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpp_packed.h"
 #include "cpp_vectors.h"
 
 namespace {
@@ -98,10 +99,10 @@ struct Item {
 };
 
 template <typename T, int VECTORS>
-void decode(const T* q, const T* cache, T* out, const int32_t* seq_lens, const int32_t* block_table,
-            int64_t table_stride, int64_t q_token_stride, int64_t q_head_stride, int64_t out_token_stride,
-            int64_t out_head_stride, int64_t num_requests, const Shape& shape, const Scoring& scoring, int64_t window,
-            int threads) {
+void decode_heads(const T* q, const T* cache, T* out, const int32_t* seq_lens, const int32_t* block_table,
+                  int64_t table_stride, int64_t q_token_stride, int64_t q_head_stride, int64_t out_token_stride,
+                  int64_t out_head_stride, int64_t num_requests, const Shape& shape, const Scoring& scoring,
+                  int64_t window, int threads) {
     std::vector<Item> items;
     std::vector<int64_t> results;  // of each request and K/V head, the first item
     for (int64_t request = 0; request < num_requests; ++request) {
@@ -155,14 +156,14 @@ void decode(const T* q, const T* cache, T* out, const int32_t* seq_lens, const i
 template <typename T, typename... Arguments>
 int decode_any(const Shape& shape, Arguments... arguments) {
     switch (shape.head_dim) {
-        case 16: decode<T, 1>(arguments...); return 0;
-        case 32: decode<T, 2>(arguments...); return 0;
-        case 64: decode<T, 4>(arguments...); return 0;
-        case 80: decode<T, 5>(arguments...); return 0;
-        case 96: decode<T, 6>(arguments...); return 0;
-        case 128: decode<T, 8>(arguments...); return 0;
-        case 192: decode<T, 12>(arguments...); return 0;
-        case 256: decode<T, 16>(arguments...); return 0;
+        case 16: decode_heads<T, 1>(arguments...); return 0;
+        case 32: decode_heads<T, 2>(arguments...); return 0;
+        case 64: decode_heads<T, 4>(arguments...); return 0;
+        case 80: decode_heads<T, 5>(arguments...); return 0;
+        case 96: decode_heads<T, 6>(arguments...); return 0;
+        case 128: decode_heads<T, 8>(arguments...); return 0;
+        case 192: decode_heads<T, 12>(arguments...); return 0;
+        case 256: decode_heads<T, 16>(arguments...); return 0;
         default: return 1;
     }
 }
@@ -198,3 +199,6 @@ extern "C" void write_kv(const char* k, const char* v, char* cache, const int64_
         std::memcpy(to + half, v + token * v_token_stride, token_bytes);
     }
 }
+
+PACKED(decode)
+PACKED(write_kv)

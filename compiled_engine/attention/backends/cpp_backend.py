@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,7 +11,8 @@ from compiled_engine.attention.backend import AttentionBackend, AttentionCase, G
 from compiled_engine.attention.backends.cpp_rotation import rotate_and_write
 from compiled_engine.attention.backends.torch_backend import prefill_each
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
-from compiled_engine.kernels.cpp_library import CannotCompile, load_library
+from compiled_engine.kernels.cpp_function import INTEGER, NUMBER, POINTER, CppFunction
+from compiled_engine.kernels.cpp_library import CannotCompile
 from compiled_engine.kernels.dense_tensors import require_dense
 
 SOURCE = Path(__file__).with_name("cpp_attention.cpp")
@@ -27,6 +26,7 @@ class CppBackend(AttentionBackend):
 
     name = "cpp"
     graph_support = GraphSupport.NEVER
+    records_decodes = True
     default_block_size = 16
 
     def unsupported(self, case: AttentionCase) -> str | None:
@@ -39,7 +39,7 @@ class CppBackend(AttentionBackend):
         if case.num_heads % case.num_kv_heads:
             return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
         try:
-            _kernels()
+            _decode()
         except CannotCompile as error:
             return str(error)
         return None
@@ -61,7 +61,7 @@ class CppBackend(AttentionBackend):
         if k_TKd.stride(1) != head_dim or v_TKd.stride(1) != head_dim:
             k_TKd, v_TKd = k_TKd.contiguous(), v_TKd.contiguous()
         require_dense(kv_cache_N2PKd, k_TKd=k_TKd, v_TKd=v_TKd)
-        _kernels().write_kv(
+        _write_kv()(
             k_TKd.data_ptr(),
             v_TKd.data_ptr(),
             kv_cache_N2PKd.data_ptr(),
@@ -88,7 +88,7 @@ class CppBackend(AttentionBackend):
             block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
             q_token_stride, q_head_stride, _ = q_THd.stride()
             out_token_stride, out_head_stride, _ = out_THd.stride()
-            _kernels().decode(
+            _decode()(
                 q_THd.data_ptr(),
                 kv_cache_N2PKd.data_ptr(),
                 out_THd.data_ptr(),
@@ -132,21 +132,14 @@ class CppBackend(AttentionBackend):
 
 
 @cache
-def _kernels() -> Any:
-    library = load_library(SOURCE)
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    library.decode.argtypes = [
-        *[pointer] * 5,
-        *[integer] * 10,
-        ctypes.c_float,
-        integer,
-        ctypes.c_float,
-        pointer,
-        *[integer] * 2,
-    ]
-    library.write_kv.argtypes = [*[pointer] * 4, *[integer] * 5]
-    library.write_kv.restype = None
-    return library
+def _decode() -> CppFunction:
+    types = [*[POINTER] * 5, *[INTEGER] * 10, NUMBER, INTEGER, NUMBER, POINTER, *[INTEGER] * 2]
+    return CppFunction(SOURCE, "decode", types)
+
+
+@cache
+def _write_kv() -> CppFunction:
+    return CppFunction(SOURCE, "write_kv", [*[POINTER] * 4, *[INTEGER] * 5])
 
 
 BACKEND: AttentionBackend = CppBackend()

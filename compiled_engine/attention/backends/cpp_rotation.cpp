@@ -3,26 +3,32 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpp_packed.h"
+
 namespace {
 
 constexpr int64_t WORTH_A_THREAD = 1 << 15;  // elements
-constexpr int64_t LARGEST_HEAD = 1024;
+constexpr int64_t LARGEST_HEAD = 256;
 
 // Of a head: what norms have, and the angles of the token. width: of each rotated element, or half of it for each pair.
 struct Rotation {
     const float *cos, *sin;
-    int64_t width, rotary_dim, interleaved;
+    int64_t width, rotary_dim, interleaved, norm_last;
     float eps, offset;
 };
 
+void normalise(const float* x, const float* weight, const Rotation& r, int64_t head_dim, float* out) {
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (int64_t i = 0; i < head_dim; ++i) squares += x[i] * x[i];
+    const float scale = 1.0f / std::sqrt(squares / (float)head_dim + r.eps);
+    for (int64_t i = 0; i < head_dim; ++i) out[i] = x[i] * scale * (weight[i] + r.offset);
+}
+
 void rotate_head(const float* x, const float* norm_weight, const Rotation& r, int64_t head_dim, float* out) {
     float normed[LARGEST_HEAD];
-    if (norm_weight) {
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (int64_t i = 0; i < head_dim; ++i) squares += x[i] * x[i];
-        const float scale = 1.0f / std::sqrt(squares / (float)head_dim + r.eps);
-        for (int64_t i = 0; i < head_dim; ++i) normed[i] = x[i] * scale * (norm_weight[i] + r.offset);
+    if (norm_weight && !r.norm_last) {
+        normalise(x, norm_weight, r, head_dim, normed);
         x = normed;
     }
     const int64_t half = r.rotary_dim / 2;
@@ -39,26 +45,26 @@ void rotate_head(const float* x, const float* norm_weight, const Rotation& r, in
             out[i + half] = x[i + half] * r.cos[i + second] + x[i] * r.sin[i + second];
     }
     std::memcpy(out + r.rotary_dim, x + r.rotary_dim, (head_dim - r.rotary_dim) * sizeof(float));
+    if (norm_weight && r.norm_last) normalise(out, norm_weight, r, head_dim, out);
 }
 
 }  // namespace
 
 // q [T, H, d] to `rotated`, contiguous; k and v [T, K, d] to each token's slot of the cache [N, 2, P, K, d]; slot -1
-// stores nothing. Strides, in elements: of a token and of a head. Norm weights may be null. Returns 1 for heads that are
-// too large, else 0.
-extern "C" int rotate_and_write(const float* q, const float* k, const float* v, const float* q_norm_weight,
+// stores nothing. Strides, in elements: of a token and of a head. Norm weights may be null; d is at most 256.
+extern "C" void rotate_and_write(const float* q, const float* k, const float* v, const float* q_norm_weight,
                                 const float* k_norm_weight, float eps, float offset, const float* cos,
                                 const float* sin, int64_t cos_stride, int64_t sin_stride, int64_t width,
-                                int64_t rotary_dim, int64_t interleaved, float* cache, const int64_t* slots,
+                                int64_t rotary_dim, int64_t interleaved, int64_t norm_last, float* cache, const int64_t* slots,
                                 float* rotated, int64_t num_tokens, int64_t num_heads, int64_t num_kv_heads,
                                 int64_t head_dim, int64_t block_size, int64_t q_token, int64_t q_head,
                                 int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t threads) {
-    if (head_dim > LARGEST_HEAD) return 1;
     const int64_t row = num_kv_heads * head_dim, half = block_size * row;
     const bool alone = num_tokens * (num_heads + 2 * num_kv_heads) * head_dim < WORTH_A_THREAD;
 #pragma omp parallel for num_threads(threads) if (!alone && threads > 1)
     for (int64_t token = 0; token < num_tokens; ++token) {
-        const Rotation r{cos + token * cos_stride, sin + token * sin_stride, width, rotary_dim, interleaved, eps, offset};
+        const Rotation r{cos + token * cos_stride, sin + token * sin_stride, width, rotary_dim, interleaved, norm_last,
+                         eps, offset};
         for (int64_t head = 0; head < num_heads; ++head)
             rotate_head(q + token * q_token + head * q_head, q_norm_weight, r, head_dim,
                         rotated + (token * num_heads + head) * head_dim);
@@ -70,5 +76,6 @@ extern "C" int rotate_and_write(const float* q, const float* k, const float* v, 
             std::memcpy(to + half + head * head_dim, v + token * v_token + head * v_head, head_dim * sizeof(float));
         }
     }
-    return 0;
 }
+
+PACKED(rotate_and_write)

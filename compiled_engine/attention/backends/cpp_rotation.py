@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from compiled_engine.attention.inputs import Rotation
-from compiled_engine.kernels.cpp_library import load_library
+from compiled_engine.kernels.cpp_function import INTEGER, NUMBER, POINTER, CppFunction
+from compiled_engine.kernels.dense_tensors import require_dense
 
 SOURCE = Path(__file__).with_name("cpp_rotation.cpp")
 
@@ -25,15 +24,18 @@ def rotate_and_write(
 ) -> torch.Tensor | None:
     """Store K and V, and return q [T, H, d] normed and rotated, contiguous; None, with nothing done, for other dtypes.
 
-    The elements of a head are consecutive, and so are those of cos and sin of a token. Raises CannotCompile.
+    d is at most 256. The elements of a head are consecutive, and so are those of cos and sin of a token. Raises
+    CannotCompile, ValueError for other layouts.
     """
     weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
-    floats = q_THd, rotation.cos_T1d, kv_cache_N2PKd, *weights
+    angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
+    floats = q_THd, k_TKd, v_TKd, *angles.values(), kv_cache_N2PKd, *weights
     if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in floats):
         return None
+    require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, **angles)
     (num_tokens, num_heads, head_dim), (num_kv_heads, _) = q_THd.shape, k_TKd.shape[1:]
-    rotated_THd = torch.empty((num_tokens, num_heads, head_dim))
-    too_large = _kernel()(
+    rotated_THd = q_THd.new_empty((num_tokens, num_heads, head_dim))
+    _kernel()(
         q_THd.data_ptr(),
         k_TKd.data_ptr(),
         v_TKd.data_ptr(),
@@ -47,6 +49,7 @@ def rotate_and_write(
         rotation.cos_T1d.shape[-1],
         rotation.rotary_dim or head_dim,
         rotation.interleaved,
+        rotation.norm_last,
         kv_cache_N2PKd.data_ptr(),
         slot_mapping_T.data_ptr(),
         rotated_THd.data_ptr(),
@@ -60,19 +63,10 @@ def rotate_and_write(
         *v_TKd.stride()[:2],
         torch.get_num_threads(),
     )
-    return None if too_large else rotated_THd
+    return rotated_THd
 
 
 @cache
-def _kernel() -> Any:
-    kernel = load_library(SOURCE).rotate_and_write
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    kernel.argtypes = [
-        *[pointer] * 5,
-        *[ctypes.c_float] * 2,
-        *[pointer] * 2,
-        *[integer] * 5,
-        *[pointer] * 3,
-        *[integer] * 12,
-    ]
-    return kernel
+def _kernel() -> CppFunction:
+    types = [*[POINTER] * 5, *[NUMBER] * 2, *[POINTER] * 2, *[INTEGER] * 6, *[POINTER] * 3, *[INTEGER] * 12]
+    return CppFunction(SOURCE, "rotate_and_write", types)

@@ -49,6 +49,7 @@ class TritonBackend:
 
     name = "triton"
     graph_support = GraphSupport.ALWAYS
+    records_decodes = False
     default_block_size = 16
 
     def unsupported(self, case: AttentionCase) -> str | None:

@@ -1,0 +1,115 @@
+"""A compiled forward on a CPU that is called once for each kind of batch, recorded once, and replayed from then on.
+
+A step of a few tokens takes Python as long to call as its kernels take to run.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
+from compiled_engine.graphs.compiler.stitch import Forward
+from compiled_engine.graphs.cpu_graphs.arena import Arena
+from compiled_engine.graphs.cpu_graphs.call_list import CallList
+from compiled_engine.graphs.cpu_graphs.recorder import CannotRecord, recording
+from compiled_engine.passes.graph_pass import CompileRange
+
+log = logging.getLogger("compiled_engine")
+
+# The size of a batch, the number of threads, and where its inputs are.
+Kind = tuple[int, ...]
+ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
+
+
+@dataclass
+class RecordingCounts:
+    """How many lists there are, the most calls of C++ kernels that one has, and how often any was replayed."""
+
+    recordings: int = 0
+    kernels: int = 0
+    replays: int = 0
+
+
+class RecordedForward:
+    """See Forward. Batches of decodes are replayed, each size by a list of its own; others are called.
+
+    A size is recorded when it comes for the second time. What is returned is valid until the next call of any forward
+    with this arena.
+    """
+
+    def __init__(self, forward: Forward, arena: Arena) -> None:
+        self._forward, self._arena = forward, arena
+        self._recorded: dict[Kind, tuple[CallList, torch.Tensor] | None] = {}
+        self._unrecordable = False
+        self.counts = RecordingCounts()
+
+    def __call__(
+        self,
+        input_ids_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        attention_inputs: AttentionInputs,
+        kv_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        arguments = input_ids_T, positions_T, attention_inputs, kv_caches
+        # Attention asks the host about prompts.
+        if self._unrecordable or int(attention_inputs.host_3[0]) < attention_inputs.seq_lens_R.shape[0]:
+            return self._forward(*arguments)
+        kind = _kind(*arguments)
+        if kind not in self._recorded:
+            self._recorded[kind] = None
+            return self._forward(*arguments)
+        recorded = self._recorded[kind]
+        if recorded is None:
+            return self._record(kind, arguments)
+        calls, result = recorded
+        calls.replay()
+        self.counts.replays += 1
+        return result
+
+    def _record(self, kind: Kind, arguments: ForwardArguments) -> torch.Tensor:
+        try:
+            with recording(self._arena, [arguments[2].host_3]) as calls:
+                result = self._forward(*arguments)
+        except CannotRecord as error:
+            log.warning("decodes run without recorded calls: %s", error)
+            self._unrecordable = True
+            return self._forward(*arguments)  # which writes what the first attempt wrote
+        self._recorded[kind] = calls, self._arena.alias(result)
+        self.counts.recordings += 1
+        self.counts.kernels = max(self.counts.kernels, calls.num_kernels)
+        return result
+
+
+def recorded(compiled: CompiledModel, forwards: Forwards) -> Forwards:
+    """The same, with those for small batches recorded.
+
+    But not one with code of Inductor: what that calls is not seen.
+    """
+    arena = Arena()
+    small: list[tuple[CompileRange, Forward]] = []
+    for compile_range, forward in forwards.small:
+        if compiled.is_direct(compile_range):
+            small.append((compile_range, RecordedForward(forward, arena)))
+        else:
+            log.warning("batches of %s tokens are not recorded: Inductor compiled pieces", compile_range.name)
+            small.append((compile_range, forward))
+    return replace(forwards, small=tuple(small))
+
+
+def _kind(
+    input_ids_T: torch.Tensor, positions_T: torch.Tensor, inputs: AttentionInputs, kv_caches: list[torch.Tensor]
+) -> Kind:
+    read = (
+        input_ids_T,
+        positions_T,
+        inputs.seq_lens_R,
+        inputs.block_table_RB,
+        inputs.slot_mapping_T,
+        kv_caches[0],
+        kv_caches[-1],
+    )
+    return input_ids_T.shape[0], torch.get_num_threads(), *[tensor.data_ptr() for tensor in read]

@@ -1,0 +1,82 @@
+"""Records what a forward calls while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from compiled_engine.graphs.cpu_graphs.arena import Arena
+from compiled_engine.graphs.cpu_graphs.call_list import CallList
+from compiled_engine.kernels.cpp_function import CppFunction, recorder
+
+aten = torch.ops.aten
+ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)
+READS = (aten.item.default, aten._local_scalar_dense.default)
+
+
+class CannotRecord(RuntimeError):
+    """The forward did something that a list of calls could not repeat."""
+
+
+class Recorder(TorchDispatchMode):
+    """Kernels of C++ are recorded as they are called; an op of torch that computes, as one that writes its result where
+    it is now; views and allocations leave nothing to repeat.
+
+    constants: the tensors whose values are the same in each replay; others must not be read by Python.
+    """
+
+    def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.calls = CallList()
+        self._arena = arena
+        self._constants = {_memory(tensor) for tensor in constants}
+
+    def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None:
+        self.calls.add_kernel(function, arguments)
+
+    def __torch_dispatch__(
+        self,
+        function: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        call = partial(function, *args, **(kwargs or {}))
+        given = {_memory(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
+        if function in READS and not given <= self._constants:
+            raise CannotRecord(f"{function} is read on the host")
+        result = call()
+        results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        if function in ALLOCATIONS and result.is_contiguous():
+            return self._arena.empty_like(result)
+        if function._schema.is_mutable:
+            self.calls.add(call)
+        elif not all(_memory(value) in given for value in results):
+            self.calls.add(partial(_again, call, results))
+        return result
+
+
+@contextmanager
+def recording(arena: Arena, constants: Iterable[torch.Tensor]) -> Iterator[CallList]:
+    """Raises CannotRecord from inside."""
+    with Recorder(arena, constants) as mode:
+        token = recorder.set(mode)
+        try:
+            yield mode.calls
+        finally:
+            recorder.reset(token)
+
+
+def _again(call: Callable[[], Any], results: list[torch.Tensor]) -> None:
+    for result, value in zip(results, tree_leaves(call()), strict=True):
+        result.copy_(value)
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
