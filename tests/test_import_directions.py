@@ -55,6 +55,7 @@ FLOORS = (
     "workers",
     "core_process",
     "frontend",
+    "llm_parts",
     "llm",
     "engine_parts",
     "async_llm",

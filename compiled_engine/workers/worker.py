@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import select
-import shutil
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -45,15 +43,14 @@ from compiled_engine.workers.worker_wire import (
 )
 
 
-def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """descriptors: those of WorkerDescriptors, after the socket's."""
+def serve(connection: socket.socket, folder: Path, descriptors: Sequence[int]) -> None:
+    """folder: where the ranks find each other. descriptors: those that worker_child passes, after the socket's."""
     try:
         start = receive_start(connection)
     except EOFError:
         return
     layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
-    threading.Thread(target=_exit_without_executor, args=(connection, start.folder), daemon=True).start()
     steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank, start.busy_s)
     results = None
     if start.rank == layout.result_rank:
@@ -64,7 +61,7 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
         so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
         timeline.add("start the workers", so_far, timeline.now() - so_far)
         with timeline.span("connect the ranks"):
-            group, link = connect(start.config, start.rank, start.folder)
+            group, link = connect(start.config, start.rank, folder)
         with in_group(group):
             worker = Worker(start, timeline, group, link, connection, results)
             send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
@@ -74,15 +71,6 @@ def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
         send(connection, Failed.of(error))
         # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
         os._exit(1)
-
-
-def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
-    """End at once, whatever this process is at, when the one that started it is gone."""
-    poll = select.poll()
-    poll.register(connection, 0)  # tells of a hang-up alone
-    poll.poll()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 class Worker:
