@@ -10,6 +10,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -42,7 +43,6 @@ STEP_TOKENS = 8192
 # Where nothing else hides the way to the workers and back, both sides stay awake for so long.
 BUSY_S = 0.02
 _STOP_S = 10.0
-_LAST_WORDS_S = 1.0
 
 
 class StepError(RuntimeError):
@@ -94,23 +94,18 @@ class MultiprocessExecutor:
     def _send_start(
         self, config: EngineConfig, timeline: Timeline, processors: tuple[str, ...], progress: bool
     ) -> None:
-        num_threads = max(1, torch.get_num_threads() // self._layout.size)
-        for rank, worker in enumerate(self._workers.children):
-            start = StartWorker(
-                config=config,
-                rank=rank,
-                logits_processors=processors,
-                num_threads=num_threads,
-                busy_s=self._busy_s,
-                progress=progress,
-                origin_s=timeline.origin_s,
-                spans=tuple(timeline.spans),
-            )
-            try:
+        start = StartWorker(
+            config=config,
+            logits_processors=processors,
+            num_threads=max(1, torch.get_num_threads() // self._layout.size),
+            busy_s=self._busy_s,
+            progress=progress,
+            origin_s=timeline.origin_s,
+            spans=tuple(timeline.spans),
+        )
+        for worker in self._workers.children:
+            with suppress(OSError):  # it has ended: the monitor says how
                 send(worker.socket, start)
-            except OSError as error:
-                how = worker.how_it_ended(_LAST_WORDS_S)
-                raise self._monitor.fail(WorkerError(f"the worker of {self._layout.name(rank)} {how}")) from error
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
         """Number of blocks. Raises WorkerError unless all ranks say the same."""

@@ -40,7 +40,7 @@ _ENVIRONMENT = {
 
 
 class WorkerChild:
-    """It begins to import what it needs at once, and waits for a StartWorker on its socket.
+    """It imports what it needs at once, joins the other ranks, and waits for a StartWorker on its socket.
 
     gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
     so that all run the same code, and it sees those of the others, whose memory it reads and writes. folder: where it
@@ -63,7 +63,7 @@ class WorkerChild:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
-                    *("cuda" if gpus else "cpu", str(folder), *map(str, passed)),
+                    *("cuda" if gpus else "cpu", str(rank), str(folder), *map(str, passed)),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,

@@ -16,14 +16,15 @@ from compiled_engine.process.garbage_collection import collection_paused
 
 
 def main() -> None:
-    """Arguments: the kind of device, the folder that the ranks share, then the descriptors that worker_child passes.
+    """Arguments: the kind of device, the rank, the folder that ranks share, the descriptors that worker_child passes.
 
     Ctrl-C and the like are for the process that started this one; this one ends when that one has closed its socket.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
-    kind, folder, descriptors = sys.argv[1], Path(sys.argv[2]), [int(number) for number in sys.argv[3:]]
+    kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    descriptors = [int(number) for number in sys.argv[4:]]
     if kind == "cuda":
         cuda_context(0)  # while PyTorch is imported
     with socket.socket(fileno=descriptors[0]) as connection:
@@ -31,7 +32,7 @@ def main() -> None:
         with collection_paused():  # as the package does
             from compiled_engine.workers.worker import serve
 
-        serve(connection, folder, descriptors[1:])
+        serve(connection, kind, rank, folder, descriptors[1:])
 
 
 def _exit_without_executor(connection: socket.socket, folder: Path) -> None:

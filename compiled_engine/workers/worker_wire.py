@@ -25,7 +25,6 @@ class StartWorker(msgspec.Struct, tag=True, frozen=True):
     """
 
     config: EngineConfig
-    rank: int
     logits_processors: tuple[str, ...]
     num_threads: int
     busy_s: float
