@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,7 +11,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_child import CoreChild, device_of_core
+from compiled_engine.core_process.core_child import CoreChild
 from compiled_engine.core_process.core_client import CoreClient
 from compiled_engine.core_process.core_thread import CoreThread
 from compiled_engine.core_process.foreign_core import ForeignCore
@@ -24,11 +25,11 @@ from compiled_engine.frontend.input_processor import InputProcessor
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
-from compiled_engine.llm import make_options
 from compiled_engine.messages import RequestLimits
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import resolve, warn_if_eager
+from compiled_engine.resolve.keywords import make_options
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -57,7 +58,7 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
     """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
     timeline = Timeline()
     timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-    running = _launch(core, device_of_core(options))
+    running = _launch(core, options)
     try:
         given = make_options(options)
         names = _names(given.logits_processors) if isinstance(running, CoreChild) else ()
@@ -120,12 +121,12 @@ def _assemble(
     )
 
 
-def _launch(core: CoreKind | CoreChild, device: str) -> CoreChild | CoreThread:
+def _launch(core: CoreKind | CoreChild, options: Mapping[str, Any]) -> CoreChild | CoreThread:
     if isinstance(core, CoreChild):
         return core
     if core not in CORE_KINDS:
         raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
-    return CoreChild(device) if core == "process" else CoreThread()
+    return CoreChild.of(options) if core == "process" else CoreThread()
 
 
 def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:

@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-import torch
-
-from compiled_engine.config import EngineConfig
-from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core_process.replicas import Replicas
-from compiled_engine.core_process.start_cores import start_cores
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat, split_conversations
-from compiled_engine.frontend.engine_loop import EngineLoop
-from compiled_engine.frontend.generation_config import read_default_sampling_params
-from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
+from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.metric_list import Metric, metric_list
-from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
-from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
-from compiled_engine.messages import RequestLimits
-from compiled_engine.options import EngineOptions
+from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
-from compiled_engine.other_engines.translate import translate
-from compiled_engine.process.garbage_collection import young_collected_alone
-from compiled_engine.process.in_background import InBackground
-from compiled_engine.process.profiler import Profiler
-from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.cuda_context import begin_cuda
+from compiled_engine.process.garbage_collection import collection_paused, young_collected_alone
+from compiled_engine.process.import_apart import import_apart
+from compiled_engine.process.progress import Progress, RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.workers.given_devices import core_has_device, given_device
+from compiled_engine.workers.launched_workers import launch_early
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from compiled_engine.config import EngineConfig
+    from compiled_engine.core.engine_core import EngineCore
+    from compiled_engine.core_process.replicas import Replicas
+    from compiled_engine.llm_parts import LLMParts
 
 
 class LLM:
@@ -53,40 +48,12 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: bool = True, **options: Any) -> None:
         timeline = Timeline()
         timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
-        engine_options = make_options({"model": model, **options})
         self._progress = RichProgress() if progress else SilentProgress()
-        with timeline.span("configuration"):
-            self._config = resolve(engine_options, self._progress)
-        warn_if_eager(engine_options, self._config)
-        model_path = self._config.model.path
-        tokenizer_path = None
-        if not engine_options.skip_tokenizer_init:
-            tokenizer_path = find_tokenizer_folder(self._config.tokenizer, model_path)
-        self._default_sampling_params = read_default_sampling_params(model_path, engine_options.generation_config)
-        read_eos_token_ids(model_path, None)  # what is wrong with them is said before work starts
-        # No text is there before the engine stands, so the tokenizer is loaded beside it.
-        tokenizer = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
-        tokenizer_start_s = timeline.now()
-        self._core: EngineCore | Replicas | None = start_cores(
-            self._config, self._progress, engine_options.logits_processors, timeline
-        )
-        try:
-            with timeline.span("wait for the tokenizer"):
-                self._tokenizer = tokenizer.result()
-        except BaseException:
-            self._core.close()
-            raise
-        timeline.add("tokenizer", tokenizer_start_s, tokenizer.seconds, "configuration")
-        eos_token_ids = read_eos_token_ids(model_path, self._tokenizer)
-        limits = RequestLimits(
-            vocab_size=self._config.model.vocab_size,
-            max_model_len=self._config.model.max_model_len,
-            num_slots=self._core.num_slots,
-            has_priorities=self._config.scheduler.policy == "priority",
-        )
-        self._profiler = Profiler(Path(engine_options.profile_dir), self._config.device)
-        self._inputs = InputProcessor(self._tokenizer, limits, eos_token_ids)
-        self._loop = EngineLoop(self._core, OutputProcessor(self._tokenizer))
+        parts = _start({"model": model, **options}, self._progress, timeline)
+        self._config, self._tokenizer = parts.config, parts.tokenizer
+        self._core: EngineCore | Replicas | None = parts.core
+        self._loop, self._inputs = parts.loop, parts.inputs
+        self._default_sampling_params, self._profiler = parts.default_sampling_params, parts.profiler
 
     def generate(
         self,
@@ -211,9 +178,9 @@ class LLM:
         Raises ValueError where data_parallel_size is above 1: replicas are in processes of their own.
         """
         core = self._require_open()
-        if isinstance(core, Replicas):
+        if self._config.parallel.has_replicas:
             raise ValueError(f"data_parallel_size is {self._config.parallel.data_parallel_size}; allowed: 1")
-        return core
+        return cast("EngineCore", core)
 
     def close(self) -> None:
         """Free the device; a profile that is running is written first. May be called again; nothing else may."""
@@ -271,7 +238,7 @@ class LLM:
     ) -> list[PreparedRequest]:
         params = self._default_sampling_params if sampling_params is None else sampling_params
         requests = self._inputs.process(prompts, params, priority)
-        if isinstance(self._core, Replicas) and any(each.sampling_params.token_mask for each in requests):
+        if self._config.parallel.has_replicas and any(each.sampling_params.token_mask for each in requests):
             raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
         if any(each.sampling_params.structured_outputs for each in requests):
             self._require_open().set_vocabulary(self._inputs.vocabulary)
@@ -288,12 +255,19 @@ class LLM:
         return self._tokenizer
 
 
-def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
-    """The options that the keywords of `LLM` stand for, those of other engines included (see `translate`)."""
-    device = str(keywords.get("device", "auto"))
-    on_gpu = torch.cuda.is_available() and (device == "auto" or device.startswith("cuda"))
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in translate(keywords, on_gpu=on_gpu).items()
-    }
-    return EngineOptions(**values)
+def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
+    """PyTorch is imported here and not with this module, so that workers, or the GPU's context, are made meanwhile."""
+    workers = launch_early(keywords)
+    try:
+        if "torch" not in sys.modules:
+            begin_cuda(given_device(keywords), runs_here=core_has_device(keywords))
+        with timeline.span("import torch"), collection_paused():
+            import_apart("compiled_engine.llm_parts")
+        from compiled_engine.llm_parts import start_llm
+        from compiled_engine.resolve.keywords import make_options
+
+        return start_llm(make_options(keywords), progress, timeline, workers)
+    except BaseException:
+        if workers is not None:
+            workers.close()
+        raise

@@ -26,6 +26,11 @@ class ParallelConfig:
         return max(1, len(self.stage_layers))
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether cores run in processes of their own, here or elsewhere, among which requests are divided."""
+        return self.data_parallel_size > 1 or self.executor == "ray"
+
+    @property
     def devices_per_replica(self) -> int:
         """Devices that a replica runs on."""
         return self.tensor_parallel_size * self.num_stages

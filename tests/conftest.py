@@ -13,10 +13,13 @@ import pytest
 import quick_compiler
 import torch
 from hypothesis import HealthCheck, settings
+from left_over import nothing_left
 from tiny_tokenizers import KINDS
 
 from compiled_engine.frontend.tokenizer import Tokenizer, load_tokenizer
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
+
+__all__ = ["nothing_left"]  # a fixture
 
 if TYPE_CHECKING:
     from running_server import RunningServer

@@ -27,7 +27,6 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import trace
-from compiled_engine.llm import make_options
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.foreign import compat
@@ -35,6 +34,7 @@ from compiled_engine.models.foreign.transformers_model import build_foreign_mode
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.resolve.keywords import make_options
 
 TEXTBOOK_PASSES = ("merge_linears", "residual_rms_norm", "rms_norm", "rope_angles", "rope_kv_write", "silu_mul")
 

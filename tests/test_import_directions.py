@@ -56,6 +56,7 @@ FLOORS = (
     "workers",
     "core_process",
     "frontend",
+    "llm_parts",
     "llm",
     "engine_parts",
     "async_llm",

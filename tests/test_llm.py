@@ -384,6 +384,6 @@ def test_a_tokenizer_that_was_cut_off_is_an_error_before_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
-    monkeypatch.delattr("compiled_engine.llm.start_cores")
+    monkeypatch.delattr("compiled_engine.llm_parts.start_cores")
     with pytest.raises(ValueError, match=r"tokenizer\.json is damaged, it is not JSON"):
         LLM(tokenizer=tmp_path, **SMALL)

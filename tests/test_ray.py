@@ -121,7 +121,7 @@ def test_a_node_that_cannot_run_it_says_why() -> None:
     elsewhere = replace(config, model=replace(config.model, path=Path("/nowhere")))
     frontend = FrontendOptions(skip_tokenizer_init=True, generation_config="none")
     start = Start(elsewhere, frontend, (), 1, progress=False, origin_s=0.0, spans=())
-    actor = ReplicaActor("cpu", [])
+    actor = ReplicaActor("cpu", 0, [])
     try:
         wrong = actor.start(encode(start), 0.0, own_environment("cpu") | {"python": "2.7"})
     finally:

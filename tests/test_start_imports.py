@@ -64,6 +64,13 @@ def test_the_api_imports_what_it_runs() -> None:
     assert sorted(NEVER & modules) == []
 
 
+def test_the_names_of_the_api_bring_no_torch() -> None:
+    """The engine imports it when it is made, beside the processes that it launches."""
+    modules = modules_of_a_start("from compiled_engine import LLM, SamplingParams\ndef main(): pass")
+    assert "compiled_engine.llm" in modules
+    assert "torch" not in modules
+
+
 def test_the_command_line_imports_what_it_runs() -> None:
     """Its help and its errors are rich text, so that is there."""
     modules = modules_of_a_start(CLI, device="cpu", mode="eager", max_model_len=64, num_blocks=8)

@@ -6,11 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +15,19 @@ import psutil
 import pytest
 import torch
 from faulty_rank import DEED, FAILS_INSIDE, FAILS_TO_START, INSIDE, NAME, SLOW_TO_START
+from left_over import SOON_S, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.workers.monitor import WorkerError
 
+pytestmark = pytest.mark.usefixtures("nothing_left")
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-SOON_S = 10.0
 
 
 def with_fault(fault: str) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, extra_args={"fault": fault})
-
-
-def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
-    found = (of or psutil.Process()).children(recursive=True)
-    return [process for process in found if any("worker_main" in part for part in process.cmdline())]
-
-
-def of_this_test(temporary: Path) -> list[int]:
-    """Processes that were started meanwhile, whoever is their parent now: temporary files of theirs go there."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(temporary):
-                found.append(process.pid)
-    return found
-
-
-def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where temporary files go. Afterwards nothing is left: no process, no folder, no socket, no shared memory."""
-    temporary = tmp_path / "t"
-    temporary.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setenv("TMPDIR", str(temporary))
-    if torch.cuda.is_available():
-        torch.cuda.mem_get_info()  # its context has descriptors of its own
-    before = psutil.Process().num_fds()
-    yield temporary
-    wait_until(lambda: not of_this_test(temporary), SOON_S)
-    wait_until(lambda: not list(temporary.glob("compiled*")), SOON_S)
-    assert psutil.Process().num_fds() <= before + 4
 
 
 @pytest.mark.parametrize(

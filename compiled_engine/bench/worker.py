@@ -19,20 +19,13 @@ BEFORE = "before the engine"
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The result: start_up (spans, see Timeline; those before the engine in parts), cache (hit, miss, off), and, with a
     workload, what that measured, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
-    from compiled_engine.process.cuda_context import cuda_context, index_of
     from compiled_engine.process.garbage_collection import collection_paused
     from compiled_engine.process.timeline import Timeline
 
-    if (index := index_of(task["options"].get("device"))) is not None:  # as `compiled-engine generate` does
-        cuda_context(index)
     timeline = Timeline()
     timeline.add("interpreter", 0.0, timeline.now(), BEFORE)
-    with collection_paused():  # as the package does
-        with timeline.span("import torch", BEFORE):
-            import torch  # noqa: F401
-
-        with timeline.span("import the engine", BEFORE):
-            from compiled_engine import LLM, SamplingParams
+    with collection_paused(), timeline.span("import the engine", BEFORE):  # as the package does
+        from compiled_engine import LLM, SamplingParams
 
     with LLM(**task["options"], progress=False) as llm:
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)

@@ -15,7 +15,8 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
-from compiled_engine.process.cuda_context import cuda_context, index_of
+from compiled_engine.process.cuda_context import begin_cuda
+from compiled_engine.workers.given_devices import core_has_device, given_device
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions
@@ -45,14 +46,13 @@ def generate(
 
       compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
     """
-    if (index := index_of(engine.get("device"))) is not None:  # while torch is imported
-        cuda_context(index)
+    begin_cuda(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
             from compiled_engine import LLM
-            from compiled_engine.llm import make_options
             from compiled_engine.process.progress import RichProgress, SilentProgress
+            from compiled_engine.resolve.keywords import make_options
 
             params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.

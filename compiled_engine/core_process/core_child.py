@@ -8,31 +8,32 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from compiled_engine.process.child import start_process
+from compiled_engine.workers.given_devices import core_has_device, given_device, num_early_workers
 
 _MAIN = "compiled_engine.core_process.core_main"
 _LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
 _BACKLOG = 128
-# Options that give the devices to other processes.
-_SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
-_ELSEWHERE = ("multiprocess", "ray")
 
 
 class CoreChild:
     """See RunningCore. The process begins to import what it needs at once, and waits for `start`.
 
-    device: the engine's option; on a GPU the process makes its context meanwhile. environment: variables that the
-    process has beside the caller's, or instead of them.
+    device: the engine's option; on a GPU the process makes its context meanwhile. num_workers: ranks in processes of
+    their own, which have the device instead, and which it launches at once. environment: variables that the process has
+    beside the caller's, or instead of them.
 
     Callers connect to a socket that only this user may open, in a folder that only this user may enter. Nobody
     inherits a connection, so a caller's death closes its own.
     """
 
-    def __init__(self, device: str = "auto", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, device: str = "auto", num_workers: int = 0, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._folder = _private_folder()
         self.address = str(self._folder / "core.socket")
         self.socket = socket.socket(socket.AF_UNIX)
@@ -43,11 +44,17 @@ class CoreChild:
                 os.chmod(self.address, 0o600)
                 listener.listen(_BACKLOG)
                 self.socket.connect(self.address)  # it waits there until the core takes it
-                self._process = _spawn(listener, self._folder, device, environment)
+                self._process = _spawn(listener, self._folder, [device, str(num_workers)], environment)
         except BaseException:
             self.socket.close()
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> CoreChild:
+        """The one for these keywords of `LLM`, which nobody has checked."""
+        num_workers = num_early_workers(options)
+        return cls(given_device(options) if num_workers or core_has_device(options) else "cpu", num_workers)
 
     @property
     def pid(self) -> int:
@@ -84,12 +91,6 @@ class CoreChild:
         shutil.rmtree(self._folder, ignore_errors=True)  # it does so itself, unless it was killed
 
 
-def device_of_core(options: Mapping[str, Any]) -> str:
-    """The device that the core's process will use; none of its own where replicas or workers have the devices."""
-    has_others = any(options.get(name, 1) != 1 for name in _SIZES) or options.get("distributed_executor") in _ELSEWHERE
-    return "cpu" if has_others else str(options.get("device", "auto"))
-
-
 def _private_folder() -> Path:
     """A new folder of mode 0700, whose path is short enough for a socket's address."""
     folder = tempfile.mkdtemp(prefix="compiled-engine-")
@@ -100,7 +101,7 @@ def _private_folder() -> Path:
 
 
 def _spawn(
-    listener: socket.socket, folder: Path, device: str, environment: Mapping[str, str] | None
+    listener: socket.socket, folder: Path, about_devices: Sequence[str], environment: Mapping[str, str] | None
 ) -> subprocess.Popen[bytes]:
-    arguments = [str(listener.fileno()), str(folder), device]
+    arguments = [str(listener.fileno()), str(folder), *about_devices]
     return start_process(_MAIN, arguments, [listener.fileno()], environment=environment)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from compiled_engine.process.cuda_context import cuda_context, index_of
 from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.workers.launched_workers import LaunchedWorkers
 
 
 def main() -> None:
-    """Arguments: the file descriptor of the listening socket, the folder that it is in, and the option `device`.
+    """Arguments: the file descriptor of the listening socket, the folder that it is in, the option `device`, and how
+    many workers there are, which import while this process does.
 
     SIGINT and SIGTERM are for the process that started this one, which may have requests to finish: this one ends when
     that one has closed its connection.
@@ -22,14 +24,19 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
-    descriptor, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    if (index := index_of(device)) is not None:
-        cuda_context(index)  # while PyTorch is imported
+    descriptor, folder, device, num_workers = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+    workers = None
     try:
+        if num_workers:
+            workers = LaunchedWorkers(num_workers, device)
+        elif (index := index_of(device)) is not None:
+            cuda_context(index)  # while PyTorch is imported
         with socket.socket(fileno=descriptor) as listener:
             with collection_paused():  # as the package does
                 from compiled_engine.core_process.core_serve import serve
 
-            serve(listener, folder)
+            serve(listener, folder, workers)
     finally:
+        if workers is not None:
+            workers.close()
         shutil.rmtree(folder, ignore_errors=True)

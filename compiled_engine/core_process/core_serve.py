@@ -15,14 +15,16 @@ from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.run_core import run_core
 from compiled_engine.core_process.wire import Start, ToCore, decode_to_core
 from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+from compiled_engine.workers.launched_workers import LaunchedWorkers
 
 _WATCH_S = 0.5
 
 
-def serve(listener: socket.socket, folder: Path) -> None:
+def serve(listener: socket.socket, folder: Path, workers: LaunchedWorkers | None) -> None:
     """Take the starter's connection from `listener`, start what it asks for, and serve until it is gone.
 
-    folder: what to remove if the starter goes while the core starts, which ends this process.
+    folder: what to remove if the starter goes while the core starts, which ends this process. workers: see
+    start_core.
     """
     connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
     start = _receive_start(connection)
@@ -43,6 +45,7 @@ def serve(listener: socket.socket, folder: Path) -> None:
         start.logits_processors,
         listener,
         when_started=when_started,
+        workers=workers,
     )
 
 

@@ -25,13 +25,13 @@ _EXIT_S = 10.0
 class ReplicaActor:
     """RayCore calls its methods, some of them at the same time. What crosses are bytes of messages, and plain values.
 
-    device: whose context the core's process makes while it imports. paths: where the driver finds modules, such as
-    logits processors; they come after the node's own.
+    device, num_workers: see CoreChild. paths: where the driver finds modules, such as logits processors; they come
+    after the node's own.
     """
 
-    def __init__(self, device: str, paths: Sequence[str]) -> None:
+    def __init__(self, device: str, num_workers: int, paths: Sequence[str]) -> None:
         sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
-        self._child = CoreChild(device)
+        self._child = CoreChild(device, num_workers)
         self._has_started = False
 
     def node(self) -> tuple[str, str]:

@@ -32,19 +32,19 @@ class RayCluster:
     RuntimeError if what it has is in use.
     """
 
-    def __init__(self, config: EngineConfig, device: str) -> None:
-        """device: see ReplicaActor."""
+    def __init__(self, config: EngineConfig, num_workers: int) -> None:
+        """num_workers: see CoreChild."""
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
         self._group: Any = None
         try:
-            self.cores = self._place(config, device)
+            self.cores = self._place(config, num_workers)
         except BaseException:
             self.close()
             raise
 
-    def _place(self, config: EngineConfig, device: str) -> list[RayCore]:
+    def _place(self, config: EngineConfig, num_workers: int) -> list[RayCore]:
         parallel = config.parallel
         count, share = parallel.data_parallel_size, parallel.devices_per_replica
         on_gpus = config.device.type == "cuda"
@@ -63,7 +63,7 @@ class RayCluster:
                 num_gpus=bundle.get("GPU", 0),
                 max_concurrency=_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
-            ).remote(device, [path for path in sys.path if path])
+            ).remote(config.device.type, num_workers, [path for path in sys.path if path])
             for number in range(count)
         ]
         return [RayCore(actor, f"replica {number} of {count}") for number, actor in enumerate(actors)]

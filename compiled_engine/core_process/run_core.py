@@ -15,6 +15,7 @@ from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
 from compiled_engine.sampling.token_mask import TokenMask
+from compiled_engine.workers.launched_workers import LaunchedWorkers
 
 GivenProcessors = Sequence[LogitsProcessor | LogitsProcessorFactory | str]
 
@@ -26,8 +27,9 @@ def run_core(
     listener: socket.socket | None = None,
     token_masks: MutableMapping[str, TokenMask] | None = None,
     when_started: Callable[[], None] = lambda: None,
+    workers: LaunchedWorkers | None = None,
 ) -> None:
-    """Start a core and serve until the other end of `connection` is gone. See CoreServer.
+    """Start a core and serve until the other end of `connection` is gone. See CoreServer, and start_core for workers.
 
     If the start fails, the caller is told, and nothing is raised. What a step raises is raised, after all were told.
     """
@@ -36,7 +38,7 @@ def run_core(
     timeline.add("wait for the core's process", so_far, timeline.now() - so_far)
     progress = RichProgress() if start.progress else SilentProgress()
     try:
-        core = start_cores(start.config, progress, processors, timeline)
+        core = start_cores(start.config, progress, processors, timeline, workers)
     except BaseException as error:
         with suppress(OSError):
             connection.send(frame(encode(Failed.of(error))))

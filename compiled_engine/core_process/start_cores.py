@@ -20,6 +20,7 @@ from compiled_engine.core_process.wire import FrontendOptions, Start, encode
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+from compiled_engine.workers.launched_workers import LaunchedWorkers
 from compiled_engine.workers.start_core import start_core
 from compiled_engine.workers.worker_child import visible_gpus
 
@@ -29,13 +30,15 @@ def start_cores(
     progress: Progress,
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
+    workers: LaunchedWorkers | None = None,
 ) -> EngineCore | Replicas:
     """See start_core. Replicas start side by side; the lock of the compile cache has one of them build the entry, and
     the others load it. Raises what the first of them raises that cannot start."""
     timeline = timeline or Timeline()
-    parallel = config.parallel
-    if parallel.data_parallel_size == 1 and parallel.executor != "ray":
-        return start_core(config, progress, logits_processors, timeline)
+    if not config.parallel.has_replicas:
+        return start_core(config, progress, logits_processors, timeline, workers)
+    if workers is not None:
+        workers.close()  # each replica has its own
     names = tuple(given for given in logits_processors if isinstance(given, str))
     return _start_replicas(config, names, timeline, shows_progress=not isinstance(progress, SilentProgress))
 
@@ -87,11 +90,11 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
     if config.parallel.executor == "ray":
         from compiled_engine.core_process.ray_cluster import RayCluster  # which needs a package that is not for all
 
-        cluster = RayCluster(config, _device(config))
+        cluster = RayCluster(config, _num_workers(config))
         cores += cluster.cores
         return cluster.close
     for number in range(config.parallel.data_parallel_size):
-        cores.append(CoreChild(_device(config), _environment(config, number)))
+        cores.append(CoreChild(config.device.type, _num_workers(config), _environment(config, number)))
     return lambda: None
 
 
@@ -117,9 +120,10 @@ def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
     return sorted(found, key=lambda replica: replica.number)
 
 
-def _device(config: EngineConfig) -> str:
-    """The device whose context the replica's process makes while it imports; none where workers have the devices."""
-    return config.device.type if config.of_replica.parallel.executor == "in_process" else "cpu"
+def _num_workers(config: EngineConfig) -> int:
+    """Of each replica, which its process launches before it imports."""
+    parallel = config.of_replica.parallel
+    return parallel.devices_per_replica if parallel.executor == "multiprocess" else 0
 
 
 def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:

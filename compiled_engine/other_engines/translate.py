@@ -55,7 +55,7 @@ def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
             _add(wanted, item)
     if ignored:
         reasons = "; ".join(f"{keyword} ({reason})" for keyword, reason in ignored)
-        warnings.warn(f"keywords without effect: {reasons}", UserWarning, stacklevel=4)
+        warnings.warn(f"keywords without effect: {reasons}", UserWarning, stacklevel=5)
     return {option: item.value for option, item in wanted.items()}
 
 

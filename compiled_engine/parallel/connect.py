@@ -1,8 +1,9 @@
-"""How a process becomes one of the ranks."""
+"""How a process becomes one of the ranks: first what needs no configuration, then the rest."""
 
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,21 @@ log = logging.getLogger("compiled_engine")
 _LOGITS_ROWS = 256
 
 
-def connect(config: EngineConfig, rank: int, folder: Path) -> tuple[Group, StageLink | None]:
+def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
     """Join the others as `rank`; waits for them. folder: an empty one, private to them.
+
+    device: the kind; "cuda" where there may be a GPU, which is made ready if there is.
+    """
+    on_gpu = device == "cuda" and torch.cuda.is_available()
+    if on_gpu:
+        with suppress(RuntimeError):  # what is wrong with it is said once there is something to compute
+            torch.zeros(1, device="cuda:0")
+    if size > 1:
+        join("cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo", rank, size, folder)
+
+
+def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
+    """Connect those who have joined; waits for them.
 
     Returns the ranks that have a share of the same layers, and the way to other stages where there are any. On GPUs
     that cannot reach each other's memory, for float16, and where it is asked for, the collectives are NCCL's.
@@ -37,7 +51,6 @@ def connect(config: EngineConfig, rank: int, folder: Path) -> tuple[Group, Stage
         return StandIn(), None
     if on_gpu:
         torch.cuda.set_device(config.device)
-    join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", rank, layout.size, folder)
     stage = stages_of(parallel.stage_layers, config.model.num_layers)[layout.place(rank).stage]
     group = _group(config, layout, stage)
     if stage.count == 1:

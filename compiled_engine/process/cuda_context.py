@@ -1,6 +1,6 @@
-"""A GPU's primary context, made by a thread while this process imports torch or reads files.
+"""CUDA, made ready by a thread while this process imports torch or reads files: its driver, or a GPU's primary context.
 
-Torch uses the primary context too, and finds it made. Only a process that will run on the GPU may call this: a context
+Torch uses the primary context too, and finds it made. Only a process that will run on the GPU may make one: a context
 takes some hundred megabytes of the device, and a child that is forked afterwards cannot use CUDA.
 """
 
@@ -12,6 +12,23 @@ from functools import cache
 from compiled_engine.process.in_background import InBackground
 
 DRIVER = "libcuda.so.1"
+
+
+def begin_cuda(device: str, *, runs_here: bool) -> None:
+    """For the option `device`. runs_here: this process runs on the GPU; else it only asks which there are."""
+    index = index_of(device)
+    if index is None:
+        return
+    if runs_here:
+        cuda_context(index)
+    else:
+        cuda_driver()
+
+
+@cache
+def cuda_driver() -> InBackground[bool]:
+    """The driver without a context. The result says whether there is one."""
+    return InBackground(lambda: _driver() is not None)
 
 
 @cache
@@ -26,20 +43,26 @@ def cuda_context(index: int) -> InBackground[bool]:
 def index_of(device: str | None) -> int | None:
     """The GPU that the option `device` names, or that "auto" would take if there is one; None for a CPU."""
     kind, _, index = (device or "auto").partition(":")
-    if kind == "cpu" or (index and not index.isdecimal()):
+    if kind not in ("auto", "cuda") or (index and not index.isdecimal()):
         return None
     return int(index or 0)
 
 
-def _make(index: int) -> bool:
-    """Calls of the driver; each leaves Python's lock to others."""
+def _driver() -> ctypes.CDLL | None:
+    """Calls of it leave Python's lock to others."""
     try:
         driver = ctypes.CDLL(DRIVER)
-        device, context = ctypes.c_int(), ctypes.c_void_p()
-        return (
-            driver.cuInit(0) == 0
-            and driver.cuDeviceGet(ctypes.byref(device), index) == 0
-            and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
-        )
+        return driver if driver.cuInit(0) == 0 else None
     except (OSError, AttributeError):
+        return None
+
+
+def _make(index: int) -> bool:
+    driver = _driver()
+    if driver is None:
         return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    return (
+        driver.cuDeviceGet(ctypes.byref(device), index) == 0
+        and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    )

@@ -1,4 +1,4 @@
-"""Imports of torch's compiler, whose modules keep the frames of whoever imports them first.
+"""Imports of torch and its compiler, whose modules keep the frames of whoever imports them first.
 
 These frames would keep what is under construction there, an engine with its KV cache, until the garbage collector runs.
 """

@@ -111,7 +111,7 @@ class Monitor:
                 if not self._take(key.data):
                     self._selector.unregister(key.fileobj)
                     left.discard(key.data)
-            if not self._closing:
+            if not self._closing and self.failure is None:
                 self._look_for_stopped()
         self._selector.close()
 

@@ -8,12 +8,10 @@ neither waits for the other's Python.
 from __future__ import annotations
 
 import select
-import shutil
-import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +21,9 @@ from compiled_engine.failure import Failed
 from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.workers.heartbeat import Heartbeats
+from compiled_engine.workers.launched_workers import LaunchedWorkers
 from compiled_engine.workers.monitor import Monitor, WorkerError
-from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter, await_bell
-from compiled_engine.workers.worker_child import WorkerChild, end_all, visible_gpus
+from compiled_engine.workers.ring import RingReader, RingWriter, await_bell
 from compiled_engine.workers.worker_wire import (
     Call,
     GoOn,
@@ -53,42 +50,38 @@ class StepError(RuntimeError):
 
 
 class MultiprocessExecutor:
-    """See Executor. Raises WorkerError if a worker cannot start; later, if one ends, `submit` and `result` raise it."""
+    """See Executor. Raises WorkerError if a worker cannot start; later, if one ends, `submit` and `result` raise it.
+
+    workers: those that the configuration asks for; the executor ends them.
+    """
 
     def __init__(
         self,
         config: EngineConfig,
+        workers: LaunchedWorkers,
         timeline: Timeline,
         logits_processors: Sequence[str] = (),
         *,
         progress: bool = False,
     ):
         self._layout = layout = RankLayout(config.parallel.tensor_parallel_size, config.parallel.num_stages)
-        self._folder = Path(tempfile.mkdtemp(prefix="compiled-engine-"))
+        self._workers = workers
         self._step_s = None
         if config.device.type == "cuda":
             self._step_s = STEP_S * max(1.0, config.scheduler.max_num_batched_tokens / STEP_TOKENS)
         takes_turns = config.device.type == "cuda" and not config.scheduler.async_scheduling
         self._busy_s = BUSY_S if takes_turns else 0.0
-        self._heartbeats = Heartbeats(layout.size)
-        self._rings = RingDescriptors.make(layout.size), RingDescriptors.make(1)
         self._numbers = count()
         self._closed = self._started = False
-        self._workers: list[WorkerChild] = []
         try:
-            gpus = visible_gpus(layout.size) if config.device.type == "cuda" else []
-            for rank in range(layout.size):
-                assert self._heartbeats.descriptor is not None
-                self._workers.append(WorkerChild(rank, gpus, *self._rings, self._heartbeats.descriptor))
-            self._monitor = Monitor(self._workers, layout, self._heartbeats)
+            self._monitor = Monitor(workers.children, layout, workers.heartbeats)
         except BaseException:
-            end_all(self._workers)
-            self._free()
+            workers.close()
             raise
-        self._steps = RingWriter(self._rings[0], self._monitor.check)
-        self._results = RingReader(self._rings[1])
+        self._steps = RingWriter(workers.steps, self._monitor.check)
+        self._results = RingReader(workers.results)
         self._poll = select.poll()
-        for bell in (self._rings[1].bells[0], self._monitor.bell):
+        for bell in (workers.results.bells[0], self._monitor.bell):
             self._poll.register(bell, select.POLLIN)
         try:
             self._send_start(config, timeline, tuple(logits_processors), progress)
@@ -101,24 +94,18 @@ class MultiprocessExecutor:
     def _send_start(
         self, config: EngineConfig, timeline: Timeline, processors: tuple[str, ...], progress: bool
     ) -> None:
-        num_threads = max(1, torch.get_num_threads() // self._layout.size)
-        for rank, worker in enumerate(self._workers):
-            start = StartWorker(
-                config=config,
-                rank=rank,
-                folder=self._folder,
-                logits_processors=processors,
-                num_threads=num_threads,
-                busy_s=self._busy_s,
-                progress=progress,
-                origin_s=timeline.origin_s,
-                spans=tuple(timeline.spans),
-            )
-            try:
+        start = StartWorker(
+            config=config,
+            logits_processors=processors,
+            num_threads=max(1, torch.get_num_threads() // self._layout.size),
+            busy_s=self._busy_s,
+            progress=progress,
+            origin_s=timeline.origin_s,
+            spans=tuple(timeline.spans),
+        )
+        for worker in self._workers.children:
+            with suppress(OSError):  # it has ended: the monitor says how
                 send(worker.socket, start)
-            except OSError as error:
-                name = self._layout.name(rank)
-                raise self._monitor.fail(WorkerError(f"the worker of {name} did not start: {error}")) from error
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
         """Number of blocks. Raises WorkerError unless all ranks say the same."""
@@ -183,21 +170,14 @@ class MultiprocessExecutor:
             if self._started and self._monitor.failure is None:
                 self._steps.write(encode(Stop()))
                 deadline = time.monotonic() + _STOP_S
-                for worker in self._workers:
+                for worker in self._workers.children:
                     worker.wait(max(0.0, deadline - time.monotonic()))
         except WorkerError:
             pass
         finally:
-            end_all(self._workers)
+            self._workers.close()
             self._steps.close()
             self._results.close()
-            self._free()
-
-    def _free(self) -> None:
-        for ring in self._rings:
-            ring.close()
-        self._heartbeats.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _PendingResult:

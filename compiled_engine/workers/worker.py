@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import select
 import shutil
 import socket
 import threading
@@ -19,7 +18,7 @@ from compiled_engine.collectives.group import Group, in_group
 from compiled_engine.core.executor import InProcessExecutor, PendingOutput
 from compiled_engine.failure import Failed
 from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
-from compiled_engine.parallel.connect import connect
+from compiled_engine.parallel.connect import connect, join_ranks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.process.progress import RichProgress, SilentProgress
@@ -45,44 +44,37 @@ from compiled_engine.workers.worker_wire import (
 )
 
 
-def serve(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """descriptors: those of WorkerDescriptors, after the socket's."""
-    try:
-        start = receive_start(connection)
-    except EOFError:
-        return
-    layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
+def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
+    """device: its kind. folder: where the ranks find each other. descriptors: those that worker_child passes, after the
+    socket's."""
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
-    threading.Thread(target=_exit_without_executor, args=(connection, start.folder), daemon=True).start()
-    steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), start.rank, start.busy_s)
-    results = None
-    if start.rank == layout.result_rank:
-        results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
     try:
+        # What needs no configuration is done before there is one.
+        join_ranks(device, rank, len(steps_bells), folder)
+        start = receive_start(connection)
+        layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
+        steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), rank, start.busy_s)
+        results = None
+        if rank == layout.result_rank:
+            results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
         torch.set_num_threads(start.num_threads)
         timeline = Timeline(start.origin_s, start.spans)
         so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
         timeline.add("start the workers", so_far, timeline.now() - so_far)
         with timeline.span("connect the ranks"):
-            group, link = connect(start.config, start.rank, start.folder)
+            group, link = connect(start.config, rank)
         with in_group(group):
-            worker = Worker(start, timeline, group, link, connection, results)
+            worker = Worker(start, rank, timeline, group, link, connection, results)
             send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
-            Heartbeats(layout.size, heartbeats).beat(start.rank)
+            Heartbeats(layout.size, heartbeats).beat(rank)
             worker.run(steps)
     except BaseException as error:
-        send(connection, Failed.of(error))
+        try:
+            send(connection, Failed.of(error))
+        except OSError:  # the executor is gone
+            shutil.rmtree(folder, ignore_errors=True)
         # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
         os._exit(1)
-
-
-def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
-    """End at once, whatever this process is at, when the one that started it is gone."""
-    poll = select.poll()
-    poll.register(connection, 0)  # tells of a hang-up alone
-    poll.poll()
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
 
 
 class Worker:
@@ -91,6 +83,7 @@ class Worker:
     def __init__(
         self,
         start: StartWorker,
+        rank: int,
         timeline: Timeline,
         group: Group,
         link: StageLink | None,
@@ -98,7 +91,7 @@ class Worker:
         results: RingWriter | None,
     ):
         config = start.config
-        progress = RichProgress() if start.progress and start.rank == 0 else SilentProgress()
+        progress = RichProgress() if start.progress and rank == 0 else SilentProgress()
         processors = resolve_logits_processors(start.logits_processors)
         self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
         self._group, self._connection, self._results = group, connection, results

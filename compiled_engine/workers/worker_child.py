@@ -13,6 +13,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
 
 import psutil
 
@@ -38,15 +40,22 @@ _ENVIRONMENT = {
 
 
 class WorkerChild:
-    """It begins to import what it needs at once, and waits for a StartWorker on its socket.
+    """It imports what it needs at once, joins the other ranks, and waits for a StartWorker on its socket.
 
     gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
-    so that all run the same code, and it sees those of the others, whose memory it reads and writes. steps: the ring
-    that it reads; results: the one that the last stage writes. heartbeats: descriptor of their memory.
+    so that all run the same code, and it sees those of the others, whose memory it reads and writes. folder: where it
+    finds the others. steps: the ring that it reads; results: the one that the last stage writes. heartbeats: descriptor
+    of their memory.
     """
 
     def __init__(
-        self, rank: int, gpus: Sequence[str], steps: RingDescriptors, results: RingDescriptors, heartbeats: int
+        self,
+        rank: int,
+        gpus: Sequence[str],
+        folder: Path,
+        steps: RingDescriptors,
+        results: RingDescriptors,
+        heartbeats: int,
     ) -> None:
         self.socket, other = socket.socketpair()
         passed = [other.fileno(), heartbeats, steps.memory, results.memory, *results.bells, *steps.bells]
@@ -54,7 +63,7 @@ class WorkerChild:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
-                    *("cuda" if gpus else "cpu", *map(str, passed)),
+                    *("cuda" if gpus else "cpu", str(rank), str(folder), *map(str, passed)),
                 ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
@@ -124,9 +133,12 @@ def end_all(workers: Sequence[WorkerChild]) -> None:
 
 
 def visible_gpus(count: int) -> list[str]:
-    """The first GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them."""
-    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    return (names or [str(index) for index in range(count)])[:count]
+    """The first GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; fewer where it names fewer."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(index) for index in range(count)]
+    # CUDA stops at the first that is none.
+    return list(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, given.split(","))))[:count]
 
 
 def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:

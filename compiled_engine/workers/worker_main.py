@@ -3,27 +3,42 @@
 from __future__ import annotations
 
 import os
+import select
+import shutil
 import signal
 import socket
 import sys
+import threading
+from pathlib import Path
 
 from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.garbage_collection import collection_paused
 
 
 def main() -> None:
-    """Arguments: the kind of device, then the descriptors that worker_child passes.
+    """Arguments: the kind of device, the rank, the folder that ranks share, the descriptors that worker_child passes.
 
     Ctrl-C and the like are for the process that started this one; this one ends when that one has closed its socket.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
-    if sys.argv[1] == "cuda":
+    kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    descriptors = [int(number) for number in sys.argv[4:]]
+    if kind == "cuda":
         cuda_context(0)  # while PyTorch is imported
-    descriptors = [int(number) for number in sys.argv[2:]]
     with socket.socket(fileno=descriptors[0]) as connection:
+        threading.Thread(target=_exit_without_executor, args=(connection, folder), daemon=True).start()
         with collection_paused():  # as the package does
             from compiled_engine.workers.worker import serve
 
-        serve(connection, descriptors[1:])
+        serve(connection, kind, rank, folder, descriptors[1:])
+
+
+def _exit_without_executor(connection: socket.socket, folder: Path) -> None:
+    """End at once, whatever this process is at, when the one that started it is gone."""
+    poll = select.poll()
+    poll.register(connection, 0)  # tells of a hang-up alone
+    poll.poll()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,14 +20,11 @@ _LENGTH = struct.Struct("<Q")
 class StartWorker(msgspec.Struct, tag=True, frozen=True):
     """The first message that a worker gets, on its socket.
 
-    folder: where the ranks find each other. logits_processors: as "package.module:Name". num_threads: for PyTorch's
-    work on the CPU. busy_s: how long it awaits a step without sleeping. progress: show what takes long on stderr.
-    origin_s, spans: the timeline of the start so far.
+    logits_processors: as "package.module:Name". num_threads: for PyTorch's work on the CPU. busy_s: how long it awaits
+    a step without sleeping. progress: show what takes long on stderr. origin_s, spans: the timeline so far.
     """
 
     config: EngineConfig
-    rank: int
-    folder: Path
     logits_processors: tuple[str, ...]
     num_threads: int
     busy_s: float

@@ -16,10 +16,6 @@ from typing import Any
 
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The result; {} without a workload."""
-    from compiled_engine.process.cuda_context import cuda_context, index_of
-
-    if (index := index_of(task["options"].get("device"))) is not None:  # as `compiled-engine generate` does
-        cuda_context(index)
     from compiled_engine.llm import LLM
 
     with LLM(**task["options"], progress=False) as llm:

@@ -1,0 +1,79 @@
+"""What an `LLM` is made of, and its start; PyTorch comes with this module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.core_process.replicas import Replicas
+from compiled_engine.core_process.start_cores import start_cores
+from compiled_engine.frontend.engine_loop import EngineLoop
+from compiled_engine.frontend.generation_config import read_default_sampling_params
+from compiled_engine.frontend.input_processor import InputProcessor
+from compiled_engine.frontend.output_processor import OutputProcessor
+from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
+from compiled_engine.messages import RequestLimits
+from compiled_engine.options import EngineOptions
+from compiled_engine.process.in_background import InBackground
+from compiled_engine.process.profiler import Profiler
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.resolve.engine import resolve, warn_if_eager
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.workers.launched_workers import LaunchedWorkers
+
+
+@dataclass(frozen=True)
+class LLMParts:
+    """`loop` runs requests on `core`."""
+
+    config: EngineConfig
+    core: EngineCore | Replicas
+    loop: EngineLoop
+    tokenizer: Tokenizer | None
+    inputs: InputProcessor
+    default_sampling_params: SamplingParams
+    profiler: Profiler
+
+
+def start_llm(
+    options: EngineOptions, progress: Progress, timeline: Timeline, workers: LaunchedWorkers | None
+) -> LLMParts:
+    """Raises what `LLM` raises. workers: see start_core; after an error some may be left."""
+    with timeline.span("configuration"):
+        config = resolve(options, progress)
+    warn_if_eager(options, config)
+    model_path = config.model.path
+    tokenizer_path = None
+    if not options.skip_tokenizer_init:
+        tokenizer_path = find_tokenizer_folder(config.tokenizer, model_path)
+    default_sampling_params = read_default_sampling_params(model_path, options.generation_config)
+    read_eos_token_ids(model_path, None)  # what is wrong with them is said before work starts
+    # No text is there before the engine stands, so the tokenizer is loaded beside it.
+    tokenizer_start_s = timeline.now()
+    loading = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
+    core = start_cores(config, progress, options.logits_processors, timeline, workers)
+    try:
+        with timeline.span("wait for the tokenizer"):
+            tokenizer = loading.result()
+    except BaseException:
+        core.close()
+        raise
+    timeline.add("tokenizer", tokenizer_start_s, loading.seconds, "configuration")
+    limits = RequestLimits(
+        vocab_size=config.model.vocab_size,
+        max_model_len=config.model.max_model_len,
+        num_slots=core.num_slots,
+        has_priorities=config.scheduler.policy == "priority",
+    )
+    return LLMParts(
+        config=config,
+        core=core,
+        loop=EngineLoop(core, OutputProcessor(tokenizer)),
+        tokenizer=tokenizer,
+        inputs=InputProcessor(tokenizer, limits, read_eos_token_ids(model_path, tokenizer)),
+        default_sampling_params=default_sampling_params,
+        profiler=Profiler(Path(options.profile_dir), config.device),
+    )

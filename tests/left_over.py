@@ -1,0 +1,54 @@
+"""What an engine may leave behind when it ends or fails: processes, folders, descriptors."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+SOON_S = 10.0
+
+
+def workers(of: psutil.Process | None = None) -> list[psutil.Process]:
+    found = (of or psutil.Process()).children(recursive=True)
+    return [process for process in found if any("worker_main" in part for part in process.cmdline())]
+
+
+def of_this_test(temporary: Path) -> list[int]:
+    """Processes that were started meanwhile, whoever is their parent now: temporary files of theirs go there."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.pid != os.getpid() and process.environ().get("TMPDIR") == str(temporary):
+                found.append(process.pid)
+    return found
+
+
+def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where temporary files go. Afterwards nothing is left: no process, no folder, no socket, no shared memory."""
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    if torch.cuda.is_available():
+        torch.cuda.mem_get_info()  # its context has descriptors of its own
+    before = psutil.Process().num_fds()
+    yield temporary
+    wait_until(lambda: not of_this_test(temporary), SOON_S)
+    wait_until(lambda: not list(temporary.glob("compiled*")), SOON_S)
+    assert psutil.Process().num_fds() <= before + 4

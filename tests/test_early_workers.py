@@ -1,0 +1,148 @@
+"""Workers that are launched before anybody has looked at the options, and before PyTorch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from left_over import SOON_S, wait_until, workers
+from small_engines import SMALL
+
+from compiled_engine import LLM, AsyncLLM
+from compiled_engine.options import EngineOptions
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.resolve.engine import resolve
+from compiled_engine.workers.given_devices import core_has_device, num_early_workers
+from compiled_engine.workers.launched_workers import LaunchedWorkers
+from compiled_engine.workers.monitor import WorkerError
+from compiled_engine.workers.start_core import start_core
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+HERE = f"""
+from compiled_engine import LLM
+LLM(**{ENGINE!r}).close()
+"""
+ELSEWHERE = f"""
+from compiled_engine.core_process.core_child import CoreChild
+core = CoreChild.of({ENGINE!r})
+from compiled_engine import AsyncLLM
+import asyncio
+asyncio.run(AsyncLLM(**{ENGINE!r}, core=core).shutdown())
+"""
+# Imported by every process that Python starts.
+WATCH = """
+import json, os, sys
+
+def look(event, arguments):
+    if event == "subprocess.Popen":
+        with open(os.environ["LAUNCHES"], "a") as file:
+            program = " ".join(map(str, arguments[1]))
+            file.write(json.dumps([program, "torch" in sys.modules]) + chr(10))
+
+sys.addaudithook(look)
+"""
+
+
+@pytest.mark.parametrize("program", [HERE, ELSEWHERE])
+def test_they_are_launched_before_torch_is_imported(program: str, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    log = tmp_path / "launches"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "LAUNCHES": str(log)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    launches = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [torch for program, torch in launches if "worker_main" in program] == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 0),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "device": "cuda"}, 6),
+        ({"tensor_parallel_size": 2, "device": "cuda:1"}, 0),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 0),
+        ({"tensor_parallel_size": 2, "distributed_executor": "ray"}, 0),
+        ({"tensor_parallel_size": 2, "distributed_executor": "in_process"}, 0),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, 2),
+        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, 0),
+        ({"distributed_executor": "multiprocess"}, 1),
+        ({"tensor_parallel_size": "2"}, 0),
+        ({"tensor_parallel_size": True, "pipeline_parallel_size": 2}, 0),
+        ({"tensor_parallel_size": -2, "pipeline_parallel_size": -1}, 0),
+        ({"tensor_parallel_size": 10**9}, 0),
+        ({"tensor_parallel_size": 2, "device": None}, 0),
+        ({"tensor_parallel_size": [2], "distributed_executor": [2]}, 0),
+    ],
+)
+def test_how_many_there_are(options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    assert num_early_workers(options) == count
+    assert core_has_device(options) == (options == {})
+
+
+@pytest.mark.parametrize(("visible", "count"), [("4,5,6", 2), ("4", 0), ("4,-1,5", 0), ("", 2), ("-1", 2)])
+def test_no_more_than_the_visible_gpus(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where none is visible, the engine runs on the CPU."""
+    monkeypatch.setenv(VISIBLE, visible)
+    assert num_early_workers({"tensor_parallel_size": 2}) == count
+    assert num_early_workers({"tensor_parallel_size": 2, "device": "cpu"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"model": "/nowhere"}, ValueError, "model must be a folder .*, got '/nowhere'"),
+        ({"mode": "quick"}, ValueError, "mode is 'quick'"),
+        ({"tensor_parallel_size": 3}, ValueError, "tensor_parallel_size is 3, which does not divide the 640 rows"),
+        ({"tensor_parallel_size": "2"}, TypeError, "tensor_parallel_size is '2'"),
+        ({"tensor_parallel_sizes": 2}, TypeError, "LLM has no option 'tensor_parallel_sizes'"),
+    ],
+)
+@pytest.mark.parametrize("kind", [LLM, AsyncLLM])
+def test_options_that_are_wrong_leave_nothing(
+    kind: type[LLM] | type[AsyncLLM], wrong: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        kind(**ENGINE | wrong)
+    if kind is LLM:
+        assert not workers()
+
+
+def test_one_that_is_killed_while_it_waits_is_named() -> None:
+    config = resolve(EngineOptions(**{name: value for name, value in ENGINE.items() if name != "progress"}))
+    launched = LaunchedWorkers(2, "cpu")
+    launched.children[1].kill()
+    assert launched.children[1].wait(SOON_S)
+    with pytest.raises(WorkerError, match="the worker of rank 1 of 2 was killed by SIGKILL"):
+        start_core(config, SilentProgress(), workers=launched)
+    assert not workers()
+
+
+def test_those_that_are_not_needed_end() -> None:
+    launched = LaunchedWorkers(2, "cpu")
+    config = resolve(EngineOptions(**{name: value for name, value in SMALL.items() if name != "progress"}))
+    core = start_core(config, SilentProgress(), workers=launched)
+    assert not workers()
+    core.close()
+
+
+@pytest.mark.parametrize("program", [HERE, ELSEWHERE])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_they_end_with_who_launched_them(program: str, number: signal.Signals) -> None:
+    """They import meanwhile, or wait."""
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as driver:
+        process = psutil.Process(driver.pid)
+        wait_until(lambda: len(workers(process)) == 2)
+        ranks = workers(process)
+        driver.send_signal(number)
+        assert driver.wait() != 0
+    wait_until(lambda: not any(rank.is_running() for rank in ranks), SOON_S)
