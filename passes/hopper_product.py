@@ -20,17 +20,52 @@ MANY = 1 << 20
 REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
 
 
+# Registers of a thread for sums, by the groups of warps: with more ptxas spills them.
+MOST_SUMS = {2: 192, 3: 128}
+# Most columns of a product of the tensor cores, by the groups of warps.
+MOST_COLUMNS = {2: 256, 3: 128}
+# A part of 256 has two places of 128 tokens in shared memory; one of fewer than this after it takes the second away.
+LEAST_BESIDE_256 = 64
+
+
 @dataclass(frozen=True)
 class ProductTiles:
     """A tile is `groups` (2 or 3) times `rows` (64 or 128) rows of the weight, gate and up counted together, and as
-    many tokens as one to three `parts`, powers of two, descending, the first 256 at most. Columns pass in `stages`
-    stages of 64. `together`: token tiles that take the same rows one after another."""
+    many tokens as one to three `parts`, powers of two from 16 on, descending, the first 256 at most (128 with three
+    groups); after 256 the second is at least 64. A thread has registers for MOST_SUMS sums, which is
+    rows * tokens / 128. Columns pass in `stages` (2 or more) stages of 64. `together`: token tiles that take the same
+    rows one after another.
+
+    Raises ValueError for others.
+    """
 
     groups: int
     rows: int
     parts: tuple[int, ...]
     stages: int
     together: int = 8
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("groups", tuple(MOST_SUMS)), ("rows", (64, 128))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {', '.join(map(str, allowed))}")
+        for name, least in (("stages", 2), ("together", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        most, of = MOST_COLUMNS[self.groups], f"of {self.groups} groups of {self.rows} rows"
+        known = all(16 <= part <= most and part & (part - 1) == 0 for part in self.parts)
+        if not (known and 1 <= len(self.parts) <= 3 and self.parts == tuple(sorted(self.parts, reverse=True))):
+            raise ValueError(
+                f"parts is {self.parts} {of}; allowed: one to three powers of two, 16 to {most}, descending"
+            )
+        if self.parts[0] == 256 and min(self.parts[:2]) < LEAST_BESIDE_256:
+            raise ValueError(f"parts is {self.parts}; allowed after 256: at least {LEAST_BESIDE_256}")
+        if self.rows * self.tokens // 128 > MOST_SUMS[self.groups]:
+            tokens = MOST_SUMS[self.groups] * 128 // self.rows
+            raise ValueError(f"parts is {self.parts} {of}; allowed: up to {tokens} tokens together")
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,14 @@ import torch
 
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import silu_mul
-from compiled_engine.passes.hopper_product import MANY, TOKEN_BUCKETS, ProductTiles, hopper_product
+from compiled_engine.passes.hopper_product import (
+    MANY,
+    MOST_COLUMNS,
+    MOST_SUMS,
+    TOKEN_BUCKETS,
+    ProductTiles,
+    hopper_product,
+)
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, cases_of
 from compiled_engine.tune.linear_tuning import Chain, TunedLinear
@@ -40,8 +47,7 @@ def product_candidates(case: LinearCase) -> list[ProductTiles]:
     found: list[tuple[float, ProductTiles]] = []
     for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (4, 8, 16)):
         width = sum(parts)
-        # Registers of a thread for sums; with three groups ptxas takes no product of 256 columns.
-        if rows * width // 128 > (128 if groups == 3 else 192) or (groups == 3 and parts[0] > 128):
+        if rows * width // 128 > MOST_SUMS[groups] or parts[0] > MOST_COLUMNS[groups]:
             continue
         tiles = -(-tokens // width), -(-case.num_rows // (groups * rows))
         if together > 4 and together // 2 >= tiles[0]:
