@@ -79,6 +79,12 @@ def test_sequence_parallelism_adds_its_pass_to_those_that_are_given() -> None:
     assert config.compile.passes == ("residual_rms_norm", "sequence_parallel")
 
 
+@pytest.mark.parametrize(("stages", "ahead", "steps"), [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3)])
+def test_steps_in_flight(stages: int, ahead: bool, steps: int) -> None:
+    config = resolve(EngineOptions(device="cpu", pipeline_parallel_size=stages, async_scheduling=ahead))
+    assert config.steps_in_flight == steps
+
+
 def test_a_model_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, family("olmo2"))
     with pytest.raises(ValueError, match="models of Olmo2ForCausalLM with the code of transformers cannot be divided"):
