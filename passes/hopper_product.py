@@ -9,15 +9,14 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.block_sizes import cdiv
+from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING, WARPS, computing_registers
 from compiled_engine.passes import hopper_linear
-from compiled_engine.passes.profile import load_profile
+from compiled_engine.passes.hopper_launch import hopper_profile, multiprocessors, rows_for_boxes
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
 # those for MANY.
 TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
 MANY = 1 << 20
-# Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
-REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
 
 
 # Registers of a thread for sums, by the groups of warps: with more ptxas spills them.
@@ -72,10 +71,8 @@ class ProductTiles:
         return sum(self.parts)
 
     def computing_registers(self) -> int:
-        """Of a thread that computes: what is left by the four warps that copy, three of which are idle."""
-        warps = WARPS * (self.groups + 1)
-        each = min(255, REGISTERS // (warps * WARP)) // 8 * 8
-        return min(240, (each * warps - COPYING * WARPS) // (WARPS * self.groups) // 8 * 8)
+        """Of a thread that computes."""
+        return computing_registers(self.groups, PRODUCT_COPYING)
 
 
 @cache
@@ -84,10 +81,8 @@ def product_tiles(
 ) -> ProductTiles | None:
     """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
     kernel is faster, or nothing was measured."""
-    if num_tokens <= hopper_linear.TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or device.type != "cuda":
-        return None
-    profile = load_profile(torch.cuda.get_device_name(device))
-    if profile is None or torch.cuda.get_device_capability(device)[0] != 9:
+    profile = hopper_profile(dtype, device) if num_tokens > hopper_linear.TOKEN_BUCKETS[-1] else None
+    if profile is None:
         return None
     bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), MANY)
     measured = profile.product_tiles.get((bucket, num_rows, k, gated))
@@ -109,8 +104,7 @@ def hopper_product(
     from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 
     num_tokens, k = x_TK.shape
-    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
-        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
+    x_TK = rows_for_boxes(x_TK)
     num_rows = weight_NK.shape[0]
     outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
     block, step, shared = ring.BLOCK.value, ring.STEP.value, ring.SHARED.value
@@ -130,7 +124,7 @@ def hopper_product(
         for part in parts
     ]
     token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, tiles.groups * tiles.rows)
-    hopper_product_kernel[(min(_multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+    hopper_product_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
         weight,
         *tokens,
         *results,
@@ -159,8 +153,3 @@ def _out_shared(outputs: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

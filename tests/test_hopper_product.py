@@ -20,12 +20,11 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.kernels import hopper_linear_ring as ring
 from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
 from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
+from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes import gated_linear_op, silu_mul
 from compiled_engine.passes.hopper_product import (
-    COPYING,
     MANY,
-    REGISTERS,
     TOKEN_BUCKETS,
     ProductTiles,
     hopper_product,
@@ -156,12 +155,12 @@ def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
     cases = product_cases(model)
     assert [case.num_tokens for case in cases] == [*TOKEN_BUCKETS, MANY]
     for case in cases:
-        tried = product_candidates(case)
+        tried = product_candidates(case, 132)
         assert len(tried) > 5
         for tiles in tried:
             stage = (tiles.groups * tiles.rows + tiles.tokens) * 128
             assert stage * tiles.stages < SHARED_MEMORY
-            assert (tiles.groups * tiles.computing_registers() + COPYING) * 128 <= REGISTERS
+            assert (tiles.groups * tiles.computing_registers() + PRODUCT_COPYING) * 128 <= REGISTERS
 
 
 def test_the_profile_names_buckets() -> None:
