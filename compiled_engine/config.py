@@ -260,6 +260,11 @@ class EngineConfig:
         return self.scheduler.max_num_seqs * self.parallel.num_stages
 
     @property
+    def steps_in_flight(self) -> int:
+        """Most steps that are under way at a time: one for each stage, and one that is prepared meanwhile."""
+        return self.parallel.num_stages + self.scheduler.async_scheduling
+
+    @property
     def local_model(self) -> ModelConfig:
         """The model as one rank computes it."""
         return local_share(self.model, self.parallel.tensor_parallel_size)

@@ -8,13 +8,12 @@ from functools import cache
 import torch
 
 from compiled_engine.kernels.block_sizes import cdiv
-from compiled_engine.passes.profile import load_profile
+from compiled_engine.kernels.hopper_registers import LINEAR_COPYING, MOST, WARPS, computing_registers
+from compiled_engine.passes.hopper_launch import hopper_profile, rows_for_boxes
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens. With more
 # the library is faster, whose multiprocessors share the tokens that each of these programs reads for itself.
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
-# Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
-REGISTERS, COPYING, WARP, WARPS = 1 << 16, 40, 32, 4
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,8 @@ class HopperTiles:
     products: int = 1
 
     def computing_registers(self) -> int:
-        """Of a thread that computes: what is left by the four warps that copy, three of which are idle."""
-        warps = WARPS * (self.groups + 1)
-        each = min(self.registers or 255, REGISTERS // (warps * WARP))
-        return min(240, (each * warps - COPYING * WARPS) // (WARPS * self.groups) // 8 * 8)
+        """Of a thread that computes."""
+        return computing_registers(self.groups, LINEAR_COPYING, self.registers or MOST)
 
 
 @cache
@@ -44,10 +41,8 @@ def hopper_tiles(
 ) -> HopperTiles | None:
     """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
     kernel is faster, or nothing was measured."""
-    if num_tokens > TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or device.type != "cuda":
-        return None
-    profile = load_profile(torch.cuda.get_device_name(device))
-    if profile is None or torch.cuda.get_device_capability(device)[0] != 9:
+    profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
+    if profile is None:
         return None
     bucket = next(tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens)
     measured = profile.hopper_tiles.get((bucket, num_rows, k, gated))
@@ -79,8 +74,7 @@ def hopper_linear(
     from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 
     num_tokens, k = x_TK.shape
-    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
-        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
+    x_TK = rows_for_boxes(x_TK)
     num_rows = weight_NK.shape[0]
     outputs = num_rows // 2 if gated else num_rows
     out_TM = x_TK.new_empty((num_tokens, outputs))

@@ -9,22 +9,34 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.block_sizes import cdiv
+from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING, WARPS, computing_registers
 from compiled_engine.passes import hopper_linear
-from compiled_engine.passes.profile import load_profile
+from compiled_engine.passes.hopper_launch import hopper_profile, multiprocessors, rows_for_boxes
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens, with more
 # those for MANY.
 TOKEN_BUCKETS = (256, 288, 352, 384, 1024, 1152, 2048, 4096)
 MANY = 1 << 20
-# Registers of a multiprocessor, and of a thread that copies; threads of a warp, and warps of a group.
-REGISTERS, COPYING, WARP, WARPS = 1 << 16, 24, 32, 4
+
+
+# Registers of a thread for sums, by the groups of warps: with more ptxas spills them.
+MOST_SUMS = {2: 192, 3: 128}
+# Most columns of a product of the tensor cores, by the groups of warps.
+MOST_COLUMNS = {2: 256, 3: 128}
+# A part of 256 has two places of 128 tokens in shared memory; one of fewer than this after it takes the second away.
+LEAST_BESIDE_256 = 64
 
 
 @dataclass(frozen=True)
 class ProductTiles:
     """A tile is `groups` (2 or 3) times `rows` (64 or 128) rows of the weight, gate and up counted together, and as
-    many tokens as one to three `parts`, powers of two, descending, the first 256 at most. Columns pass in `stages`
-    stages of 64. `together`: token tiles that take the same rows one after another."""
+    many tokens as one to three `parts`, powers of two from 16 on, descending, the first 256 at most (128 with three
+    groups); after 256 the second is at least 64. A thread has registers for MOST_SUMS sums, which is
+    rows * tokens / 128. Columns pass in `stages` (2 or more) stages of 64. `together`: token tiles that take the same
+    rows one after another.
+
+    Raises ValueError for others.
+    """
 
     groups: int
     rows: int
@@ -32,15 +44,35 @@ class ProductTiles:
     stages: int
     together: int = 8
 
+    def __post_init__(self) -> None:
+        for name, allowed in (("groups", tuple(MOST_SUMS)), ("rows", (64, 128))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: {', '.join(map(str, allowed))}")
+        for name, least in (("stages", 2), ("together", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: at least {least}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        most, of = MOST_COLUMNS[self.groups], f"of {self.groups} groups of {self.rows} rows"
+        known = all(16 <= part <= most and part & (part - 1) == 0 for part in self.parts)
+        if not (known and 1 <= len(self.parts) <= 3 and self.parts == tuple(sorted(self.parts, reverse=True))):
+            raise ValueError(
+                f"parts is {self.parts} {of}; allowed: one to three powers of two, 16 to {most}, descending"
+            )
+        if self.parts[0] == 256 and min(self.parts[:2]) < LEAST_BESIDE_256:
+            raise ValueError(f"parts is {self.parts}; allowed after 256: at least {LEAST_BESIDE_256}")
+        if self.rows * self.tokens // 128 > MOST_SUMS[self.groups]:
+            tokens = MOST_SUMS[self.groups] * 128 // self.rows
+            raise ValueError(f"parts is {self.parts} {of}; allowed: up to {tokens} tokens together")
+
     @property
     def tokens(self) -> int:
         return sum(self.parts)
 
     def computing_registers(self) -> int:
-        """Of a thread that computes: what is left by the four warps that copy, three of which are idle."""
-        warps = WARPS * (self.groups + 1)
-        each = min(255, REGISTERS // (warps * WARP)) // 8 * 8
-        return min(240, (each * warps - COPYING * WARPS) // (WARPS * self.groups) // 8 * 8)
+        """Of a thread that computes."""
+        return computing_registers(self.groups, PRODUCT_COPYING)
 
 
 @cache
@@ -49,10 +81,8 @@ def product_tiles(
 ) -> ProductTiles | None:
     """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
     kernel is faster, or nothing was measured."""
-    if num_tokens <= hopper_linear.TOKEN_BUCKETS[-1] or dtype.itemsize != 2 or device.type != "cuda":
-        return None
-    profile = load_profile(torch.cuda.get_device_name(device))
-    if profile is None or torch.cuda.get_device_capability(device)[0] != 9:
+    profile = hopper_profile(dtype, device) if num_tokens > hopper_linear.TOKEN_BUCKETS[-1] else None
+    if profile is None:
         return None
     bucket = next((tokens for tokens in TOKEN_BUCKETS if num_tokens <= tokens), MANY)
     measured = profile.product_tiles.get((bucket, num_rows, k, gated))
@@ -74,8 +104,7 @@ def hopper_product(
     from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
 
     num_tokens, k = x_TK.shape
-    if x_TK.stride(1) != 1 or x_TK.stride(0) % 8 or x_TK.data_ptr() % 16:
-        x_TK = x_TK.clone(memory_format=torch.contiguous_format)
+    x_TK = rows_for_boxes(x_TK)
     num_rows = weight_NK.shape[0]
     outputs, rows = (num_rows // 2, tiles.rows // 2) if gated else (num_rows, tiles.rows)
     block, step, shared = ring.BLOCK.value, ring.STEP.value, ring.SHARED.value
@@ -95,7 +124,7 @@ def hopper_product(
         for part in parts
     ]
     token_tiles, row_tiles = cdiv(num_tokens, tiles.tokens), cdiv(num_rows, tiles.groups * tiles.rows)
-    hopper_product_kernel[(min(_multiprocessors(x_TK.device), token_tiles * row_tiles),)](
+    hopper_product_kernel[(min(multiprocessors(x_TK.device), token_tiles * row_tiles),)](
         weight,
         *tokens,
         *results,
@@ -124,8 +153,3 @@ def _out_shared(outputs: int) -> Any:
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

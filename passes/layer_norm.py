@@ -137,7 +137,9 @@ class LayerNorm(GraphPass):
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
     """rsqrt: the root in a norm that is computed op by op, or in anything else."""
     found = match_layer_norm(rsqrt)
-    return found if found is None or isinstance(found, str) else _fuse(graph, *found)
+    if found is None or isinstance(found, str):
+        return found
+    return _fuse(graph, found.value, found.x, found.weight, None, found.eps)
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:

@@ -13,12 +13,11 @@ from compiled_engine.passes.rms_norm import rounded
 
 
 class WrittenOut(NamedTuple):
-    """`value` is LayerNorm(x) * weight + bias, rounded once."""
+    """`value` is LayerNorm(x) * weight, rounded once, without a bias."""
 
     value: fx.Node
     x: fx.Node
     weight: fx.Node
-    bias: None
     eps: float
 
 
@@ -43,7 +42,7 @@ def match_layer_norm(rsqrt: fx.Node) -> WrittenOut | str | None:
         return "it is not computed in fp32 and rounded once"
     if weight.meta["val"].shape != like.shape[-1:] or weight.meta["val"].dtype != like.dtype:
         return "its weight is not a parameter of its dtype with an element for each of the last dimension"
-    return WrittenOut(value, x, weight, None, eps)
+    return WrittenOut(value, x, weight, eps)
 
 
 def _eps(rsqrt: fx.Node, wide: fx.Node) -> float | None:

@@ -10,16 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine.attention.backends.decode_splits import (
-    FEW_REQUESTS,
     GRAIN,
     LONG_SPLIT,
     MAX_SPLITS,
-    MOST_SHORT_REQUESTS,
-    SHORT_CONTEXTS,
     SMALL,
     Splits,
     one_kernel_pays,
     plan_splits,
+    short_contexts_of,
+    short_splits,
 )
 from compiled_engine.attention.backends.short_decode import ShortTiles
 from compiled_engine.options import EngineOptions
@@ -78,24 +77,60 @@ def test_one_kernel_rotates_and_attends_for_a_few_short_contexts(
     assert one_kernel_pays(splits, max_seq_len) == expected
 
 
+@pytest.mark.parametrize(
+    ("num_requests", "expected"),
+    [
+        (1, (256, 512)),
+        (16, (256, 512)),
+        (17, (512,)),
+        (33, (512,)),
+        (34, (512, LONG_SPLIT)),
+        (66, (512, LONG_SPLIT)),
+        (67, (LONG_SPLIT,)),
+    ],
+)
+def test_short_contexts_of_an_h200(num_requests: int, expected: tuple[int, ...]) -> None:
+    assert short_contexts_of(num_requests, 8, H200_SMS) == expected
+
+
+def test_short_contexts_are_read_whole_unless_requests_are_few() -> None:
+    assert short_contexts_of(17, 4, H200_SMS) == ()
+    whole, split = Splits(1, GRAIN), Splits(16, GRAIN, programs=SMALL)
+    found = {
+        (count, longest): short_splits(count, longest, (256, 512)) for count in (2, 3) for longest in (256, 257, 513)
+    }
+    assert found == {
+        (2, 256): whole,
+        (2, 257): split,
+        (2, 513): None,
+        (3, 256): whole,
+        (3, 257): whole,
+        (3, 513): None,
+    }
+    assert short_splits(2, 257, (512,)) == whole
+    assert short_splits(2, 1, ()) is None
+
+
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
 def test_decodes_without_graphs_are_split_in_ways_that_the_warm_up_has_met(num_kv_heads: int) -> None:
     """Their bound is the longest context; the kernel that combines is compiled for powers of two of splits."""
     config = resolve(EngineOptions(device="cpu", mode="eager", max_num_seqs=48, max_model_len=2048))
     shapes = start_up_batches(replace(config, device=torch.device("cuda")))
 
-    def kernels(num_requests: int, max_seq_len: int) -> set[tuple[str, int]]:
-        splits = plan_splits(num_requests, num_kv_heads, max_seq_len, H200_SMS)
+    def of(kernel: str, splits: Splits) -> set[tuple[str, int]]:
         combined = {("combined", (splits.count - 1).bit_length())} if splits.count > 1 else set()
-        num_programs = num_requests * num_kv_heads
-        split = num_requests <= FEW_REQUESTS and max_seq_len > SHORT_CONTEXTS[0]  # instead of a program for all keys
-        if num_programs > 2 * H200_SMS:
-            short = max_seq_len <= LONG_SPLIT
-        else:
-            few = num_requests <= MOST_SHORT_REQUESTS or num_programs > H200_SMS
-            short = few and max_seq_len <= SHORT_CONTEXTS[-1]
-        keys = {("keys", ShortTiles.of(num_programs, H200_SMS, max_seq_len).keys)} if short and not split else set()
-        return {("programs", splits.programs)} | combined | keys
+        return {(kernel, splits.programs)} | combined
+
+    def kernels(num_requests: int, max_seq_len: int) -> set[tuple[str, int]]:
+        """With and without the pass that rotates and attends at once."""
+        splits = plan_splits(num_requests, num_kv_heads, max_seq_len, H200_SMS)
+        found = of("attend", splits)
+        short = short_splits(num_requests, max_seq_len, short_contexts_of(num_requests, num_kv_heads, H200_SMS))
+        if short is not None and short.count == 1:
+            return found | {("keys", ShortTiles.of(num_requests * num_kv_heads, H200_SMS, max_seq_len).keys)}
+        if one_kernel_pays(short or splits, max_seq_len):
+            found |= of("rotate and attend", short or splits)
+        return found
 
     warm = set().union(*(kernels(s.num_requests, s.max_seq_len) for s in shapes if s.host_3[0]))
     for num_requests in range(1, 49):

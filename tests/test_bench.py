@@ -106,6 +106,17 @@ def test_variants_on_a_gpu_are_all_combinations_and_each_pass_left_out() -> None
     assert without == {**shared, "mode": "graphed", "disable_passes": ["rms_norm", "silu_mul"]}
 
 
+def test_sequence_parallelism_goes_with_the_passes_that_it_needs() -> None:
+    shared = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    found = variants("cpu", ["residual_rms_norm", "sequence_parallel", "silu_mul"])
+    options = {variant.name: variant.engine_options(shared) for variant in found}
+    asked = [name for name, chosen_ones in options.items() if chosen_ones.get("sequence_parallel")]
+    assert asked == ["compiled", "compiled without silu_mul"]
+    for chosen_ones in options.values():
+        disabled = tuple(chosen_ones.get("disable_passes", ()))
+        resolve(EngineOptions(device="cpu", **chosen_ones | {"disable_passes": disabled}))
+
+
 def test_on_a_cpu_there_are_no_variants_with_graphs() -> None:
     found = variants("cpu", ["silu_mul"])
     assert [variant.name for variant in found] == ["eager", "compiled", "compiled without silu_mul"]

@@ -31,6 +31,11 @@ def make(
     return Dispatcher(graph, SchedulerConfig(max_num_seqs, 8192, MAX_SEQ_LEN, "fcfs")), graph
 
 
+def first(dispatcher: Dispatcher, tokens: int, requests: int, uniform: int | None, longest: int) -> GraphKey | None:
+    """The key of the graph that serves the batch best."""
+    return next(iter(dispatcher.dispatch(tokens, requests, uniform, longest)), None)
+
+
 def smallest(sizes: tuple[int, ...], needed: int) -> int | None:
     return min((size for size in sizes if size >= needed), default=None)
 
@@ -74,7 +79,7 @@ def test_every_batch_up_to_the_limits_and_beyond(mode: GraphMode, max_num_seqs: 
     for tokens in range(max_tokens + 10):
         for requests in range(tokens + 2):
             for uniform in {None, 1, 2, tokens // requests if requests else None}:
-                key = dispatcher.dispatch(tokens, requests, uniform, MAX_SEQ_LEN)
+                key = first(dispatcher, tokens, requests, uniform, MAX_SEQ_LEN)
                 expected = expected_size(graph, tokens, requests, uniform)
                 if not 1 <= requests <= tokens or expected is None:
                     assert key is None
@@ -99,7 +104,7 @@ def test_with_default_sizes_every_decode_batch_has_a_full_graph(mode: GraphMode)
     for max_num_seqs in (1, 2, 5, 100, 256, 300):
         dispatcher, graph = make(mode, max_num_seqs, 512)
         for requests in range(1, max_num_seqs + 1):
-            key = dispatcher.dispatch(requests, requests, 1, MAX_SEQ_LEN)
+            key = first(dispatcher, requests, requests, 1, MAX_SEQ_LEN)
             assert key is not None
             assert key.is_decode
             assert key.num_tokens == smallest(graph.decode_sizes, requests)
@@ -119,7 +124,7 @@ def test_any_sizes(
 ) -> None:
     """In any order."""
     dispatcher, graph = make(mode, 64, 64, *sizes)
-    key = dispatcher.dispatch(tokens, requests, uniform, MAX_SEQ_LEN)
+    key = first(dispatcher, tokens, requests, uniform, MAX_SEQ_LEN)
     expected = expected_size(graph, tokens, requests, uniform) if 1 <= requests <= tokens else None
     assert (None if key is None else (key.is_decode, key.num_tokens)) == expected
 
@@ -127,7 +132,7 @@ def test_any_sizes(
 def test_without_graphs_nothing_is_replayed() -> None:
     dispatcher = Dispatcher(GraphConfig(GraphMode.NONE), SchedulerConfig(8, 64, 64, "fcfs"))
     assert dispatcher.keys == ()
-    assert dispatcher.dispatch(1, 1, 1, 1) is None
+    assert dispatcher.dispatch(1, 1, 1, 1) == ()
 
 
 def test_kinds_by_mode() -> None:
@@ -148,12 +153,12 @@ def test_short_contexts_have_graphs_of_their_own() -> None:
     assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys) == 11
     for requests in range(1, 9):
         for longest, least in ((1, 50), (50, 50), (51, 100), (100, 100), (101, MAX_SEQ_LEN)):
-            key = dispatcher.dispatch(requests, requests, 1, longest)
+            key = first(dispatcher, requests, requests, 1, longest)
             assert key is not None
             bound = least if requests <= 4 else MAX_SEQ_LEN
             assert (key.is_decode, key.short, key.max_seq_len) == (True, bound <= 100, bound)
             assert key.num_tokens == min(size for size in graph.decode_sizes if size >= requests)
-    mixed = dispatcher.dispatch(20, 3, None, 50)
+    mixed = first(dispatcher, 20, 3, None, 50)
     assert mixed is not None
     assert (mixed.is_decode, mixed.max_seq_len) == (False, MAX_SEQ_LEN)
 
@@ -162,9 +167,21 @@ def test_a_batch_takes_a_graph_for_short_contexts_only_in_its_own_size() -> None
     graph = GraphConfig(GraphMode.FULL, (2, 4, 8), (64,), short_decodes=((4, 50), (8, 100)))
     dispatcher = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
     found = {
-        (requests, longest): dispatcher.dispatch(requests, requests, 1, longest)
+        (requests, longest): first(dispatcher, requests, requests, 1, longest)
         for requests in (2, 3, 4, 5)
         for longest in (50, 51, 101)
     }
     bounds = {shape: key.max_seq_len for shape, key in found.items() if key is not None and key.short}
     assert bounds == {(3, 50): 50, (4, 50): 50, (5, 50): 100, (5, 51): 100}
+
+
+def test_graphs_for_longer_contexts_of_the_same_size_stand_in_for_a_short_one() -> None:
+    short = tuple((size, context) for size in (4, 8) for context in (50, 100))
+    graph = GraphConfig(GraphMode.FULL, (4, 8), (64,), short_decodes=short)
+    dispatcher = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
+    names = {longest: [key.name for key in dispatcher.dispatch(3, 3, 1, longest)] for longest in (50, 51, 101)}
+    assert names == {
+        50: ["short-50 4", "short-100 4", "decode 4"],
+        51: ["short-100 4", "decode 4"],
+        101: ["decode 4"],
+    }

@@ -50,6 +50,7 @@ def make_config(
     sizes: tuple[int, ...] = (1, 2, 4),
     token_sizes: tuple[int, ...] = (4, 8, 16),
     background: bool = False,
+    short_decodes: tuple[tuple[int, int], ...] = (),
     **options: Any,
 ) -> EngineConfig:
     chosen: dict[str, Any] = {
@@ -66,6 +67,7 @@ def make_config(
         sizes if graph_mode.captures_decodes else (),
         token_sizes if graph_mode.captures_mixed else (),
         background,
+        short_decodes,
     )
     return replace(config, graph=graph)
 
@@ -276,6 +278,30 @@ def test_a_capture_that_fails_in_the_background_is_given_up(
     graphs = runner_of(core).captured.graphs
     assert graphs is not None
     assert graphs.complete
+
+
+@pytest.mark.parametrize(("is_lost", "best"), [(False, "short-63 4"), (True, "decode 4")])
+def test_the_graph_for_any_context_stands_in_for_a_short_one(
+    is_lost: bool, best: str, plain_tokens: dict[str, tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until that is captured in the background, and for good where its capture failed."""
+    monkeypatch.setattr(cuda_graphs, "BACKGROUND_SHARE", 1.0)  # the next capture is due at once
+    core = make_core(make_config(GraphMode.FULL_DECODE_ONLY, (4,), background=True, short_decodes=((4, 63),)))
+    captured = runner_of(core).captured
+    whole = RecordedCapture.whole
+
+    def whole_or_lost(capture: RecordedCapture, work: Any) -> Any:
+        if is_lost and captured.graphs is not None and captured.graphs.num_captures == 1:
+            raise torch.cuda.OutOfMemoryError("injected")
+        return whole(capture, work)
+
+    monkeypatch.setattr(RecordedCapture, "whole", whole_or_lost)
+    found = [captured.graph_for(3, 3, 10, False)]
+    while captured.capture_next():
+        found.append(captured.graph_for(3, 3, 10, False))
+    assert [key and key.name for key in found] == [None, "decode 4", best]
+    assert run(core, make_requests(14, 1)) == plain_tokens
+    assert set(core.metrics()["graph_replays_by_key"]) == {best}
 
 
 def test_a_replaced_buffer_is_found_out_in_debug_runs() -> None:

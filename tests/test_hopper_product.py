@@ -20,12 +20,11 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.kernels import hopper_linear_ring as ring
 from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
 from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
+from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes import gated_linear_op, silu_mul
 from compiled_engine.passes.hopper_product import (
-    COPYING,
     MANY,
-    REGISTERS,
     TOKEN_BUCKETS,
     ProductTiles,
     hopper_product,
@@ -34,7 +33,7 @@ from compiled_engine.passes.hopper_product import (
 from compiled_engine.passes.profile import load_profile
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner.warm_up import start_up_batches
-from compiled_engine.tune.product_tuning import SHARED_MEMORY, product_candidates, product_cases, tokens_measured
+from compiled_engine.tune.product_tuning import SHARED_MEMORY, product_candidates, product_cases
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 DEVICE = "NVIDIA H200"
@@ -53,6 +52,15 @@ WAYS = [
     (ProductTiles(2, 64, (128, 16), 5), 288, 6144, 1024, "silu", torch.float16),
     (ProductTiles(3, 64, (128, 32, 16), 4), 530, 1040, 1000, "silu", torch.bfloat16),
     (ProductTiles(2, 64, (64, 32), 6), 7, 200, 1000, None, torch.bfloat16),
+]
+# At the limits of what can be built, and whether with gate and up.
+LIMITS = [
+    (ProductTiles(2, 64, (256, 64, 64), 3), False),
+    (ProductTiles(2, 64, (256, 128), 2), True),
+    (ProductTiles(2, 128, (64, 64, 64), 2), False),
+    (ProductTiles(2, 128, (128, 64), 2), False),
+    (ProductTiles(3, 128, (128,), 2), True),
+    (ProductTiles(3, 64, (128, 64, 64), 2), True),
 ]
 
 
@@ -95,6 +103,7 @@ def compiled(tiles: ProductTiles, k: int, gated: bool) -> Any:
 
 FORMS = {(tiles_of(fields), k, gated) for (_, _, k, gated), fields in MEASURED.items()}
 FORMS |= {(tiles, k, activation is not None) for tiles, _, _, k, activation, _ in WAYS}
+FORMS |= {(tiles, 1024, gated) for tiles, gated in LIMITS}
 
 
 @pytest.mark.parametrize(("tiles", "k", "gated"), sorted(FORMS, key=str), ids=str)
@@ -113,6 +122,31 @@ def test_it_fits(tiles: ProductTiles, k: int, gated: bool, tmp_path: Path) -> No
     assert "st.shared.b16" not in ptx
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ((1, 64, (128,), 3), "groups is 1; allowed: 2, 3"),
+        ((2, 96, (128,), 3), "rows is 96; allowed: 64, 128"),
+        ((2, 64, (128,), 1), "stages is 1; allowed: at least 2"),  # a group gives one back when it has the next
+        ((2, 64, (128,), 3, 0), "together is 0; allowed: at least 1"),
+        ((2, 64, (), 3), "parts is .*; allowed: one to three powers of two, 16 to 256, descending"),
+        ((2, 64, (64, 128), 3), "descending"),
+        ((2, 64, (96,), 3), "powers of two"),
+        ((2, 64, (64, 8), 3), "16 to 256"),
+        ((3, 64, (256,), 3), "16 to 128"),
+        ((2, 64, (32, 32, 32, 32), 3), "one to three"),
+        ((2, 64, (256, 32), 3), r"parts is \(256, 32\); allowed after 256: at least 64"),
+        ((2, 64, (256, 16), 3), "allowed after 256"),
+        ((2, 128, (128, 128), 3), r"parts is \(128, 128\) of 2 groups of 128 rows; allowed: up to 192 tokens"),
+        ((2, 128, (256,), 2), "up to 192 tokens together"),
+        ((3, 64, (128, 128, 64), 2), "up to 256 tokens together"),
+    ],
+)
+def test_tiles_that_cannot_be_built_are_an_error(fields: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ProductTiles(*fields)
+
+
 def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
     config = resolve(EngineOptions(device="cpu")).model
     model: ModelConfig = replace(
@@ -121,13 +155,12 @@ def test_candidates_fit_and_are_for_what_the_engine_asks() -> None:
     cases = product_cases(model)
     assert [case.num_tokens for case in cases] == [*TOKEN_BUCKETS, MANY]
     for case in cases:
-        tried = product_candidates(case)
+        tried = product_candidates(case, 132)
         assert len(tried) > 5
-        assert tokens_measured(case) <= max(TOKEN_BUCKETS[-1], 8192)
         for tiles in tried:
             stage = (tiles.groups * tiles.rows + tiles.tokens) * 128
             assert stage * tiles.stages < SHARED_MEMORY
-            assert (tiles.groups * tiles.computing_registers() + COPYING) * 128 <= REGISTERS
+            assert (tiles.groups * tiles.computing_registers() + PRODUCT_COPYING) * 128 <= REGISTERS
 
 
 def test_the_profile_names_buckets() -> None:

@@ -44,6 +44,18 @@ CPU = torch.device("cpu")
             {"sequence_parallel": True, "tensor_parallel_size": 2, "mode": "eager"},
             "sequence_parallel is True, but the mode is eager",
         ),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2, "disable_passes": ("sequence_parallel",)},
+            "disable_passes has 'sequence_parallel', but sequence_parallel is True; allowed: others",
+        ),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2, "disable_passes": ("residual_rms_norm",)},
+            "disable_passes has 'residual_rms_norm', but sequence_parallel is True",
+        ),
+        (
+            {"sequence_parallel": True, "tensor_parallel_size": 2, "passes": ()},
+            r"passes is \[\], but sequence_parallel is True; allowed: with 'residual_rms_norm', or None",
+        ),
         ({"collectives": "mpi"}, "collectives is 'mpi'; allowed: auto, nccl"),
         ({"collectives": "nccl"}, "collectives is 'nccl', but tensor_parallel_size is 1"),
         ({"collectives": "nccl", "tensor_parallel_size": 2}, "collectives is 'nccl', but a CPU's go through gloo"),
@@ -59,6 +71,18 @@ CPU = torch.device("cpu")
 def test_what_cannot_be_is_an_error(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(EngineOptions(device="cpu", **options))
+
+
+def test_sequence_parallelism_adds_its_pass_to_those_that_are_given() -> None:
+    options: dict[str, Any] = {"device": "cpu", "tensor_parallel_size": 2, "sequence_parallel": True}
+    config = resolve(EngineOptions(passes=("residual_rms_norm",), **options))
+    assert config.compile.passes == ("residual_rms_norm", "sequence_parallel")
+
+
+@pytest.mark.parametrize(("stages", "ahead", "steps"), [(1, False, 1), (1, True, 2), (2, False, 2), (2, True, 3)])
+def test_steps_in_flight(stages: int, ahead: bool, steps: int) -> None:
+    config = resolve(EngineOptions(device="cpu", pipeline_parallel_size=stages, async_scheduling=ahead))
+    assert config.steps_in_flight == steps
 
 
 def test_a_model_that_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -23,19 +24,23 @@ from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes import sequence_parallel_op as divided
 
 D, NUM_SLOTS, EPS = 104, 4, 1e-5
+TOLERANCE = {torch.float32: 2e-3, torch.float16: 2e-3, torch.bfloat16: 3e-2}
 
 
 class Ranks:
-    """The memory of all ranks, one of which is `own`."""
+    """The memory of all ranks, one of which is `own`. epoch, tagged_epoch: of the last exchange of each kind."""
 
-    def __init__(self, num_ranks: int, rank: int, dtype: torch.dtype):
+    def __init__(self, num_ranks: int, rank: int, dtype: torch.dtype, epoch: int = 0, tagged_epoch: int = 0):
         self.num_ranks, self.rank, self.dtype = num_ranks, rank, dtype
         row_bytes = D * dtype.itemsize
         size = buffer_bytes(NUM_SLOTS, num_ranks, row_bytes)
         self.memories = [torch.zeros(size, dtype=torch.uint8) for _ in range(num_ranks)]
         addresses = torch.tensor([memory.data_ptr() for memory in self.memories])
-        epochs = torch.zeros(NUM_SLOTS, dtype=torch.int32)
-        self.own = PushBuffer(self.memories[rank], addresses, epochs, rank, num_ranks, row_bytes)
+        epochs = torch.full((NUM_SLOTS,), epoch, dtype=torch.int32)
+        tagged_epochs = torch.full((NUM_SLOTS,), tagged_epoch, dtype=torch.int32)
+        self.own = PushBuffer(self.memories[rank], addresses, epochs, tagged_epochs, rank, num_ranks, row_bytes)
+        for peer in range(num_ranks):
+            self.flags(peer).fill_(epoch)
 
     def flags(self, rank: int) -> torch.Tensor:
         return self.memories[rank][: NUM_SLOTS * self.num_ranks * 4].view(torch.int32).view(NUM_SLOTS, -1)
@@ -48,25 +53,30 @@ class Ranks:
         rows = self.memories[rank][self.own.tagged_offset :].view(torch.int64)
         return rows.view(2, NUM_SLOTS, self.num_ranks, D // 2)
 
-    def others_write(self, parts: list[torch.Tensor]) -> None:
+    def others_write(self, parts: list[torch.Tensor], with_tags: bool = False) -> None:
         for slot in range(len(parts[0])):
-            epoch = int(self.own.epochs[slot]) + 1
+            epoch = after(self.own.tagged_epochs[slot] if with_tags else self.own.epochs[slot])
             for peer in set(range(self.num_ranks)) - {self.rank}:
-                if self.dtype == torch.bfloat16:
+                if with_tags:
                     self.tagged(self.rank)[epoch & 1, slot, peer] = tagged(parts[peer][slot], epoch)
                     continue
                 self.rows(self.rank)[epoch & 1, slot, peer] = parts[peer][slot]
                 self.flags(self.rank)[slot, peer] = epoch
 
-    def others_find(self, part: torch.Tensor) -> None:
+    def others_find(self, part: torch.Tensor, with_tags: bool = False) -> None:
         for slot, row in enumerate(part):
-            epoch = int(self.own.epochs[slot])
+            epoch = int(self.own.tagged_epochs[slot] if with_tags else self.own.epochs[slot])
             for peer in set(range(self.num_ranks)) - {self.rank}:
-                if self.dtype == torch.bfloat16:
+                if with_tags:
                     assert torch.equal(self.tagged(peer)[epoch & 1, slot, self.rank], tagged(row, epoch))
                     continue
                 assert int(self.flags(peer)[slot, self.rank]) == epoch
                 assert torch.equal(self.rows(peer)[epoch & 1, slot, self.rank], row)
+
+
+def after(epoch: torch.Tensor) -> int:
+    """The epoch after an int32 one, which wraps around."""
+    return int(epoch + 1)
 
 
 def tagged(row_D: torch.Tensor, epoch: int) -> torch.Tensor:
@@ -80,20 +90,25 @@ def check(num_ranks: int, rank: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rank)
     ranks, weight = Ranks(num_ranks, rank, dtype), torch.randn(D, generator=generator).to(dtype)
     for num_tokens in (3, 1, 4, 2, 2):
-        *parts, residual = (torch.randn(num_tokens, D, generator=generator).to(dtype) for _ in range(num_ranks + 1))
-        ranks.others_write(parts)
-        found = fused.push(ranks.own, parts[rank], residual, weight, EPS)
-        total = torch.stack(parts).float().sum(0).to(dtype)
-        expected = residual_rms_norm.reference(total, residual, weight, EPS)
-        tolerance = 3e-2 if dtype == torch.bfloat16 else 2e-3
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        ranks.others_find(parts[rank])
+        check_whole_rows(ranks, weight, num_tokens, generator)
 
 
-def check_divided(num_ranks: int, rank: int, dtype: torch.dtype, inner: bool = False) -> None:
+def check_whole_rows(ranks: Ranks, weight: torch.Tensor, num_tokens: int, generator: torch.Generator) -> None:
+    """In bfloat16 they travel in tagged words."""
+    dtype, with_tags = ranks.dtype, ranks.dtype == torch.bfloat16
+    *parts, residual = (torch.randn(num_tokens, D, generator=generator).to(dtype) for _ in range(ranks.num_ranks + 1))
+    ranks.others_write(parts, with_tags)
+    found = fused.push(ranks.own, parts[ranks.rank], residual, weight, EPS)
+    total = torch.stack(parts).float().sum(0).to(dtype)
+    expected = residual_rms_norm.reference(total, residual, weight, EPS)
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    ranks.others_find(parts[ranks.rank], with_tags)
+
+
+def check_divided(ranks: Ranks, inner: bool = False) -> None:
     """The same, of the rows of the sum that are this rank's, in turn with exchanges of whole rows in the same slots."""
+    num_ranks, rank, dtype = ranks.num_ranks, ranks.rank, ranks.dtype
     generator = torch.Generator().manual_seed(rank)
-    ranks = Ranks(num_ranks, rank, dtype)
     weight, inner_weight = torch.randn(2, D, generator=generator).to(dtype)
     norm = (weight, EPS, 1.0, True, inner_weight) if inner else (weight, EPS)
     for num_tokens in (3, 1, 4, 2):
@@ -110,17 +125,30 @@ def check_divided(num_ranks: int, rank: int, dtype: torch.dtype, inner: bool = F
         own = [slot for slot, owner in enumerate(owners) if owner == rank]
         residual[[slot for slot, owner in enumerate(owners) if owner != rank]] = torch.nan
         found, found_total = divided.push(ranks.own, parts[rank], residual, *norm)
-        torch.testing.assert_close(found, normed, rtol=2e-3, atol=2e-3)
-        torch.testing.assert_close(found_total[own], total[own], rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(found, normed, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        torch.testing.assert_close(found_total[own], total[own], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
         for slot, owner in enumerate(owners):
             epoch = int(ranks.own.epochs[slot])
             for peer in set(range(num_ranks)) - {rank} if owner == rank else {owner}:
                 assert int(ranks.flags(peer)[slot, rank]) == epoch
                 handed = found[slot] if owner == rank else parts[rank][slot]
                 assert torch.equal(ranks.rows(peer)[epoch & 1, slot, rank], handed)
-        ranks.others_write(parts)
-        fused.push(ranks.own, parts[rank], torch.zeros_like(residual), weight, EPS)
-        ranks.others_find(parts[rank])
+        check_whole_rows(ranks, weight, num_tokens, generator)
+
+
+def check_waits() -> None:
+    """For the flag of a rank that comes late, although very many exchanges in between raised none: 2 ** 31 - 1 tagged
+    ones have gone by, and one more goes."""
+    generator = torch.Generator().manual_seed(0)
+    ranks, weight = Ranks(2, 0, torch.bfloat16, 0, 2**31 - 1), torch.ones(D, dtype=torch.bfloat16)
+    check_whole_rows(ranks, weight, 1, generator)
+    part, late, residual = torch.randn(3, 1, D, generator=generator).bfloat16()
+    writer = threading.Timer(0.5, ranks.others_write, ([part, late],))
+    writer.start()
+    _, total = divided.push(ranks.own, part, residual, weight, EPS)
+    writer.join()
+    expected = (part + late) + residual
+    torch.testing.assert_close(total, expected, rtol=TOLERANCE[torch.bfloat16], atol=TOLERANCE[torch.bfloat16])
 
 
 INTERPRETED = """
@@ -130,10 +158,13 @@ from compiled_engine.collectives.vocabulary import reference
 for dtype in (torch.float32, torch.float16):
     for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
         test_push_kernel.check(num_ranks, rank, dtype)
-        test_push_kernel.check_divided(num_ranks, rank, dtype)
-test_push_kernel.check_divided(2, 1, torch.float32, inner=True)
+        test_push_kernel.check_divided(test_push_kernel.Ranks(num_ranks, rank, dtype))
+test_push_kernel.check_divided(test_push_kernel.Ranks(2, 1, torch.float32), inner=True)
 for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
     test_push_kernel.check(num_ranks, rank, torch.bfloat16)
+    for epochs in ((2**31 - 2, 2**31 - 2), (2**31 - 2, 7), (7, 2**31 - 2)):
+        test_push_kernel.check_divided(test_push_kernel.Ranks(num_ranks, rank, torch.bfloat16, *epochs))
+test_push_kernel.check_waits()
 print("right")
 """
 

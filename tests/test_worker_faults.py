@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,7 +22,10 @@ from left_over import SOON_S, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.workers.monitor import WorkerError
+from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.workers import monitor
+from compiled_engine.workers.heartbeat import Heartbeats
+from compiled_engine.workers.monitor import Monitor, WorkerError
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
@@ -57,6 +63,27 @@ def test_a_rank_that_fails_in_a_step(fault: str, message: str) -> None:
         with LLM(**ENGINE) as again:
             after = again.generate(PROMPTS, SHORT, use_tqdm=False)
             assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
+
+
+def test_a_failure_is_told_even_if_a_process_cannot_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(ended: object) -> None:
+        raise PermissionError("injected")
+
+    monkeypatch.setattr(monitor, "end_all", refuse)
+    own, other = socket.socketpair()
+    heartbeats = Heartbeats(1)
+    worker: Any = SimpleNamespace(socket=own, is_stopped=lambda: False, is_dying=lambda: False)
+    watch = Monitor([worker], RankLayout(1, 1), heartbeats)
+    (answer,) = watch.expect(0)
+    with pytest.raises(PermissionError):
+        watch.fail(WorkerError("a rank is gone"))
+    for told in (watch.check, watch.wait_ready, answer.result):
+        with pytest.raises(WorkerError, match="a rank is gone"):
+            told()
+    assert select.select([watch.bell], [], [], 0)[0]
+    own.close()
+    other.close()
+    heartbeats.close()
 
 
 def test_a_step_that_fails_on_all_ranks_alike_fails_alone() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.passes.sequence_parallel import SequenceParallel
-from compiled_engine.resolve.compile import COMPILE_OPTIONS
+from compiled_engine.resolve.compile import COMPILE_OPTIONS, SEQUENCE_PARALLEL_PASSES
 
 # Modes without decode graphs, and without graphs of mixed batches.
 NOT_OF_DECODES, NOT_OF_MIXED = ("piecewise", "breakable"), ("full_decode_only",)
@@ -36,7 +36,8 @@ class Variant:
     def engine_options(self, shared: Mapping[str, Any]) -> dict[str, Any]:
         """The shared options that this variant can take, with its own.
 
-        An option of the compiler means nothing where nothing is compiled, and one of graphs where none is captured.
+        An option of the compiler means nothing where nothing is compiled, and one of graphs where none is captured;
+        sequence parallelism goes with the passes that it needs.
         """
         left_out = [*(() if self.compiles else COMPILE_OPTIONS), *(() if self.captures else GRAPH_OPTIONS)]
         left_out += ["capture_sizes"] if self.options.get("graph_mode") in NOT_OF_DECODES else []
@@ -44,6 +45,8 @@ class Variant:
         kept = {name: value for name, value in shared.items() if name not in left_out}
         if "disable_passes" in self.options:
             passes = [*kept.get("disable_passes", ()), *self.options["disable_passes"]]
+            if not {*SEQUENCE_PARALLEL_PASSES}.isdisjoint(passes):
+                kept.pop("sequence_parallel", None)
             return kept | dict(self.options) | {"disable_passes": passes}
         return kept | dict(self.options)
 
@@ -97,7 +100,8 @@ def parallel_variants(config: EngineConfig) -> list[Variant]:
     others: dict[str, dict[str, Any]] = {}
     if parallel.executor == "in_process" and parallel.data_parallel_size == 1:
         others["in a worker process"] = {"distributed_executor": "multiprocess"}
-    if parallel.tensor_parallel_size > 1 and SequenceParallel.name not in config.compile.passes:
+    lacking = [name for name in SEQUENCE_PARALLEL_PASSES if name not in config.compile.passes]
+    if parallel.tensor_parallel_size > 1 and lacking == [SequenceParallel.name]:
         others["with sequence parallelism"] = {"sequence_parallel": True}
     if parallel.tensor_parallel_size > 1 and on_gpu and parallel.collectives == "auto":
         others["over NCCL"] = {"collectives": "nccl"}

@@ -5,12 +5,14 @@ slot's epoch; it waits for the flags of all ranks in its own buffer, and reads t
 on the device, so a replayed CUDA graph goes on counting. Odd and even ones use different rows: a rank that raises its
 flag to one epoch has read the rows of the epoch before, so its peers may write the epoch after.
 
-The first slots have rows of twice the size besides, for words that hold the epoch themselves: see tagged_sum.
+The first slots have rows of twice the size besides, for words that hold the epoch themselves: see tagged_sum. Those
+exchanges raise no flags, so they count epochs of their own. A flag thus stays close to the epoch that is waited for,
+and the sign of the difference says whether it was raised although epochs wrap around.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -27,11 +29,13 @@ TAGGED_SLOTS = 64
 
 @dataclass(frozen=True)
 class PushBuffer:
-    """own: this rank's memory, [bytes]. addresses: of every rank's, int64 on the device. epochs: int32 [num_slots]."""
+    """own: this rank's memory, [bytes]. addresses: of every rank's, int64 on the device. epochs: int32 [num_slots], of
+    exchanges with flags. tagged_epochs: int32 [num_tagged_slots], of those with tagged words."""
 
     own: torch.Tensor
     addresses: torch.Tensor
     epochs: torch.Tensor
+    tagged_epochs: torch.Tensor
     rank: int
     num_ranks: int
     row_bytes: int
@@ -52,7 +56,7 @@ class PushBuffer:
 
     @property
     def num_tagged_slots(self) -> int:
-        return min(TAGGED_SLOTS, self.num_slots)
+        return self.tagged_epochs.shape[0]
 
     @property
     def tagged_offset(self) -> int:
@@ -67,13 +71,18 @@ class PushBuffer:
         """One like it for a single rank: the same kernels run on it, and wait for nobody."""
         own = torch.zeros(buffer_bytes(self.num_slots, 1, self.row_bytes), dtype=torch.uint8, device=self.own.device)
         addresses = torch.tensor([own.data_ptr()], dtype=torch.int64, device=own.device)
-        return replace(self, own=own, addresses=addresses, epochs=torch.zeros_like(self.epochs), rank=0, num_ranks=1)
+        epochs, tagged_epochs = torch.zeros_like(self.epochs), torch.zeros_like(self.tagged_epochs)
+        return PushBuffer(own, addresses, epochs, tagged_epochs, 0, 1, self.row_bytes)
 
 
 def num_slots_for(num_ranks: int, row_bytes: int, most_rows: int) -> int:
     """Rows of a batch that are worth having slots; most_rows: of any batch."""
     worth = most_rows if num_ranks == 2 else ROWS_OF_ALL_RANKS // num_ranks
     return max(1, min(worth, most_rows, MOST_BYTES // (2 * num_ranks * row_bytes)))
+
+
+def num_tagged_slots(num_slots: int) -> int:
+    return min(TAGGED_SLOTS, num_slots)
 
 
 def data_offset(num_slots: int, num_ranks: int) -> int:
@@ -86,5 +95,5 @@ def tagged_offset(num_slots: int, num_ranks: int, row_bytes: int) -> int:
 
 
 def buffer_bytes(num_slots: int, num_ranks: int, row_bytes: int) -> int:
-    tagged = 2 * min(TAGGED_SLOTS, num_slots) * num_ranks * 2 * row_bytes
+    tagged = 2 * num_tagged_slots(num_slots) * num_ranks * 2 * row_bytes
     return tagged_offset(num_slots, num_ranks, row_bytes) + tagged

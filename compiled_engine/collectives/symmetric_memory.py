@@ -10,7 +10,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from compiled_engine.collectives.nccl import NcclGroup
-from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
+from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for, num_tagged_slots
 from compiled_engine.collectives.rows import rows_of
 
 # From so many bytes on two exchanges of less are faster than one, by the number of ranks (up to it).
@@ -49,6 +49,7 @@ class SymmetricMemoryGroup:
             own=self._pushed_memory,
             addresses=torch.tensor(self._pushed_handle.buffer_ptrs, dtype=torch.int64, device=device),
             epochs=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            tagged_epochs=torch.zeros(num_tagged_slots(num_slots), dtype=torch.int32, device=device),
             rank=self.rank,
             num_ranks=self.size,
             row_bytes=row_bytes,

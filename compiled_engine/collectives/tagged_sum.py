@@ -1,8 +1,8 @@
 """The sum over ranks, residual add and RMSNorm of a few rows in bfloat16 that travel with the number of the exchange.
 
-A word of 64 bits holds two elements and the slot's epoch. It arrives as a whole, so a rank that finds the epoch has the
-elements: there is no flag, nor a fence before it, for which a rank would have to wait. It is twice as many bytes, so
-for a few rows only. NCCL's protocol for low latency sends data so.
+A word of 64 bits holds two elements and the slot's epoch, which such exchanges alone count. It arrives as a whole, so a
+rank that finds the epoch has the elements: there is no flag, nor a fence before it, for which a rank would have to
+wait. It is twice as many bytes, so for a few rows only. NCCL's protocol for low latency sends data so.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def tagged_sum(
     tagged_sum_kernel[(num_tokens,)](
         *(each.view(WORD) for each in (x_TD, residual_TD, weight_D, normed_TD, total_TD)),
         pushed.addresses,
-        pushed.epochs,
+        pushed.tagged_epochs,
         pushed.rank,
         pushed.num_ranks,
         pushed.num_tagged_slots,

@@ -39,15 +39,14 @@ class EngineCore:
         self.executor = executor
         self._free = weakref.finalize(self, executor.close)  # if nobody calls `close`
         self._free.atexit = False
-        num_stages = config.parallel.num_stages
-        self._steps_in_flight = num_stages + config.scheduler.async_scheduling
+        self._steps_in_flight = config.steps_in_flight
         self._scheduler = Scheduler(
             config.scheduler,
             config.cache,
             executor.num_blocks,
             config.model.vocab_size,
             self._steps_in_flight,
-            num_stages,
+            config.parallel.num_stages,
         )
         self.num_slots = executor.num_blocks * config.cache.block_size
         self._pending: deque[tuple[SchedulerOutput, PendingOutput]] = deque()  # the oldest step first

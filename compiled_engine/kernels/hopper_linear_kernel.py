@@ -24,10 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.kernels.hopper_linear_ending import gated, sum_of_parts
 from compiled_engine.kernels.hopper_linear_ring import BLOCK, BLOCKS, ROWS, SHARED, STEP, Ring, boxes_of, copy, form_of
+from compiled_engine.kernels.hopper_registers import LINEAR_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
 # Registers of a thread that copies.
-COPYING_REGISTERS = gl.constexpr(40)
+COPYING_REGISTERS = gl.constexpr(LINEAR_COPYING)
 
 
 class Arguments(NamedTuple):

@@ -24,10 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.hopper_linear_ending import gated
 from compiled_engine.kernels.hopper_linear_ring import BLOCK, SHARED, STEP, store_box
 from compiled_engine.kernels.hopper_product_copy import Descriptors, Stages, Tiles, copy, form_of, tile_at
+from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING
 from compiled_engine.kernels.launcher import quick_launches
 
 # Registers of a thread that copies.
-COPYING_REGISTERS = gl.constexpr(24)
+COPYING_REGISTERS = gl.constexpr(PRODUCT_COPYING)
 # Most tokens of a part whose results have a place of their own in shared memory.
 SMALL = gl.constexpr(32)
 

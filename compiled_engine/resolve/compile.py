@@ -26,6 +26,8 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
+# That `sequence_parallel` needs: its own, and others that may be disabled.
+SEQUENCE_PARALLEL_PASSES = (SequenceParallel.name, *sorted({*SequenceParallel.requires} - {TensorParallel.name}))
 # Where the compile range for small batches ends by default, in tokens.
 DEFAULT_RANGE_END = 64
 MIN_CORES_FOR_WORKERS = 4
@@ -72,6 +74,7 @@ def resolve_compile(
     wanted = by_default if options.passes is None else options.passes
     if options.sequence_parallel:
         wanted = (*wanted, SequenceParallel.name)
+        _check_sequence_parallel(wanted, options.disable_passes)
     return CompileConfig(
         enabled=True,
         passes=tuple(name for name in known if name in wanted and name not in options.disable_passes),
@@ -81,6 +84,17 @@ def resolve_compile(
         workers=_workers(options, reasons),
         cache_dir=resolve_cache_dir(options),
     )
+
+
+def _check_sequence_parallel(wanted: tuple[str, ...], disabled: tuple[str, ...]) -> None:
+    """Raises ValueError where an option asks for sequence parallelism and another one takes a pass for it away."""
+    for name in SEQUENCE_PARALLEL_PASSES:
+        if name in disabled:
+            raise ValueError(f"disable_passes has {name!r}, but sequence_parallel is True; allowed: others")
+        if name not in wanted:
+            raise ValueError(
+                f"passes is {list(wanted[:-1])}, but sequence_parallel is True; allowed: with {name!r}, or None"
+            )
 
 
 def _ranges(

@@ -60,18 +60,19 @@ class CapturedSteps:
         """The graph to replay for a batch with contexts of up to `longest`; why there is none is counted."""
         decodes_only = num_tokens == num_requests
         self.counters.batch(num_tokens, decodes_only)
-        key = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest)
-        if key is None:
+        keys = self.dispatcher.dispatch(num_tokens, num_requests, 1 if decodes_only else None, longest)
+        if not keys:
             self.counters.no_key(num_tokens, decodes_only)
             return None
         assert self.graphs is not None
-        if hidden_wanted and (key.is_decode or self._step.model.ends_at_logits(key.num_tokens)):
+        key = next(filter(self.graphs.has, keys), None)
+        if hidden_wanted and (keys[0].is_decode or self._step.model.ends_at_logits(keys[0].num_tokens)):
             reason = Fallback.PROMPT_LOGPROBS
-        elif self.graphs.has(key):
+        elif key is not None:
             return key
         else:
-            reason = Fallback.LOST if self.graphs.is_lost(key) else Fallback.NOT_YET
-        self.counters.fallback(reason, key.name)
+            reason = Fallback.LOST if all(map(self.graphs.is_lost, keys)) else Fallback.NOT_YET
+        self.counters.fallback(reason, keys[0].name)
         return None
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:

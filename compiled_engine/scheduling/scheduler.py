@@ -34,8 +34,8 @@ from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, S
 from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
 from compiled_engine.scheduling.token_masks import MaskMaker
 
-# With so many requests waiting and more, prompts have more of a step, in proportion: the queue delays them more than
-# they delay others.
+# Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
+# they have more, since the queue delays them more than they delay others.
 FEW_WAITING = 4
 
 

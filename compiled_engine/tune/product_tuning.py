@@ -9,9 +9,18 @@ from itertools import product
 
 import torch
 
+from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import silu_mul
-from compiled_engine.passes.hopper_product import MANY, TOKEN_BUCKETS, ProductTiles, hopper_product
+from compiled_engine.passes.hopper_launch import multiprocessors
+from compiled_engine.passes.hopper_product import (
+    MANY,
+    MOST_COLUMNS,
+    MOST_SUMS,
+    TOKEN_BUCKETS,
+    ProductTiles,
+    hopper_product,
+)
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, cases_of
 from compiled_engine.tune.linear_tuning import Chain, TunedLinear
@@ -21,8 +30,8 @@ WORTH = 0.985
 REPEATS = 9
 # Tokens that are measured for all batches beyond the last bucket.
 TOKENS_OF_MANY = 8192
-# Bytes of shared memory for a program, barriers aside; multiprocessors of an H200; candidates of a case.
-SHARED_MEMORY, MULTIPROCESSORS, CANDIDATES = (227 << 10) - 256, 132, 12
+# Bytes of shared memory for a program, barriers aside; candidates of a case.
+SHARED_MEMORY, CANDIDATES = (227 << 10) - 256, 12
 # What a program reads per element of its tile and column, in units of what that takes to compute.
 READING = 16
 PARTS = ((256,), (128, 128), (128, 64), (128, 32, 16), (128, 16), (128,), (64, 32))
@@ -34,21 +43,20 @@ def product_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
     return [case for case in cases if case.silu_mul]
 
 
-def product_candidates(case: LinearCase) -> list[ProductTiles]:
+def product_candidates(case: LinearCase, num_sms: int) -> list[ProductTiles]:
     """Those that promise most: each multiprocessor has little area to compute, and little to read for it."""
     tokens = tokens_measured(case)
     found: list[tuple[float, ProductTiles]] = []
     for (groups, rows), parts, together in product(((2, 64), (3, 64), (2, 128)), PARTS, (4, 8, 16)):
         width = sum(parts)
-        # Registers of a thread for sums; with three groups ptxas takes no product of 256 columns.
-        if rows * width // 128 > (128 if groups == 3 else 192) or (groups == 3 and parts[0] > 128):
+        if rows * width // 128 > MOST_SUMS[groups] or parts[0] > MOST_COLUMNS[groups]:
             continue
         tiles = -(-tokens // width), -(-case.num_rows // (groups * rows))
         if together > 4 and together // 2 >= tiles[0]:
             continue  # the same order of tiles
         results = groups * rows // 2 * 2 * (256 if parts[0] == 256 else 128 + sum(part for part in parts if part <= 32))
         stages = min(6, (SHARED_MEMORY - results) // ((groups * rows + width) * 128))
-        area = -(-tiles[0] * tiles[1] // MULTIPROCESSORS) * groups * rows * width
+        area = -(-tiles[0] * tiles[1] // num_sms) * groups * rows * width
         if stages >= 3:
             read = READING * (1 / (groups * rows) + 1 / width)
             found.append((area * (1 + read), ProductTiles(groups, rows, parts, stages, together)))
@@ -69,20 +77,22 @@ def tune_products(cases: Sequence[LinearCase], progress: Progress) -> list[Tuned
     tuned: list[TunedLinear] = []
     if torch.cuda.get_device_capability()[0] != 9:
         return tuned
+    device = torch.device("cuda", torch.cuda.current_device())
+    num_sms, rates = multiprocessors(device), device_rates(device, torch.bfloat16)
     with progress.stage("measure products on Hopper", total=len(cases)) as advance:
         for case in cases:
             advance(1)
             chain = Chain([replace(case, num_tokens=tokens_measured(case), norm=False)])
             expected = chain.run([_library], 1).float()
             times: dict[ProductTiles, float] = {}
-            for tiles in product_candidates(case):
+            for tiles in product_candidates(case, num_sms):
                 found = chain.run([partial(_product, tiles)], 1).float()
                 if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
                     times[tiles] = chain.microseconds([partial(_product, tiles)], REPEATS)
             before = chain.microseconds([_library], REPEATS)
             best = min(times, key=times.__getitem__, default=None)
             if best is not None and times[best] < WORTH * before:
-                bound = case.num_rows * case.k * 2 * tokens_measured(case) / 790e6
+                bound = case.num_rows * case.k * 2 * tokens_measured(case) / rates.flops_per_s * 1e6
                 tuned.append(TunedLinear(case, best, times[best], before, bound))
     return tuned
 

@@ -92,12 +92,14 @@ class Monitor:
             if self.failure is None:
                 waiting = [future for future in (*self._ready, *self._answers.values()) if not future.done()]
                 self._answers.clear()
-                end_all(self._workers)
-                self.failure = error  # whoever hears of it finds all ended
-                os.eventfd_write(self.bell, 1)
-                self._step_failed.notify_all()
-                for future in waiting:
-                    future.set_exception(self.failure)
+                try:
+                    end_all(self._workers)
+                finally:  # whoever hears of it finds all ended, but for one that its device holds up
+                    self.failure = error
+                    os.eventfd_write(self.bell, 1)
+                    self._step_failed.notify_all()
+                    for future in waiting:
+                        future.set_exception(error)
             return self.failure
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ class MultiprocessExecutor:
         self._step_s = None
         if config.device.type == "cuda":
             self._step_s = STEP_S * max(1.0, config.scheduler.max_num_batched_tokens / STEP_TOKENS)
-        takes_turns = config.device.type == "cuda" and not config.scheduler.async_scheduling
+        takes_turns = config.device.type == "cuda" and config.steps_in_flight == 1
         self._busy_s = BUSY_S if takes_turns else 0.0
         self._numbers = count()
         self._closed = self._started = False

@@ -99,9 +99,8 @@ class Worker:
         self._failure: Exception | None = None
         self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
         # Where a step is launched before the one before it has ended; on a CPU launching it is executing it.
-        ahead = config.scheduler.async_scheduling or config.parallel.num_stages > 1
         self._pending: queue.SimpleQueue[PendingOutput] | None = None
-        if results is not None and ahead and config.device.type == "cuda":
+        if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
             self._pending = queue.SimpleQueue()
             threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
 

@@ -15,7 +15,7 @@ _MIXED_KINDS = {
 
 
 class Dispatcher:
-    """Total over all batches: the smallest key that holds the batch, a graph of decodes before any other."""
+    """Total over all batches: keys of the smallest size that holds the batch, graphs of decodes before any other."""
 
     def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig):
         most, longest = scheduler.max_num_seqs, scheduler.max_model_len
@@ -39,19 +39,21 @@ class Dispatcher:
 
     def dispatch(
         self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
-    ) -> GraphKey | None:
-        """The key of the graph to replay, or None where the batch runs without one.
+    ) -> tuple[GraphKey, ...]:
+        """The keys of graphs that serve the batch, the best first: the first that is captured is to be replayed.
+
+        All have one size. Nothing where the batch runs without a graph.
 
         uniform_query_len: tokens of each request if all have the same number, else None. longest: of the contexts, with
         this step's tokens.
         """
         if not 1 <= num_requests <= num_tokens:
-            return None
+            return ()
         if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):
             key = self._decode_table[num_tokens]
             short_keys = self._short_keys.get(key.num_tokens, ())
-            return next((short for short in short_keys if longest <= short.max_seq_len), key)
-        return self._token_table[num_tokens] if num_tokens < len(self._token_table) else None
+            return (*(short for short in short_keys if longest <= short.max_seq_len), key)
+        return (self._token_table[num_tokens],) if num_tokens < len(self._token_table) else ()
 
 
 def _table(keys: Iterable[GraphKey]) -> list[GraphKey]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compiled_engine.attention.inputs import AttentionInputs
@@ -45,9 +46,7 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
     num_requests: rows of the batch, padding included. max_seq_len: the host's bound of the contexts.
     A few programs are split until there are two for each multiprocessor; up to one a multiprocessor they are split into
     small ones, lest the longest context be waited for; more of them even each other out. Contexts above LONG_SPLIT are
-    always split. On an H200, with 16 query heads on 8 K/V heads of size 128, the attention of 8 requests with 200 and
-    with 100 to 1500 tokens takes 6.7 and 17.1 microseconds so, unsplit 6.8 and 27.7; of 64 requests 20.3 and 63.9
-    unsplit.
+    always split.
     """
     num_programs = num_requests * num_kv_heads
     most = min(max(-(-max_seq_len // GRAIN), 1), MAX_SPLITS)
@@ -60,6 +59,31 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
         splits = Splits(1, GRAIN)
     to_shorten = min(-(-max_seq_len // LONG_SPLIT), MAX_SPLITS)
     return splits if splits.count >= to_shorten else Splits(to_shorten, LONG_SPLIT // 16)
+
+
+def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
+    """Contexts up to which so many decodes have kernels of their own on a Hopper, ascending: a few whose keys a program
+    can hold, and many that are not split."""
+    num_programs = num_requests * num_kv_heads
+    if num_programs > 4 * num_sms:
+        return (LONG_SPLIT,)
+    if num_programs > 2 * num_sms:
+        return SHORT_CONTEXTS[-1], LONG_SPLIT
+    if num_programs > num_sms:
+        return SHORT_CONTEXTS[-1:]
+    return SHORT_CONTEXTS if num_requests <= MOST_SHORT_REQUESTS else ()
+
+
+def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> Splits | None:
+    """How decodes of up to one of these contexts are split; None for longer ones.
+
+    A program reads all keys of its request, unless requests are so few that the longer of the contexts are split.
+    """
+    if max(short_contexts, default=0) < max_seq_len:
+        return None
+    if num_requests <= FEW_REQUESTS and max_seq_len > short_contexts[0]:
+        return Splits(FEW_SPLITS, GRAIN, programs=SMALL)
+    return Splits(1, GRAIN)
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from compiled_engine.attention.backends.decode_splits import LONG_SPLIT, MOST_SHORT_REQUESTS, SHORT_CONTEXTS
+from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS, short_contexts_of
 from compiled_engine.attention.backends.triton_tile import scales
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
@@ -21,22 +21,12 @@ MAX_GROUP = 16
 def short_contexts(
     num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device_type: str
 ) -> tuple[int, ...]:
-    """Contexts up to which so many decodes have kernels of their own: on Hopper, a few whose keys a program can hold,
-    and many that are not split."""
+    """See short_contexts_of; nothing elsewhere than on Hopper, and for heads that the kernels do not take."""
     if device_type != "cuda" or not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         return ()
     num_sms = torch.cuda.get_device_properties().multi_processor_count
     fits = dtype.itemsize == 2 and head_dim in HEAD_DIMS and num_heads <= MAX_GROUP * num_kv_heads
-    if not fits:
-        return ()
-    num_programs = num_requests * num_kv_heads
-    if num_programs > 4 * num_sms:
-        return (LONG_SPLIT,)
-    if num_programs > 2 * num_sms:
-        return SHORT_CONTEXTS[-1], LONG_SPLIT
-    if num_programs > num_sms:
-        return SHORT_CONTEXTS[-1:]
-    return SHORT_CONTEXTS if num_requests <= MOST_SHORT_REQUESTS else ()
+    return short_contexts_of(num_requests, num_kv_heads, num_sms) if fits else ()
 
 
 @dataclass(frozen=True)

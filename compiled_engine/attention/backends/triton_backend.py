@@ -9,14 +9,10 @@ import triton
 
 from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
 from compiled_engine.attention.backends.decode_splits import (
-    FEW_REQUESTS,
-    FEW_SPLITS,
-    GRAIN,
-    SMALL,
     BatchFacts,
-    Splits,
     one_kernel_pays,
     plan_splits,
+    short_splits,
 )
 from compiled_engine.attention.backends.hopper_prefill import hopper_prefill, on_hopper
 from compiled_engine.attention.backends.short_decode import ShortTiles, short_contexts, short_decode
@@ -146,19 +142,19 @@ class TritonBackend:
         is_usual = rotation.is_plain and rotation.cos_T1d.shape[-1] == q_THd.shape[-1]
         if facts.num_decodes < facts.num_requests or not is_usual:
             return False
-        context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
-        splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
         _, num_heads, head_dim = q_THd.shape
         contexts = short_contexts(facts.num_requests, num_heads, num_kv_heads, head_dim, q_THd.dtype, q_THd.device.type)
-        short = max(contexts, default=0) >= facts.max_seq_len
-        if short and facts.num_requests <= FEW_REQUESTS and facts.max_seq_len > contexts[0]:
-            short, splits = False, Splits(FEW_SPLITS, GRAIN, programs=SMALL)
-        if not short and (facts.listed or not one_kernel_pays(splits, facts.max_seq_len)):
+        splits = short_splits(facts.num_requests, facts.max_seq_len, contexts)
+        is_short = splits is not None and splits.count == 1
+        if splits is None:
+            context = min(facts.max_seq_len, scoring.sliding_window or facts.max_seq_len)
+            splits = plan_splits(facts.num_requests, num_kv_heads, context, num_sms)
+        if not is_short and (facts.listed or not one_kernel_pays(splits, facts.max_seq_len)):
             return False
         angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
         require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, out_THd=out_THd, **angles)
         operands = q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd
-        if short:
+        if is_short:
             tiles = ShortTiles.of(facts.num_requests * num_kv_heads, num_sms, facts.max_seq_len)
             short_decode(*operands, inputs, facts.num_requests, scoring, tiles)
         else:
