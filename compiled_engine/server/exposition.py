@@ -36,6 +36,8 @@ COUNTERS = {
     "traces": ("num_traces", "Models traced; 0 after a warm start."),
     "compiles": ("num_compiles", "Pieces compiled; 0 after a warm start."),
     "captures": ("num_graph_captures", "CUDA graphs captured."),
+    "recordings": ("num_recordings", "Lists of calls recorded on a CPU."),
+    "recorded_replays": ("num_recorded_replays", "Replays of such lists."),
     "grammar_requests": ("grammar_requests", "Completions with a grammar."),
     "grammar_compiles": ("grammar_compiles", "Grammars compiled."),
     "grammar_failures": ("grammar_failures", "Grammars that could not be compiled."),

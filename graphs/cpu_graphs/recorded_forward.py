@@ -72,7 +72,8 @@ class RecordedForward:
 
     def _record(self, kind: Kind, arguments: ForwardArguments) -> torch.Tensor:
         try:
-            with recording(self._arena, [arguments[2].host_3]) as calls:
+            num_decodes = arguments[2].host_3[0]
+            with recording(self._arena, [num_decodes]) as calls:
                 result = self._forward(*arguments)
         except CannotRecord as error:
             log.warning("decodes run without recorded calls: %s", error)

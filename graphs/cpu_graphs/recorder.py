@@ -28,14 +28,14 @@ class Recorder(TorchDispatchMode):
     """Kernels of C++ are recorded as they are called; an op of torch that computes, as one that writes its result where
     it is now; views and allocations leave nothing to repeat.
 
-    constants: the tensors whose values are the same in each replay; others must not be read by Python.
+    constants: elements whose values are the same in each replay; others must not be read by Python.
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.calls = CallList()
         self._arena = arena
-        self._constants = {_memory(tensor) for tensor in constants}
+        self._constants = {tensor.data_ptr() for tensor in constants}
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None:
         self.calls.add_kernel(function, arguments)
@@ -48,16 +48,16 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         call = partial(function, *args, **(kwargs or {}))
-        given = {_memory(value) for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)}
-        if function in READS and not given <= self._constants:
-            raise CannotRecord(f"{function} is read on the host")
+        given = _tensors((args, kwargs))
+        if function in READS and not {tensor.data_ptr() for tensor in given} <= self._constants:
+            raise CannotRecord(f"the host reads a tensor of shape {tuple(given[0].shape)}")
         result = call()
-        results = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+        results = _tensors(result)
         if function in ALLOCATIONS and result.is_contiguous():
             return self._arena.empty_like(result)
         if function._schema.is_mutable:
             self.calls.add(call)
-        elif not all(_memory(value) in given for value in results):
+        elif not {_memory(tensor) for tensor in results} <= {_memory(tensor) for tensor in given}:
             self.calls.add(partial(_again, call, results))
         return result
 
@@ -76,6 +76,10 @@ def recording(arena: Arena, constants: Iterable[torch.Tensor]) -> Iterator[CallL
 def _again(call: Callable[[], Any], results: list[torch.Tensor]) -> None:
     for result, value in zip(results, tree_leaves(call()), strict=True):
         result.copy_(value)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int:
