@@ -143,6 +143,7 @@ def test_kinds_by_mode() -> None:
         GraphMode.FULL_DECODE_ONLY: {"decode"},
         GraphMode.FULL_AND_PIECEWISE: {"decode", "piecewise"},
         GraphMode.BREAKABLE: {"breakable"},
+        GraphMode.RECORDED: set(),
     }
 
 

@@ -139,7 +139,9 @@ def test_those_that_are_not_needed_end() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_they_end_with_who_launched_them(program: str, number: signal.Signals) -> None:
     """They import meanwhile, or wait."""
-    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as driver:
+    # A job in the background of a shell is born deaf to Ctrl-C.
+    hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    with subprocess.Popen([sys.executable, "-c", hears + program], stderr=subprocess.DEVNULL) as driver:
         process = psutil.Process(driver.pid)
         wait_until(lambda: len(workers(process)) == 2)
         ranks = workers(process)

@@ -31,7 +31,7 @@ from compiled_engine.workers.start_core import start_core
 from tests.other_padding import prepare_with, replay_with_other_padding
 from tests.recorded_capture import RecordedCapture
 
-MODES = [mode for mode in GraphMode if mode is not GraphMode.NONE]
+MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]
 
 
 @pytest.fixture(autouse=True)

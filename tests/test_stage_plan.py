@@ -97,7 +97,8 @@ def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
         plan, pieces = planned(config, compile_range, fused=fused)
-        assert any(step.op == "compiled_engine::rope_attend" for step in plan.steps) == fused
+        is_cpp = compile_range.small and not config.model.experts.count
+        assert any(step.op == "compiled_engine::rope_attend" for step in plan.steps) == (fused or is_cpp)
         packed = {name: torch.cat([parameters[m] for m in members]) for name, members in plan.packed().items()}
         given = parameters | packed
         expected = stitch(plan, pieces, given)(*inputs(), caches)
