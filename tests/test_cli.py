@@ -32,6 +32,15 @@ def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 
 
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_no_error(closed: str, tmp_path: Path) -> None:
+    """Where a daemon starts it, say; `complete` asks whether somebody types."""
+    options = " ".join((*SMALL, "--max-tokens", "1"))
+    command = f"{Path(sys.executable).with_name('compiled-engine')} complete {options} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_every_engine_option_is_an_argument() -> None:
     assert [argument.name for argument in ENGINE_ARGUMENTS] == [field.name for field in fields(EngineOptions)]
 

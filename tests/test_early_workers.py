@@ -117,6 +117,31 @@ def test_options_that_are_wrong_leave_nothing(
         assert not workers()
 
 
+def test_they_import_from_the_folder_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a notebook's: "" in sys.path is the folder that the process is in."""
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_a_prompt.py").write_text("from faulty_rank import FaultyRank\n")
+    LLM(**ENGINE, logits_processors=["beside_a_prompt:FaultyRank"]).close()
+
+
+IN_LOOP = f"""
+import asyncio
+from compiled_engine import AsyncLLM
+async def main():
+    await AsyncLLM(**{SMALL!r}).shutdown()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "closed"), [("import torch\n" + HERE, "<&- >&- 2>&-"), (ELSEWHERE, "2>&-"), (IN_LOOP, "2>&-")]
+)
+def test_a_daemon_may_have_closed_its_standard_streams(program: str, closed: str) -> None:
+    """Descriptors of others, such as those of the caller's event loop, then have their numbers."""
+    subprocess.run(["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, program], check=True)
+
+
 def test_one_that_is_killed_while_it_waits_is_named() -> None:
     config = resolve(EngineOptions(**{name: value for name, value in ENGINE.items() if name != "progress"}))
     launched = LaunchedWorkers(2, "cpu")

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from left_over import wait_until
 
 from compiled_engine.process import worker_pool
+from compiled_engine.process.child import start_process
 from compiled_engine.process.worker_pool import WorkerPool
-from compiled_engine.process.worker_process import WorkerEnded
+from compiled_engine.process.worker_process import WorkerEnded, WorkerProcess
 
 
 class Worker:
@@ -65,6 +72,36 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[list[Worke
     return start
 
 
+WORKER = """
+import subprocess
+from compiled_engine.process.worker_process import messages_and_answer
+
+def main():
+    messages, answer = messages_and_answer()
+    answer({"ready": True})
+    for message in messages:
+        subprocess.run(["sleep", "300"])
+"""
+PARENT = """
+import sys
+from compiled_engine.process.worker_process import WorkerProcess
+
+WorkerProcess("slow_worker", 0).ask({})
+"""
+
+
+def test_a_worker_ends_in_its_work_when_its_parent_is_killed(tmp_path: Path) -> None:
+    """And with it what it has started."""
+    (tmp_path / "slow_worker.py").write_text(WORKER)
+    with subprocess.Popen([sys.executable, "-c", PARENT], env=os.environ | {"PYTHONPATH": str(tmp_path)}) as parent:
+        process = psutil.Process(parent.pid)
+        wait_until(lambda: any(child.name() == "sleep" for child in process.children(recursive=True)))
+        family = process.children(recursive=True)
+        parent.kill()
+        parent.wait()
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in family))
+
+
 def ask_in_order(pool: WorkerPool, threads: ThreadPoolExecutor, count: int, at_once: int) -> list[Future[Any]]:
     """Ask `count` questions, each once the one before it waits, where `at_once` are answered."""
     futures = []
@@ -107,3 +144,28 @@ def test_those_that_wait_are_told_when_the_last_worker_ends(started: Any) -> Non
 def test_without_workers_nobody_waits(started: Any) -> None:
     _, pool = started(0)
     assert pool.ask({"n": 0}) is None
+
+
+ECHO = """
+from compiled_engine.process.worker_process import messages_and_answer
+
+
+def main():
+    messages, answer = messages_and_answer()
+    answer({"ready": True})
+    for message in messages:
+        answer(message)
+"""
+
+
+def test_processes_import_from_the_folder_of_a_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a notebook's: "" in sys.path is the folder that the process is in."""
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside_a_prompt.py").write_text(ECHO)
+    worker = WorkerProcess("beside_a_prompt", 0)
+    assert worker.ask({"n": 1}) == {"n": 1}
+    worker.close()
+    (tmp_path / "another.py").write_text("def main(): pass")
+    with start_process("another", [], []) as process:
+        assert process.wait() == 0

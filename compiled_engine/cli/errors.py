@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from compiled_engine.process.standard_streams import replace_missing_streams
+
 # click's UsageError: recent versions of typer have their own copy of click.
 UsageError: Any = typer.BadParameter.__bases__[0]
 
@@ -51,6 +53,7 @@ class OneLineErrors(TyperGroup):
 
     def main(self, args: Any = None, *more: Any, **settings: Any) -> Any:
         given = sys.argv[1:] if args is None else list(args)
+        replace_missing_streams()
         try:
             code = super().main(given or ["--help"], *more, **{**settings, "standalone_mode": False})
             sys.stdout.flush()

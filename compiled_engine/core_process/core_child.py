@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.process.child import start_process
+from compiled_engine.process.standard_streams import open_standard_streams
 from compiled_engine.workers.given_devices import core_has_device, given_device, num_early_workers
 
 _MAIN = "compiled_engine.core_process.core_main"
@@ -34,6 +35,7 @@ class CoreChild:
     def __init__(
         self, device: str = "auto", num_workers: int = 0, environment: Mapping[str, str] | None = None
     ) -> None:
+        open_standard_streams()
         self._folder = _private_folder()
         self.address = str(self._folder / "core.socket")
         self.socket = socket.socket(socket.AF_UNIX)

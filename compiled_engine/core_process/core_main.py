@@ -11,6 +11,7 @@ from pathlib import Path
 
 from compiled_engine.process.cuda_context import cuda_context, index_of
 from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.standard_streams import open_standard_streams
 from compiled_engine.workers.launched_workers import LaunchedWorkers
 
 
@@ -23,6 +24,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    open_standard_streams()
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
     descriptor, folder, device, num_workers = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     workers = None

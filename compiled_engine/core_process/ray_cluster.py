@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
 from contextlib import suppress
 from typing import Any
@@ -63,7 +64,7 @@ class RayCluster:
                 num_gpus=bundle.get("GPU", 0),
                 max_concurrency=_CALLS,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
-            ).remote(config.device.type, num_workers, [path for path in sys.path if path])
+            ).remote(config.device.type, num_workers, [os.path.abspath(path) for path in sys.path])
             for number in range(count)
         ]
         return [RayCore(actor, f"replica {number} of {count}") for number, actor in enumerate(actors)]

@@ -8,6 +8,12 @@ import sys
 from collections.abc import Mapping, Sequence
 
 
+def import_path() -> str:
+    """This process's, as PYTHONPATH of one that starts in the same folder: a prompt and a notebook import from there,
+    which is "" in sys.path, and which PYTHONPATH needs another name for."""
+    return os.pathsep.join(path or os.curdir for path in sys.path)
+
+
 def start_process(
     module: str,
     arguments: Sequence[str],
@@ -28,5 +34,5 @@ def start_process(
         stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,
-        env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, **(environment or {}), "PYTHONPATH": import_path()},
     )

@@ -9,12 +9,17 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import IO, Any
+
+from compiled_engine.process.child import import_path
 
 log = logging.getLogger("compiled_engine")
 
@@ -37,7 +42,7 @@ class WorkerProcess:
             text=True,
             # Ctrl-C is the caller's business; it closes the workers.
             start_new_session=True,
-            env={**os.environ, **(environment or {}), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**os.environ, **(environment or {}), "PYTHONPATH": import_path()},
         )
         self._ready = False
 
@@ -64,7 +69,8 @@ class WorkerProcess:
             log.debug("worker %d has ended", self.number)  # the answer that does not come says it
 
     def close(self) -> None:
-        self._process.kill()
+        with suppress(OSError):  # it has ended; else what it has started ends with it, such as a C++ compiler
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
@@ -84,12 +90,26 @@ class WorkerProcess:
 
 
 def messages_and_answer() -> tuple[Iterator[dict[str, Any]], Callable[[dict[str, Any]], None]]:
-    """In the worker: what it is sent, and how it answers. Whatever else is printed is not an answer."""
+    """In the worker: what it is sent, and how it answers. Whatever else is printed is not an answer.
+
+    When nobody can send anything any more, it ends at once with all that it has started, in the middle of its work too.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    lines: SimpleQueue[bytes] = SimpleQueue()
+
+    def read() -> None:
+        rest = b""
+        while chunk := os.read(0, 1 << 16):  # sys.stdin has a lock, which the interpreter wants when it ends
+            *whole, rest = (rest + chunk).split(b"\n")
+            for line in whole:
+                lines.put(line)
+        os.killpg(0, signal.SIGKILL)  # a session of its own
+
+    threading.Thread(target=read, daemon=True).start()
 
     def answer(value: dict[str, Any]) -> None:
         answers.write(json.dumps(value) + "\n")
         answers.flush()
 
-    return map(json.loads, sys.stdin), answer
+    return (json.loads(line) for line in iter(lines.get, None)), answer

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compiled_engine.process.standard_streams import open_standard_streams
 from compiled_engine.workers.given_devices import given_device, num_early_workers
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.ring import RingDescriptors
@@ -29,6 +30,7 @@ class LaunchedWorkers:
 
     def __init__(self, count: int, device: str) -> None:
         """device: the engine's option. Unless it is "cpu", ranks see the GPUs that there may be."""
+        open_standard_streams()
         self._gpus = [] if device == "cpu" else visible_gpus(count)
         self.heartbeats = Heartbeats(count)
         self.steps, self.results = RingDescriptors.make(count), RingDescriptors.make(1)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 
+from compiled_engine.process.child import import_path
 from compiled_engine.workers.ring import RingDescriptors
 
 log = logging.getLogger("compiled_engine")
@@ -68,7 +69,7 @@ class WorkerChild:
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,  # Ctrl-C is the caller's business
-                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), "PYTHONPATH": _path()},
+                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), "PYTHONPATH": import_path()},
             )
 
     @property
@@ -144,7 +145,3 @@ def visible_gpus(count: int) -> list[str]:
 def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
     others = [gpu for index, gpu in enumerate(gpus) if index != rank]
     return {"CUDA_VISIBLE_DEVICES": ",".join([gpus[rank], *others])} if gpus else {}
-
-
-def _path() -> str:
-    return os.pathsep.join(path for path in sys.path if path)

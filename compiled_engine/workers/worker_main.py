@@ -13,6 +13,7 @@ from pathlib import Path
 
 from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.standard_streams import open_standard_streams
 
 
 def main() -> None:
@@ -22,6 +23,7 @@ def main() -> None:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    open_standard_streams()
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
     kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     descriptors = [int(number) for number in sys.argv[4:]]

@@ -46,12 +46,17 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
         if len(pool):
             left = []
             with ThreadPoolExecutor(len(pool)) as threads:
-                for future in as_completed([threads.submit(by_worker, key) for key in keys]):
-                    result = future.result()
-                    if isinstance(result, str):
-                        left.append(result)
-                    else:
-                        yield result
+                try:
+                    for future in as_completed([threads.submit(by_worker, key) for key in keys]):
+                        result = future.result()
+                        if isinstance(result, str):
+                            left.append(result)
+                        else:
+                            yield result
+                except BaseException:  # nobody waits for the others
+                    threads.shutdown(wait=False, cancel_futures=True)
+                    pool.close()
+                    raise
         if left:
             forget_compilations()
         for key in left:
