@@ -128,6 +128,24 @@ def test_two_engines_start_one_after_the_other(hopper: Path, compiled: list[str]
     assert triton.knobs.runtime.jit_cache_hook is hook
 
 
+def test_nothing_is_compiled_for_a_start_that_has_failed(hopper: Path, compiled: list[str]) -> None:
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    with ThreadPoolExecutor(1) as threads, compiled_by(workers := KernelWorkers(0, None), threads) as kernels:
+        silu_mul_kernel[(1, 1)](x, x, WIDTH=8, BLOCK=32, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
+        workers.close()
+        assert [loading.result() for loading in kernels.load()] == [None]
+    assert compiled == []
+
+
+def test_what_is_compiled_already_is_not_launched_either(hopper: Path, compiled: list[str]) -> None:
+    """It would read what kernels before it, of another specialization, have not written."""
+    x = torch.ones(64, 64, dtype=torch.bfloat16)
+    for asked_for in (1, 0):
+        with ThreadPoolExecutor(1) as threads, compiled_by(KernelWorkers(0, None), threads) as kernels:
+            silu_mul_kernel[(1, 1)](x, x, WIDTH=24, BLOCK=32, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
+            assert [loading.result() is not None for loading in kernels.load()] == [True] * asked_for
+
+
 def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[str]) -> None:
     hook = triton.knobs.runtime.jit_cache_hook
     with (
@@ -142,18 +160,22 @@ def test_the_hook_is_given_back_when_a_part_fails(hopper: Path, compiled: list[s
 def test_workers_compile_what_this_process_then_finds(
     hopper: Path, compiled: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Kernels of the engine, by two processes; one of this test's, which no worker can import, by a thread."""
+    """Kernels of the engine, by two processes, for one caller after another; one of this test's, which no worker can
+    import, by a thread."""
     caplog.set_level("DEBUG", "compiled_engine")
     x = torch.ones(64, 64, dtype=torch.bfloat16)
     with KernelWorkers(2, hopper) as workers, ThreadPoolExecutor(3) as threads:
         workers.start()
+        for blocks in ((32, 64), (128, 256)):
+            with compiled_by(workers, threads) as kernels:
+                for block in blocks:
+                    silu_mul_kernel[(1, 1)](
+                        x, x, WIDTH=32, BLOCK=block, ACTIVATION="silu", DEPENDENT_LAUNCH=True, launch_pdl=True
+                    )
+                assert [loading.result() is not None for loading in kernels.load()] == [True] * 2
         with compiled_by(workers, threads) as kernels:
-            for block in (32, 64, 128):
-                silu_mul_kernel[(1, 1)](
-                    x, x, WIDTH=32, BLOCK=block, ACTIVATION="silu", DEPENDENT_LAUNCH=True, launch_pdl=True
-                )
             make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
-            assert [loading.result() is not None for loading in kernels.load()] == [True] * 4
+            assert [loading.result() is not None for loading in kernels.load()] == [True]
     (left,) = [record.getMessage() for record in caplog.records if "is compiled in this process" in record.getMessage()]
     assert "double_kernel" in left
     compiled.clear()

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
+from functools import partial
 
 import pytest
 
@@ -13,6 +17,27 @@ def test_its_owner_goes_on_meanwhile() -> None:
     go.set()  # would never come if the constructor waited
     assert value.result() not in (False, threading.get_ident())
     assert value.seconds > 0
+
+
+def test_what_it_called_is_not_kept() -> None:
+    """It may refer to whoever keeps the result, and to much memory through that."""
+
+    class Owner:
+        value: InBackground[None]
+
+    owner = Owner()
+    owner.value = InBackground(partial(setattr, owner, "made", True))
+    owner.value.result()
+    there = weakref.ref(owner)
+    gc.disable()
+    del owner
+    deadline = time.monotonic() + 60  # until the thread has let go of its work
+    try:
+        while there() is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+    finally:
+        gc.enable()
 
 
 def test_what_fails_is_raised_by_who_wants_the_result() -> None:

@@ -166,7 +166,8 @@ def test_the_kernel_interpreted() -> None:
 def test_compiled_for_hopper(shape: tuple[int, int, int, int], element: str, normed: bool, tmp_path: Path) -> None:
     """Needs no GPU: it spills nothing, moves 16 bytes at a time, and waits for the kernel before it."""
     _, heads, kv_heads, d = shape
-    kernel = rope_kv_write_kernel.rope_kv_write_kernel
+    launched = rope_kv_write_kernel.rope_kv_write_kernel
+    kernel = getattr(launched, "jit_function", launched)
     tile_h, tile_p, num_warps = rope_kv_write_kernel.tiles(heads, d)
     constants: dict[str, Any] = {name: d for name in kernel.arg_names if name.endswith("_HEAD_STRIDE")}
     constants |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads, "HEAD_DIM": d, "BLOCK_SIZE": 16, "STRIDE_MULTIPLE": 8}

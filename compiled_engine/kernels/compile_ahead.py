@@ -20,11 +20,12 @@ _PARSING: AbstractContextManager[Any] = threading.Lock() if sys.version_info < (
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKernels]:
-    """Within this context a launch of one of the engine's kernels, if it is not compiled so far, has it compiled by
-    `workers`, and returns; one of `threads` waits for that.
+    """Within this context a launch of one of the engine's kernels launches nothing. If it is not compiled so far,
+    `workers` are asked to, and one of `threads` waits for that.
 
-    What such a launch would have written is not there. Launches of other threads wait for a worker, and are made; those
-    of kernels that are compiled already, and of others than the engine's, are as ever. One engine at a time.
+    What such a launch would have written is not there, so a kernel that is compiled already would read it. Launches of
+    other threads wait for a worker, and are made; those of others than the engine's kernels are as ever. One engine at
+    a time.
     """
     import triton  # not installed everywhere
 
@@ -32,7 +33,7 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKern
         workers.aim(triton.runtime.driver.active.get_current_target())
         before = triton.knobs.runtime.jit_cache_hook
         kernels = AskedKernels(workers, threads, before)
-        triton.knobs.runtime.jit_cache_hook = kernels.asked
+        triton.knobs.runtime.jit_cache_hook = kernels
         try:
             yield kernels
         finally:
@@ -40,7 +41,7 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKern
 
 
 class AskedKernels:
-    """The kernels that the thread which makes it has asked for; `asked` is Triton's hook, `before` the one before."""
+    """The kernels that the thread which makes it has asked for: Triton's hook, in place of `before`."""
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
         self._workers, self._threads, self._before = workers, threads, before
@@ -48,29 +49,36 @@ class AskedKernels:
         self._known: set[tuple[Any, str]] = set()
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
-    def asked(self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any) -> bool | None:
+    def leaves_out_launches(self) -> bool:
+        """Whether those of the thread that asks are left out."""
+        return threading.get_ident() == self._caller
+
+    def __call__(
+        self, *, key: str, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **about: Any
+    ) -> bool | None:
         """Triton calls it before it compiles; True: do not."""
         specialization = compile["specialization_data"]
-        if not is_manual_warmup and fn.module.startswith(PACKAGE):
-            if threading.get_ident() == self._caller:
+        asks = self.leaves_out_launches()
+        if fn.module.startswith(PACKAGE) and (asks or not is_manual_warmup):
+            if asks:
                 if (fn.jit_function, key) not in self._known:
                     self._known.add((fn.jit_function, key))
                     future = self._threads.submit(self._workers.compile, fn.module, fn.name, specialization)
                     self._compiling.append((fn.jit_function, specialization, future))
                 return True
             self._workers.compile(fn.module, fn.name, specialization)
+            with _PARSING:
+                fn.jit_function.cache_key  # noqa: B018 - made once, from the parsed source
         everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Have what was asked for loaded, and compiled where no worker did."""
-        return [self._threads.submit(_load, *kernel) for kernel in self._compiling]
+        """Have what was asked for loaded, and compiled where no worker did, unless they are closed."""
+        return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 
-
-def _load(jit_function: Any, specialization: str, compiling: Future[bool]) -> Any:
-    is_compiled = compiling.result()
-    with _PARSING:
-        jit_function.cache_key  # noqa: B018 - made once, from the parsed source
-    with nullcontext() if is_compiled else _PARSING:
-        kernel = jit_function.preload(specialization)
-    return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler
+    def _load(self, jit_function: Any, specialization: str, compiling: Future[bool]) -> Any:
+        if not compiling.result() and self._workers.closed:
+            return None
+        with _PARSING:
+            kernel = jit_function.preload(specialization)
+        return kernel and kernel.run  # which loads it, and builds its launcher with a C compiler

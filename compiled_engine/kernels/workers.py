@@ -29,6 +29,8 @@ class KernelWorkers:
         self._count, self._modules = count, list(modules)
         self._environment = {VARIABLE: str(folder)} if folder else {}
         self._pool: WorkerPool | None = None
+        self._target: Any = None
+        self.closed = False
 
     @property
     def started(self) -> bool:
@@ -41,9 +43,13 @@ class KernelWorkers:
             self._pool.tell({"modules": self._modules})
 
     def aim(self, target: Any) -> None:
-        """Say for which GPU they compile, before the first kernel. target: a triton GPUTarget."""
-        if self._pool is not None:
-            self._pool.begin({"target": [target.backend, target.arch, target.warp_size]})
+        """Say for which GPU they compile, before the first kernel; later calls must name the same. By one thread at a
+        time. target: a triton GPUTarget."""
+        if self._pool is None or target == self._target:
+            return
+        assert self._target is None, f"workers for {self._target} are asked to compile for {target}"
+        self._target = target
+        self._pool.begin({"target": [target.backend, target.arch, target.warp_size]})
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
         """Have a kernel compiled, so that Triton finds it in its folder; whether a worker could."""
@@ -55,7 +61,8 @@ class KernelWorkers:
         return answer is not None and "error" not in answer
 
     def close(self) -> None:
-        """End them."""
+        """End them; what is still asked for is not worth compiling then."""
+        self.closed = True
         if self._pool is not None:
             self._pool.close()
 

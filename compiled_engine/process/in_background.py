@@ -20,14 +20,13 @@ class InBackground(Generic[Value]):
     def __init__(self, make: Callable[[], Value]) -> None:
         self._start = time.perf_counter()
         self._seconds = 0.0
-        self._make = make
         thread = ThreadPoolExecutor(1)
-        self._future = thread.submit(self._timed)
+        self._future = thread.submit(self._timed, make)  # which is not kept: it may refer to whoever keeps this
         thread.shutdown(wait=False)
 
-    def _timed(self) -> Value:
+    def _timed(self, make: Callable[[], Value]) -> Value:
         try:
-            return self._make()
+            return make()
         finally:
             self._seconds = time.perf_counter() - self._start
 

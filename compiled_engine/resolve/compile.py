@@ -39,8 +39,10 @@ def compiler_obstacle(device: torch.device) -> str | None:
     """Why nothing can be compiled here, and what would change that."""
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":
         return "TORCH_COMPILE_DISABLE is '1', which switches torch.compile off; allowed for it: unset, 0"
-    if device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-        return "compiling on a CPU needs a C++ compiler, and g++ was not found"
+    compiler = os.environ.get("CXX", "g++")
+    if device.type == "cpu" and shutil.which(compiler) is None:
+        named = ", which CXX names," if "CXX" in os.environ else ""
+        return f"compiling on a CPU needs a C++ compiler, and {compiler}{named} was not found"
     return None
 
 

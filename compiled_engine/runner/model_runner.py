@@ -105,10 +105,10 @@ class Runner:
             if self._group.rank == 0:
                 workers.start()  # what is new to the compile cache has kernels that are new
                 if on_gpu and self._ahead is None:
-                    self._ahead = InBackground(lambda: rehearse_ahead(config, self._group, workers))
+                    self._ahead = InBackground(lambda: rehearse_ahead(config, group, workers))
             return build_model(model)
 
-        self._is_new, on_gpu = False, config.device.type == "cuda"
+        self._is_new, on_gpu, group = False, config.device.type == "cuda", self._group
         self._compiled: CompiledModel | None = None
         if config.compile.enabled:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)

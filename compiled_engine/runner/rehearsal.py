@@ -36,7 +36,8 @@ def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -
     with _asked(config, workers) as (threads, kernels):
         sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), threads)
         for shape in start_up_batches(config):  # what takes the longest to compile is for the first, the largest
-            _attention(config, shape)
+            if not workers.closed:  # else the start has failed meanwhile
+                _attention(config, shape)
         for job in as_completed([*sampling, *kernels.load()]):
             job.result()
 
