@@ -203,6 +203,9 @@ def _grouped(
     chosen_S, rank_S, sorted_S = torch.empty((3, num_pairs), dtype=torch.int32, device=device)
     weights_S = torch.empty(num_pairs, dtype=torch.float32, device=device)
     blocks_B4 = torch.empty((num_blocks, 4), dtype=torch.int32, device=device)
+    # Before the first kernel: if memory ran out later, counts would stay that the last one clears.
+    hidden_SI, y_SD = x_TD.new_empty((num_pairs, width)), x_TD.new_empty((num_pairs, hidden_size))
+    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     route_kernel[(num_tokens,)](
         logits_TE,
         given_TX,
@@ -230,8 +233,6 @@ def _grouped(
         PLACED=PLACED,
         **options,
     )
-    hidden_SI = x_TD.new_empty((num_pairs, width))
-    y_SD = x_TD.new_empty((num_pairs, hidden_size))
     shared: dict[str, Any] = {
         "TOP_K": top_k,
         "TOKENS": tiles.tokens,
@@ -262,7 +263,6 @@ def _grouped(
             GATED=gated,
             **shared,
         )
-    out_TD = torch.empty_like(x_TD, memory_format=torch.contiguous_format)
     block_d = min(next_power_of_2(hidden_size), 1024)
     combine_kernel[(num_tokens, cdiv(hidden_size, block_d))](
         y_SD,

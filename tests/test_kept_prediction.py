@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache.folder import open_cache
@@ -17,8 +18,12 @@ from compiled_engine.graphs.cache.lookup import Lookup
 from compiled_engine.graphs.cache.work_folder import WorkFolder
 from compiled_engine.graphs.cuda_graphs import kept_prediction
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
+from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
+from tests.recorded_capture import RecordedCapture
 
 KEY = "0" * 31 + "1"
 
@@ -31,7 +36,7 @@ class Graphs:
         self.expected: list[int] = []
         self.names_to_capture = ["decode_2", "decode_1"]
 
-    def predict(self) -> int:
+    def predict(self, least: Callable[[int], int]) -> int:
         self.predictions += 1
         return 1000 + self.predictions
 
@@ -63,6 +68,53 @@ def test_without_a_cache_each_process_predicts(
 ) -> None:
     graphs = Graphs()
     assert [predicted_bytes(config, lookup(tmp_path), graphs) for _ in range(2)] == [1001, 1002]
+
+
+def test_ranks_ask_one_another_as_often_whatever_their_caches_are(config: EngineConfig, tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def least(value: int) -> int:
+        asked.append(value)
+        return 0
+
+    for lookup in (None, lookup_in(tmp_path, "off"), lookup_in(tmp_path, "miss")):
+        predicted_bytes(config, lookup, Graphs(), least)
+    assert asked == [0, 0, 0]
+
+
+@pytest.mark.parametrize("agreed", [1, 0])
+def test_ranks_sample_as_many_graphs_whatever_else_their_devices_hold(agreed: int) -> None:
+    """One rank alone has seen enough at once: its driver says that the first graph took much."""
+
+    class Capture(RecordedCapture):
+        def memory(self) -> MemoryReading:
+            self.num_readings += 1
+            return MemoryReading(0, self.num_readings * (ENOUGH_DRIVER_BYTES + 1))
+
+        num_readings = 0
+
+    class Step:
+        num_runs = 0
+
+        def fill(self, key: GraphKey) -> None: ...
+
+        def run(self, key: GraphKey) -> torch.Tensor:
+            self.num_runs += 1
+            return torch.zeros(1)
+
+        def addresses(self) -> tuple[int, ...]:
+            return ()
+
+    step, asked = Step(), []
+
+    def least(value: int) -> int:
+        asked.append(value)
+        return agreed
+
+    keys = [GraphKey(GraphKind.FULL, n, n, n, 1, 64) for n in range(1, 6)]
+    CudaGraphManager(keys, Capture(torch.device("cpu")), step).predict(least)
+    assert asked == [1] * (1 if agreed else len(keys))
+    assert step.num_runs == 2 * len(asked)
 
 
 def test_other_factors_are_another_prediction(

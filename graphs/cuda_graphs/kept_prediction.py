@@ -65,7 +65,7 @@ class Predicting(Protocol):
     @property
     def names_to_capture(self) -> list[str]: ...
 
-    def predict(self) -> int: ...
+    def predict(self, least: Callable[[int], int]) -> int: ...
 
     def expect(self, predicted: int) -> int: ...
 
@@ -83,15 +83,16 @@ def predicted_bytes(
     is damaged, or another user's, counts as none. least: of all ranks; they predict together, or none of them does.
     stage: of a pipeline, whose stages have graphs of their own.
     """
-    if lookup is None or lookup.status == "off":
-        return graphs.predict()
-    factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, stage)))
-    path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
-    kept = _read(path, factors)
+    path, kept, factors = None, None, {}
+    if lookup is not None and lookup.status != "off":
+        factors = json.loads(json.dumps(graph_memory_factors(config, lookup.key, graphs.names_to_capture, stage)))
+        path = lookup.folder.with_name(f"{lookup.key}_graphs_{factors_key(factors)}.json")
+        kept = _read(path, factors)
     if least(kept is not None) and kept is not None:
         return graphs.expect(kept)
-    predicted = graphs.predict()
-    _write(path, {"factors": factors, "bytes": predicted, "digest": _digest(factors, predicted)})
+    predicted = graphs.predict(least)
+    if path is not None:
+        _write(path, {"factors": factors, "bytes": predicted, "digest": _digest(factors, predicted)})
     return predicted
 
 

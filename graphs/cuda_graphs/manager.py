@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -111,10 +111,11 @@ class CudaGraphManager:
         """Whether its capture was tried and failed."""
         return key in self._lost
 
-    def predict(self) -> int:
+    def predict(self, least: Callable[[int], int]) -> int:
         """Bytes that all graphs will take: a few are captured, measured and given back.
 
-        To be called when everything that a step uses is in memory, but for the KV cache's size.
+        To be called when everything that a step uses is in memory, but for the KV cache's size. least: of all ranks,
+        which run the same steps, while each reads its own device.
         """
         if not self._pending:
             return 0
@@ -129,7 +130,7 @@ class CudaGraphManager:
                     graph, reading = self._capture_one(key)
                     graphs.append(graph)
                     found.append(reading)
-                    if enough_samples(found):
+                    if least(enough_samples(found)):
                         break
                 readings.append((found, len(family)))
         for captured in graphs:
