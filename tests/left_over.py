@@ -45,8 +45,8 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("TMPDIR", str(temporary))
-    if torch.cuda.is_available():
-        torch.cuda.mem_get_info()  # its context has descriptors of its own
+    for device in range(torch.cuda.device_count()):
+        torch.cuda.mem_get_info(device)  # its context has descriptors of its own
     before = psutil.Process().num_fds()
     yield temporary
     wait_until(lambda: not of_this_test(temporary), SOON_S)

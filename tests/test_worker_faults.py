@@ -26,6 +26,7 @@ from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.workers import monitor
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.monitor import Monitor, WorkerError
+from compiled_engine.workers.worker_wire import Ready, send
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
@@ -86,6 +87,62 @@ def test_a_failure_is_told_even_if_a_process_cannot_be_ended(monkeypatch: pytest
     heartbeats.close()
 
 
+class Clock:
+    """Stands for a module. `pace`: seconds that pass from look to look."""
+
+    def __init__(self) -> None:
+        self.now, self.pace, self.looks = 100.0, 0.0, 0
+
+    def monotonic(self) -> float:
+        self.looks += 1
+        self.now += self.pace
+        return self.now
+
+    def wait_for_looks(self, watch: Monitor) -> None:
+        enough = self.looks + 3
+        wait_until(lambda: self.looks >= enough or watch.failure is not None)
+
+
+@pytest.mark.parametrize(("alive", "message"), [(False, "no sign of life"), (True, "a rank does not answer")])
+def test_a_process_that_stood_still_does_not_blame_its_workers(
+    alive: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-Z and `fg`. Workers that then do not go on are found as before."""
+    clock = Clock()
+    monkeypatch.setattr(monitor, "time", clock)
+    monkeypatch.setattr(monitor, "_LOOK_S", 0.01)
+    monkeypatch.setattr(monitor, "end_all", lambda ended: None)
+    own, other = socket.socketpair()
+    worker: Any = SimpleNamespace(socket=own, is_stopped=lambda: False, is_dying=lambda: False)
+    heartbeats: Any = SimpleNamespace(last_s=lambda rank: clock.looks if alive else 1.0)
+    with own, other:
+        watch = Monitor([worker], RankLayout(1, 1), heartbeats)
+        send(other, Ready(1, None))
+        watch.wait_ready()
+        watch.expect_result_within(8.0 if alive else None)
+        clock.wait_for_looks(watch)
+        clock.now += 1000.0
+        clock.wait_for_looks(watch)
+        watch.check()
+        clock.pace = 0.5
+        wait_until(lambda: watch.failure is not None)
+        with pytest.raises(WorkerError, match=message):
+            watch.check()
+        watch.end()
+
+
+def test_closing_leaves_no_descriptor_and_no_thread() -> None:
+    def left() -> tuple[int, int]:
+        links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sum(link.startswith("anon_inode") for link in links), threading.active_count()
+
+    descriptors, threads = left()
+    LLM(**ENGINE).close()
+    now_descriptors, now_threads = left()
+    assert now_descriptors <= descriptors
+    assert now_threads <= threads
+
+
 def test_a_step_that_fails_on_all_ranks_alike_fails_alone() -> None:
     with LLM(**ENGINE, logits_processors=[NAME]) as llm:
         before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
@@ -142,16 +199,32 @@ ON_GPU: dict[str, Any] = {"device": "cuda", "progress": False, "max_model_len": 
 ON_GPU |= {"gpu_memory_utilization": 0.3, "distributed_executor": "multiprocess"}
 
 
-def wait_until_free(before: int) -> None:
-    """So many bytes of the GPU were free before the engine started."""
-    wait_until(lambda: torch.cuda.mem_get_info()[0] > before - (256 << 20), SOON_S)
+# With two GPUs, two ranks as well as one.
+GPU_COUNTS = range(1, max(2, min(3, torch.cuda.device_count() + 1)))
+GPU_FAULTS = [("kill", "was killed by SIGKILL"), ("stop", "no sign of life"), ("memory", "OutOfMemoryError: injected")]
+
+
+def free_memory(num_gpus: int) -> list[int]:
+    """Bytes of each."""
+    return [torch.cuda.mem_get_info(device)[0] for device in range(num_gpus)]
+
+
+def wait_until_free(before: list[int]) -> None:
+    """So many bytes of each GPU were free before the engine started."""
+    wait_until(
+        lambda: all(now > b - (256 << 20) for now, b in zip(free_memory(len(before)), before, strict=True)), SOON_S
+    )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("fault", "message"), [("kill", "was killed by SIGKILL"), ("stop", "no sign of life")])
-def test_a_worker_that_fails_in_a_step_leaves_the_gpu_free(fault: str, message: str) -> None:
-    free = torch.cuda.mem_get_info()[0]
-    llm = LLM(**ON_GPU, mode="eager", graph_mode="none", logits_processors=[NAME])
+@pytest.mark.parametrize(
+    ("num_gpus", "fault", "message"),
+    # What all ranks of a step raise alike leaves the engine usable: one rank alone has no such fault.
+    [(n, *fault) for n in GPU_COUNTS for fault in GPU_FAULTS if n > 1 or fault[0] != "memory"],
+)
+def test_a_worker_that_fails_in_a_step_leaves_the_gpu_free(num_gpus: int, fault: str, message: str) -> None:
+    free = free_memory(num_gpus)
+    llm = LLM(**ON_GPU, tensor_parallel_size=num_gpus, mode="eager", graph_mode="none", logits_processors=[NAME])
     llm.generate(PROMPTS, SHORT, use_tqdm=False)
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
@@ -162,14 +235,18 @@ def test_a_worker_that_fails_in_a_step_leaves_the_gpu_free(fault: str, message: 
 
 
 @pytest.mark.gpu
-def test_a_worker_that_is_killed_while_it_captures_leaves_the_gpu_free(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_gpus", GPU_COUNTS)
+def test_a_worker_that_is_killed_while_it_captures_leaves_the_gpu_free(
+    num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(INSIDE, "capture_all")
     monkeypatch.setenv(DEED, "SIGKILL")
-    free = torch.cuda.mem_get_info()[0]
-    with pytest.raises(WorkerError, match="rank 0 of 1 was killed by SIGKILL"):
-        LLM(**ON_GPU, logits_processors=[FAILS_INSIDE])
+    free = free_memory(num_gpus)
+    options = ON_GPU | {"tensor_parallel_size": num_gpus}
+    with pytest.raises(WorkerError, match=rf"rank {num_gpus - 1} of {num_gpus} was killed by SIGKILL"):
+        LLM(**options, logits_processors=[FAILS_INSIDE])
     wait_until_free(free)
-    with LLM(**ON_GPU) as again:
+    with LLM(**options) as again:
         assert again.generate(PROMPTS, SHORT, use_tqdm=False)[0].outputs[0].token_ids
 
 

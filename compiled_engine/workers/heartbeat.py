@@ -23,10 +23,9 @@ class Heartbeats:
         self._map = mmap.mmap(self.descriptor, num_ranks * _WORD)
         self._times = memoryview(self._map).cast("d")
 
-    def age_s(self, rank: int) -> float:
-        """Seconds since the rank's last sign of life; 0 before its first."""
-        last = self._times[rank]
-        return time.monotonic() - last if last else 0.0
+    def last_s(self, rank: int) -> float:
+        """When the rank last gave a sign of life; 0 before its first."""
+        return self._times[rank]
 
     def beat(self, rank: int) -> None:
         """Give signs of life from now on, as long as this process runs Python."""

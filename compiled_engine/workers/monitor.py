@@ -17,6 +17,8 @@ from compiled_engine.workers.worker_child import WorkerChild, end_all
 from compiled_engine.workers.worker_wire import Answer, Ready, StepFailed, receive
 
 _LOOK_S = 0.5
+# What is longer between two looks does not count: this process itself stood still, as may have its workers.
+_STOOD_STILL_S = 1.0
 _STOPPED_S = 6.0
 _LAST_WORDS_S = 1.0
 # For so long a rank that has failed may have been the first to notice that another is gone.
@@ -30,9 +32,9 @@ class WorkerError(RuntimeError):
 
 
 class Monitor:
-    """A thread that watches until `close`, or until something is wrong: then it ends all workers and keeps the reason.
+    """A thread that watches until `end`, or until something is wrong: then it ends all workers and keeps the reason.
 
-    bell: a descriptor that is readable from then on.
+    bell: a descriptor that is readable from then on; closed by `end`.
     """
 
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
@@ -43,13 +45,16 @@ class Monitor:
         self._failed_steps: dict[int, dict[int, StepFailed]] = {}
         self._step_failed = threading.Condition(self._lock)
         self._closing = False
-        self._stopped_since: dict[int, float] = {}  # ranks that stand still before they are ready
-        self._overdue_s = 0.0  # by when a result should be there, in seconds of time.monotonic; 0: whenever
+        self._looked_s = time.monotonic()
+        self._ran_s = 0.0  # of this process's time, what it did not stand still
+        self._signs: dict[int, tuple[float, float]] = {}  # each rank's last sign of life, and when it came, as _ran_s
+        self._overdue_s = 0.0  # by when a result should be there, as _ran_s; 0: whenever
         self.failure: Exception | None = None
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
         for rank, worker in enumerate(workers):
             self._selector.register(worker.socket, selectors.EVENT_READ, rank)
+        self._selector.register(self.bell, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._watch, name="worker monitor", daemon=True)
         self._thread.start()
 
@@ -69,7 +74,7 @@ class Monitor:
 
     def expect_result_within(self, seconds: float | None) -> None:
         """Somebody waits for the result of a step; None: nobody does, or it may take as long as it will."""
-        self._overdue_s = 0.0 if seconds is None else time.monotonic() + seconds
+        self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
 
     def survives(self, step: int) -> bool:
         """Whether all ranks have failed in a step, all at the same place and none inside a collective."""
@@ -106,11 +111,20 @@ class Monitor:
         """The workers are being told to stop: their ends are no failures any more."""
         self._closing = True
 
+    def end(self) -> None:
+        """Before the connections to the workers are closed. Whoever asks for something later is told so."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = WorkerError("the workers have been told to stop")
+                os.eventfd_write(self.bell, 1)
+        self._thread.join()
+        os.close(self.bell)
+
     def _watch(self) -> None:
         left = set(range(len(self._workers)))
         while left and self.failure is None:
             for key, _ in self._selector.select(_LOOK_S):
-                if not self._take(key.data):
+                if key.data is not None and not self._take(key.data):
                     self._selector.unregister(key.fileobj)
                     left.discard(key.data)
             if not self._closing and self.failure is None:
@@ -171,21 +185,27 @@ class Monitor:
             self.fail(self._error(failed, rank))
 
     def _look_for_stopped(self) -> None:
+        now = time.monotonic()
+        self._ran_s += min(now - self._looked_s, _STOOD_STILL_S)
+        self._looked_s = now
         for rank, worker in enumerate(self._workers):
             limit_s = _LAST_WORDS_S if worker.is_dying() else _STOPPED_S
             if self._silent_s(rank) > limit_s:
                 name = self._layout.name(rank)
                 self.fail(WorkerError(f"the worker of {name} has given no sign of life for {limit_s:.0f} s"))
                 return
-        if 0.0 < self._overdue_s < time.monotonic():
+        if 0.0 < self._overdue_s < self._ran_s:
             self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
 
     def _silent_s(self, rank: int) -> float:
         """Seconds since a rank's last sign of life; while it starts, and may run foreign code for long, since it was
         found to stand still."""
         if self._ready[rank].done():
-            return self._heartbeats.age_s(rank)
-        if not self._workers[rank].is_stopped():
-            self._stopped_since.pop(rank, None)
+            sign = self._heartbeats.last_s(rank)
+        else:
+            sign = -1.0 if self._workers[rank].is_stopped() else self._ran_s
+        last, since = self._signs.get(rank, (None, 0.0))
+        if sign != last:
+            self._signs[rank] = sign, self._ran_s
             return 0.0
-        return time.monotonic() - self._stopped_since.setdefault(rank, time.monotonic())
+        return self._ran_s - since

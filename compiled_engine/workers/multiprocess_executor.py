@@ -168,12 +168,12 @@ class MultiprocessExecutor:
         self._monitor.close()
         try:
             if self._started and self._monitor.failure is None:
-                self._steps.write(encode(Stop()))
-                deadline = time.monotonic() + _STOP_S
-                for worker in self._workers.children:
-                    worker.wait(max(0.0, deadline - time.monotonic()))
-        except WorkerError:
-            pass
+                with suppress(WorkerError):
+                    self._steps.write(encode(Stop()))
+                    deadline = time.monotonic() + _STOP_S
+                    for worker in self._workers.children:
+                        worker.wait(max(0.0, deadline - time.monotonic()))
+            self._monitor.end()
         finally:
             self._workers.close()
             self._steps.close()
