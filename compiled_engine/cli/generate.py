@@ -51,6 +51,7 @@ def generate(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
             from compiled_engine import LLM
+            from compiled_engine.process.garbage_collection import leave_alone_what_is_there
             from compiled_engine.process.progress import RichProgress, SilentProgress
             from compiled_engine.resolve.keywords import make_options
 
@@ -58,6 +59,7 @@ def generate(
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
+        leave_alone_what_is_there()
         ready_s = time.time() - psutil.Process().create_time()
         with llm:
             begin = time.perf_counter()

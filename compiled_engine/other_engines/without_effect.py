@@ -22,7 +22,7 @@ WITHOUT_EFFECT: dict[str, Row] = without_effect(
             served_model_name allowed_local_media_path allowed_media_domains tokens_only renderer_num_workers
             shutdown_timeout stream_interval _api_process_count _api_process_rank tokenizer_pool_size
         """,
-        "no model is a mixture of experts": """
+        "experts are divided like an MLP, each rank having a part of all: there is no expert parallelism": """
             enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep eplb_config
             enable_eplb expert_placement_strategy
         """,

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 def leave_alone_what_is_there() -> None:
     """From now on no collection goes through the objects that exist: with PyTorch and a tokenizer these are many.
 
-    For a process that serves until it ends, once it has started. Such a collection takes a tenth of a second, in which
-    nobody gets a token. What is garbage already stays, until the process ends: then all is taken down in order.
+    For a process that serves or generates until it ends, once it has started. Such a collection takes a tenth of a
+    second, in which nobody gets a token. What is garbage already stays, until the process ends: then all is taken down
+    in order.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)
