@@ -26,9 +26,11 @@ class CallList:
         self.num_kernels = self.num_others = 0
 
     def add_kernel(self, function: CppFunction, arguments: tuple[Any, ...]) -> None:
-        if not self._runs or not isinstance(self._runs[-1], _KernelCalls):
-            self._runs.append(_KernelCalls())
-        self._runs[-1].add(function.packed_entry, function.pack(arguments))
+        last = self._runs[-1] if self._runs else None
+        if not isinstance(last, _KernelCalls):
+            last = _KernelCalls()
+            self._runs.append(last)
+        last.add(function.packed_entry, function.pack(arguments))
         self.num_kernels += 1
 
     def add(self, call: Callable[[], Any]) -> None:
