@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -20,6 +21,7 @@ from compiled_engine.bench.ablation_subject import whole_name
 from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
 from compiled_engine.bench.fresh_process import WorkerError, run_worker
 from compiled_engine.bench.large_tokenizer import SPECIAL_TOKENS, write_tokenizer
+from compiled_engine.bench.start_up import bare_start
 from compiled_engine.bench.variants import Variant, chosen, variants
 from compiled_engine.bench.workloads import request_lengths
 from compiled_engine.cli.app import app
@@ -29,7 +31,7 @@ from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 
 SMALL = ["--mode", "eager", "--max-model-len", "128", "--max-num-seqs", "8", "--num-blocks", "64"]
-CONDITIONS = {"benchmark", "repeats", "command", "date", "machine", "model", "options", "versions", "rates"}
+CONDITIONS = {"benchmark", "repeats", "command", "date", "machine", "model", "options", "versions"}
 
 
 def run(*arguments: str) -> Any:
@@ -60,7 +62,7 @@ def test_a_quick_ablation_measures_every_part_and_draws_it(tmp_path: Path) -> No
         assert (record["kernels"], record["memory_bytes"]) == (None, None)
         assert record["repeats"] == 1
         assert [record[name] for name in COUNTS if name != "graph_fallbacks"] == [0, 0, 0]
-    assert result.keys() == CONDITIONS | {"variants", "bound", "workload", "notes"}
+    assert result.keys() == CONDITIONS | {"variants", "bound", "rates", "workload", "notes"}
     quick, graphs = result["notes"]
     assert "quick" in quick
     assert "CUDA" in graphs
@@ -275,16 +277,23 @@ def test_workload_t_is_what_other_engines_were_measured_with() -> None:
 
 def test_startup_shows_its_stages() -> None:
     result = result_of("startup", "--repeats", "1", *SMALL)
-    assert result.keys() == CONDITIONS | {"results", "bound_s"}
+    assert result.keys() == CONDITIONS | {"results", "bare"}
+    assert_figure(result["bare"])
     for kind in ("cold", "warm"):
         record = result["results"][kind]
         assert_figure(record["seconds"])
+        assert record["seconds"]["median"] > result["bare"]["median"]
         assert record["cache"] == "off"
         parents = {span["name"]: span["parent"] for span in record["start_up"]}
         assert {"before the engine", "configuration", "tokenizer", "load weights"} <= parents.keys()
         for part in ("interpreter", "import the engine"):
             assert parents[part] == "before the engine"
         assert parents["import torch"] is None
+
+
+def test_a_start_that_fails_says_why() -> None:
+    with pytest.raises(WorkerError, match=r"(?s)ended with exit code 1\n.*XPU"):
+        bare_start(torch.device("xpu"))
 
 
 def test_a_shape_starts_with_a_tokenizer_as_large_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +337,7 @@ def test_the_engine_is_compared_with_the_fastest_way_of_transformers() -> None:
     ways = ["--way", "generate", "--way", "static", "--way", "continuous"]
     asked = ["--requests", "2", "--prompt-len", "5", "--output-len", "3", "--repeats", "1", "--mode", "eager"]
     result = result_of("transformers", *asked, *ways)
-    assert result.keys() == CONDITIONS | {"results", "workload"}
+    assert result.keys() == CONDITIONS | {"results", "rates", "workload"}
     for name, continuous in (("one", False), ("many", True)):
         found = result["results"][name]
         assert ("continuous batching" in {record["way"] for record in found["transformers"]}) == continuous

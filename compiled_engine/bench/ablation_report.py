@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compiled_engine.bench.ablation import measure, prepare_with
@@ -111,7 +111,8 @@ def make_plan(options: Mapping[str, Any], shape: str | None, asked: Asked) -> Pl
 
 def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
     """The result, as JSON: benchmark ("ablation"), variants (see `ablation.measure`), bound (see
-    `AblationWorkload.bound`), workload, repeats, notes, and what `machine.conditions` gives."""
+    `AblationWorkload.bound`), rates, which it assumes, workload, repeats, notes, and what `machine.conditions` gives.
+    """
     rates = device_rates(plan.config.device, plan.config.model.dtype)
     preparation = prepare_with(plan.config, plan.sizes)
     records = measure(plan.variants, plan.shared, plan.workload, repeats, preparation, progress)
@@ -122,7 +123,8 @@ def run(plan: Plan, repeats: int, progress: Progress) -> dict[str, Any]:
         "workload": plan.workload.as_record(),
         "repeats": repeats,
         "notes": [*plan.notes, *([] if plan.config.device.type == "cuda" else [GRAPHS_NEED_CUDA])],
-        **conditions(plan.config, plan.given, plan.shape, rates),
+        "rates": asdict(rates),
+        **conditions(plan.config, plan.given, plan.shape),
     }
 
 

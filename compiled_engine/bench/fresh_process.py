@@ -1,4 +1,4 @@
-"""Runs the worker in a fresh process and gives its result, or an error with the end of what it said."""
+"""Runs the worker, or a program, in a fresh process: its result, or an error with the end of what it said."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 WORKER = "compiled_engine.bench.worker"
 LIMIT_S = 1200.0
@@ -49,10 +49,27 @@ def run_worker(
             worker.wait()
         if code == 0 and "start_up" in result:
             return result
-        said.seek(0)
-        lines = [line.rstrip() for line in said.read().splitlines() if line.strip()][-LAST_LINES:]
-        reason = f"took longer than {limit_s:.0f} s" if late else f"ended with exit code {code}"
-        raise WorkerError("\n".join([reason, *lines]))
+        raise _error(f"took longer than {limit_s:.0f} s" if late else f"ended with exit code {code}", said)
+
+
+def seconds_to_print(program: str, *arguments: str) -> float:
+    """From starting a process with a Python program to its first line on stdout. Raises WorkerError if it fails."""
+    with tempfile.TemporaryFile("w+") as said:
+        start = time.perf_counter()
+        command = [sys.executable, "-P", "-c", program, *arguments]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            seconds = time.perf_counter() - start
+        if process.returncode or not line:
+            raise _error(f"ended with exit code {process.returncode}", said)
+        return seconds
+
+
+def _error(reason: str, said: IO[str]) -> WorkerError:
+    said.seek(0)
+    lines = [line.rstrip() for line in said.read().splitlines() if line.strip()][-LAST_LINES:]
+    return WorkerError("\n".join([reason, *lines]))
 
 
 def _talk(worker: subprocess.Popen[str], task: dict[str, Any], start: float) -> dict[str, Any]:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from compiled_engine.bench.bounds import Rates
 from compiled_engine.bench.host import host_record, installed_versions, today
 from compiled_engine.config import EngineConfig
 
@@ -63,13 +61,12 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return plain
 
 
-def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None, rates: Rates) -> dict[str, Any]:
-    """What the result of an engine's benchmark states: its provenance, the model, options (those that were given), and
-    rates: what the bounds beside the figures assume."""
+def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None) -> dict[str, Any]:
+    """What the result of an engine's benchmark states: its provenance, the model, and options: those that were
+    given."""
     given = {name: value for name, value in plain_options(options).items() if shape is None or name != "model"}
     return {
         **provenance(config.device),
         "model": model_record(config, shape),
         "options": given | ({"shape": shape} if shape else {}),
-        "rates": asdict(rates),
     }

@@ -5,33 +5,56 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from compiled_engine.bench.fresh_process import run_worker
+import torch
+
+from compiled_engine.bench.fresh_process import run_worker, seconds_to_print
 from compiled_engine.bench.workloads import summary
 from compiled_engine.process.progress import Progress
 
 KINDS = ("cold", "warm")
+BARE = "import sys, torch; print(torch.ones(1, device=sys.argv[1]).item(), flush=True)"
 
 
-def measure(options: Mapping[str, Any], warm_up: int, repeats: int, progress: Progress) -> dict[str, Any]:
-    """Cold and warm starts alternate; each pair has a temporary cache of its own.
+class Starts(NamedTuple):
+    """kinds: of "cold" and "warm" the seconds (median, spread), to the first token and seen from outside, the cache
+    (hit, miss, off), and start_up, the spans of the start with the median, see `Timeline`. bare: seconds, see
+    `bare_start`."""
 
-    {"cold" and "warm": {"seconds": {"median", "spread"}, "cache": hit | miss | off, "start_up": spans of the start with
-    the median, see `Timeline`}}. Seconds are seen from outside, to the first token. Files that the system keeps in
-    memory stay there: a cold start reads warm files. Raises WorkerError if a start fails.
+    kinds: dict[str, dict[str, Any]]
+    bare: dict[str, Any]
+
+
+def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
+    """Bare, cold and warm starts alternate; each pair of cold and warm has a temporary cache of its own.
+
+    device: the one that the engine's options mean. Files that the system keeps in memory stay there: a cold start reads
+    warm files. Raises WorkerError if a start fails.
     """
+    bare: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for repeat in range(-warm_up, repeats):
+        name = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
+        with progress.stage(f"{name}: torch alone", total=1) as advance:
+            seconds = bare_start(device)
+            advance(1)
+        if repeat >= 0:
+            bare.append(seconds)
         with tempfile.TemporaryDirectory(prefix="compiled_engine_start_up_") as folder:
             for kind in KINDS:
-                name = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
                 with progress.stage(f"{name}: {kind}", total=1) as advance:
                     result = run_worker({**options, **_cache(options, Path(folder))}, None)
                     advance(1)
                 if repeat >= 0:
                     results[kind].append(result)
-    return {kind: _record(starts) for kind, starts in results.items()}
+    return Starts({kind: _record(starts) for kind, starts in results.items()}, summary(bare))
+
+
+def bare_start(device: torch.device) -> float:
+    """Seconds from the start of a process to a number computed by PyTorch on the device, and nothing else: the bound of
+    every start, as this host has it. Raises WorkerError if it fails."""
+    return seconds_to_print(BARE, str(device))
 
 
 def _cache(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
@@ -47,8 +70,3 @@ def _record(starts: list[dict[str, Any]]) -> dict[str, Any]:
         "cache": middle["cache"],
         "start_up": middle["start_up"],
     }
-
-
-def weights_bound_seconds(weight_bytes: int, bytes_per_s: float) -> float:
-    """What no start can do without: writing the weights into the device's memory once."""
-    return weight_bytes / bytes_per_s

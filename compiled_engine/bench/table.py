@@ -64,10 +64,10 @@ class _Rows:
 def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> dict[str, Any]:
     """The result, as JSON. say: gets the result so far whenever a row is done.
 
-    rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound, and measured (median,
-    spread [least, most], n, values) with share_of_bound, or error; seconds that the row took, with its warm-up. curve
-    and place, where the row is a point of a plot. Besides: date, machine, versions, models, options (the user's),
-    rates, notes, and seconds, which it took.
+    rows: objects of id, model, what, unit, better (lower or higher), options and workload, bound (None of a start that
+    failed), and measured (median, spread [least, most], n, values) with share_of_bound, or error; seconds that the row
+    took, with its warm-up. curve and place, where the row is a point of a plot. Besides: date, machine, versions,
+    models, options (the user's), rates, notes, and seconds, which it took.
 
     repeats: of each row, instead of as many as give it a spread. What fails has an error, and the rest goes on.
     """
@@ -82,15 +82,15 @@ def measure(plan: Plan, repeats: int | None, progress: Progress, say: Say) -> di
 
 def _measure_starts(engine: EngineRows, repeats: int, progress: Progress, rows: _Rows) -> None:
     try:
-        kinds = measure_starts(engine.options, 0, repeats, progress)
+        starts = measure_starts(engine.options, engine.config.device, 0, repeats, progress)
     except WorkerError as error:
         for row in engine.rows:
             rows.add(engine, row, {"error": str(error)})
         return
     for row in engine.rows:
         assert isinstance(row.workload, Start)
-        seconds = kinds[row.workload.kind]["seconds"]
-        rows.add(engine, row, {"measured": seconds | {"n": repeats}})
+        seconds = starts.kinds[row.workload.kind]["seconds"]
+        rows.add(engine, row, {"bound": starts.bare["median"], "measured": seconds | {"n": repeats}})
 
 
 def _measure_engine(engine: EngineRows, repeats: int | None, progress: Progress, rows: _Rows) -> None:
@@ -138,15 +138,16 @@ def _needs_another(done: int, seconds: float, repeats: int | None) -> bool:
 
 
 def _record(engine: EngineRows, row: Row) -> dict[str, Any]:
-    max_num_seqs = engine.config.scheduler.max_num_seqs
+    workload, max_num_seqs = row.workload, engine.config.scheduler.max_num_seqs
+    bound = None if isinstance(workload, Start) else workload.bound(engine.sizes, engine.rates, max_num_seqs)
     return {
         "id": row.id,
         "model": row.subject.title,
-        "what": row.workload.what(),
-        "unit": row.workload.unit,
-        "better": row.workload.better,
+        "what": workload.what(),
+        "unit": workload.unit,
+        "better": workload.better,
         "options": {name: value for name, value in asdict(row.limits).items() if value is not None},
-        "workload": {"kind": type(row.workload).__name__, **asdict(row.workload)},
+        "workload": {"kind": type(workload).__name__, **asdict(workload)},
         **({"curve": row.curve[0], "place": row.curve[1]} if row.curve else {}),
-        "bound": row.workload.bound(engine.sizes, engine.rates, max_num_seqs),
+        "bound": bound,
     }

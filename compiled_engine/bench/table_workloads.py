@@ -17,7 +17,6 @@ from compiled_engine.bench.bounds import (
     workload_seconds,
 )
 from compiled_engine.bench.engine_steps import PROMPTS_IN_FLIGHT, mixed_chunks, mixed_step_ms, outputs_needed
-from compiled_engine.bench.start_up import weights_bound_seconds
 from compiled_engine.bench.workloads import generate_seconds, random_prompts, request_lengths, tpot_ms
 from compiled_engine.llm import LLM
 
@@ -195,7 +194,7 @@ class MixedStep:
 class Start:
     """Seconds from the start of a process to its first token; kind: cold or warm, see `start_up.measure`.
 
-    No `Workload`: it needs a process of its own, and no engine.
+    No `Workload`: it needs a process of its own, and no engine; its bound, `start_up.bare_start`, is measured too.
     """
 
     kind: str
@@ -204,9 +203,6 @@ class Start:
 
     def what(self) -> str:
         return f"process start to first token, {self.kind}"
-
-    def bound(self, sizes: ModelSizes, rates: Rates, max_num_seqs: int) -> float:
-        return weights_bound_seconds(sizes.weight_bytes, rates.bytes_per_s)
 
 
 def _range(lengths: tuple[int, int]) -> str:

@@ -44,7 +44,6 @@ def executor(
 
       compiled-engine bench executor --shape qwen3-0.6b --max-model-len 2048 --batch 256
     """
-    from compiled_engine.bench.device_rates import device_rates
     from compiled_engine.bench.engine_steps import STEP_SAMPLES, outputs_needed
     from compiled_engine.bench.executor_steps import CONTEXT, compare_executors, options_for
     from compiled_engine.bench.machine import conditions
@@ -55,10 +54,9 @@ def executor(
         options = options_for(given, sizes[-1], steps)
         config = resolved(options)
         require_fit(config, sizes[-1], CONTEXT + outputs_needed(STEP_SAMPLES * steps))
-        rates = device_rates(config.device, config.model.dtype)
         results = compare_executors(options, sizes, steps, repeats, RichProgress())
     head = {"benchmark": "executor", "results": results, "steps": steps, "repeats": repeats, "command": command_line()}
-    result = head | conditions(config, given, shape, rates)
+    result = head | conditions(config, given, shape)
     if as_json:
         print_json(result)
     else:

@@ -32,10 +32,11 @@ def startup(
     """Seconds from the start of a process to its first token, cold (empty compile cache) and warm.
 
     Every start is a fresh process, and its imports count; each pair has a temporary cache. With --shape the checkpoint
-    has a tokenizer of 151,000 tokens, as the real ones have. The bound is the time to write the weights.
+    has a tokenizer of 151,000 tokens, as the real ones have. The bound is a process that imports PyTorch and computes
+    a number on the device, measured beside them.
 
-    JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), bound_s,
-    repeats, date, machine, model, options, versions, rates, command.
+    JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), bare (the
+    bound, with median and spread), repeats, date, machine, model, options, versions, command.
 
     Examples:
 
@@ -49,25 +50,21 @@ def startup(
                 raise ValueError(f"{name} is {str(options[name])!r}; allowed: none, since each start has its own cache")
         config = resolved(options)
 
-        from compiled_engine.bench.bounds import model_sizes
-        from compiled_engine.bench.device_rates import device_rates
         from compiled_engine.bench.fresh_process import WorkerError
         from compiled_engine.bench.large_tokenizer import write_tokenizer
         from compiled_engine.bench.machine import conditions, plain_options
-        from compiled_engine.bench.start_up import measure, weights_bound_seconds
+        from compiled_engine.bench.start_up import measure
         from compiled_engine.process.progress import RichProgress
 
         if shape is not None and "tokenizer" not in options:
             write_tokenizer(config.model.path)
-        rates = device_rates(config.device, config.model.dtype)
-        bound_s = weights_bound_seconds(model_sizes(config.model).weight_bytes, rates.bytes_per_s)
         head = {"benchmark": "startup", "repeats": repeats, "command": command_line()}
-        head |= conditions(config, options, shape, rates)
+        head |= conditions(config, options, shape)
         try:
-            kinds = measure(plain_options(options), warm_up, repeats, RichProgress())
+            starts = measure(plain_options(options), config.device, warm_up, repeats, RichProgress())
         except WorkerError as error:
             raise BadInputError(f"a start failed: {error}") from error
-    result = head | {"results": kinds, "bound_s": bound_s}
+    result = head | {"results": starts.kinds, "bare": starts.bare}
     if as_json:
         print_json(result)
     else:
@@ -75,13 +72,12 @@ def startup(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from compiled_engine.cli.bench_text import console, print_rates, print_waterfall
+    from compiled_engine.cli.bench_text import console, print_waterfall
 
     out = console()
     for kind, record in result["results"].items():
         low, high = record["seconds"]["spread"]
         spread = f", from {low:.2f} to {high:.2f}" if result["repeats"] > 1 else ""
         seconds = f"{record['seconds']['median']:.2f} s{spread}"
-        out.print(f"{kind}: {seconds}, bound {result['bound_s']:.3f} (cache: {record['cache']})", style="bold")
+        out.print(f"{kind}: {seconds}, bound {result['bare']['median']:.2f} (cache: {record['cache']})", style="bold")
         print_waterfall(record["start_up"], out)
-    print_rates(result["rates"], out)

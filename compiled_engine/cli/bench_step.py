@@ -54,7 +54,6 @@ def step(
 
       compiled-engine bench step --shape qwen3-0.6b --max-model-len 4096 --batch 256 --profile traces
     """
-    from compiled_engine.bench.device_rates import device_rates
     from compiled_engine.bench.engine_steps import outputs_needed
     from compiled_engine.bench.machine import conditions
     from compiled_engine.bench.step_split import CONTEXT, step_split
@@ -67,14 +66,13 @@ def step(
         require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps))
         if profile is not None:
             make_folder("profile", profile)
-        rates = device_rates(config.device, config.model.dtype)
         with started(options) as llm:
             results = step_split(llm, sizes, steps, rounds(warm_up, repeats, config.model.seed), RichProgress())
             if profile is not None:
                 for size in sizes:
                     write_profile(llm, size, 8, str(profile / f"decode_{size}.json"))
     head = {"benchmark": "step", "results": results, "repeats": repeats, "command": command_line()}
-    result = head | conditions(config, options, shape, rates)
+    result = head | conditions(config, options, shape)
     if as_json:
         print_json(result)
     else:
