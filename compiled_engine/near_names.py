@@ -10,9 +10,10 @@ SIMILARITY = 0.75
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like `name`, or None if none is close."""
+    """The known name that is spelled most like `name`, one of the same letters first; None if none is close."""
     by_lower_case = {other.lower(): other for other in known}
-    found = difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=SIMILARITY)
+    exchanged = [other for other in by_lower_case if sorted(other) == sorted(name.lower())]
+    found = exchanged or difflib.get_close_matches(name.lower(), by_lower_case, n=1, cutoff=SIMILARITY)
     return by_lower_case[found[0]] if found else None
 
 

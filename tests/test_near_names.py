@@ -21,6 +21,7 @@ PARAMS = [field.name for field in fields(SamplingParams)]
         ("max_model_length", OPTIONS, "max_model_len"),
         ("gpu_memory_utilisation", OPTIONS, "gpu_memory_utilization"),
         ("Mode", OPTIONS, "mode"),
+        ("modle", OPTIONS, "model"),
         ("prefix_caching", OPTIONS, "enable_prefix_caching"),
         ("temprature", PARAMS, "temperature"),
         ("max_token", PARAMS, "max_tokens"),

@@ -63,6 +63,31 @@ def test_a_writer_without_readers_gives_up() -> None:
     ring.close()
 
 
+def test_two_sides_may_both_write_more_than_there_is_room_for() -> None:
+    """As the executor, a step of long prompts, and its workers, the result of the step before."""
+    steps, results = RingDescriptors.make(1, 64), RingDescriptors.make(1, 64)
+    sent, answers = random.Random(0).randbytes(500), random.Random(1).randbytes(500)
+    found: list[bytes] = []
+
+    def work() -> None:
+        writer = RingWriter(results, lambda: None)
+        writer.write(b"first")
+        writer.write(answers)
+        found.append(RingReader(steps).read())
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    reader = RingReader(results)
+
+    def no_room() -> None:
+        reader.take_in()
+
+    RingWriter(steps, no_room).write(sent)
+    worker.join(60)
+    assert found == [sent]
+    assert [reader.read(), reader.read()] == [b"first", answers]
+
+
 def test_a_reader_stops_waiting_when_it_is_told() -> None:
     ring = RingDescriptors.make(1)
     reader = RingReader(ring)

@@ -78,8 +78,8 @@ class MultiprocessExecutor:
         except BaseException:
             workers.close()
             raise
-        self._steps = RingWriter(workers.steps, self._monitor.check)
         self._results = RingReader(workers.results)
+        self._steps = RingWriter(workers.steps, self._no_room)
         self._poll = select.poll()
         for bell in (workers.results.bells[0], self._monitor.bell):
             self._poll.register(bell, select.POLLIN)
@@ -147,6 +147,11 @@ class MultiprocessExecutor:
         """For the results' doorbell; raises WorkerError if there will be no result."""
         await_bell(self._poll, self._busy_s)
         self._monitor.check()
+
+    def _no_room(self) -> None:
+        """Of steps. The rank of the results may wait for room too; raises WorkerError if it has ended."""
+        self._monitor.check()
+        self._results.take_in()
 
     def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
         """What a method of every rank's Worker returns, by rank. Waits for the steps before it."""

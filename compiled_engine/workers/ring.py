@@ -65,22 +65,22 @@ class _Memory:
 
 
 class RingWriter:
-    """Only one thread of one process may write. give_up: raises once nobody will read; asked while there is no room."""
+    """Only one thread of one process may write. no_room: called while there is none; raises once nobody will read."""
 
-    def __init__(self, ring: RingDescriptors, give_up: Callable[[], None]):
+    def __init__(self, ring: RingDescriptors, no_room: Callable[[], None]):
         self._bells = ring.bells
         self._memory = _Memory(ring)
-        self._give_up = give_up
+        self._no_room = no_room
 
     def write(self, message: bytes) -> None:
-        """A message may be longer than the ring: then it goes through in parts. Raises what `give_up` raises."""
+        """A message may be longer than the ring: then it goes through in parts. Raises what `no_room` raises."""
         counts, content = self._memory.counts, self._memory.content
         rest = memoryview(_LENGTH.pack(len(message)) + message)
         while rest:
             written = counts[0]
             room = len(content) - (written - min(counts[1:]))
             if not room:
-                self._give_up()
+                self._no_room()
                 time.sleep(_NEXT_LOOK_S)
                 continue
             place = written % len(content)
@@ -101,6 +101,7 @@ class RingReader:
     def __init__(self, ring: RingDescriptors, index: int = 0, busy_s: float = 0.0):
         self._memory = _Memory(ring)
         self._own = 1 + index
+        self._found = bytearray()
         self._bell = ring.bells[index]
         self._poll = select.poll()
         self._poll.register(self._bell, select.POLLIN)
@@ -112,21 +113,24 @@ class RingReader:
         (length,) = _LENGTH.unpack(self._take(_LENGTH.size, wait))
         return self._take(length, wait)
 
-    def _take(self, count: int, wait: Callable[[], None]) -> bytes:
+    def take_in(self) -> bool:
+        """Whether there was something. The writer has its room again, and `read` gives it later."""
         counts, content, own = self._memory.counts, self._memory.content, self._own
-        found = bytearray()
-        while len(found) < count:
-            read = counts[own]
-            there = counts[0] - read
-            if not there:
+        read = counts[own]
+        place = read % len(content)
+        part = min(counts[0] - read, len(content) - place)
+        self._found += content[place : place + part]
+        counts[own] = read + part
+        return part > 0
+
+    def _take(self, count: int, wait: Callable[[], None]) -> bytes:
+        while len(self._found) < count:
+            if not self.take_in():
                 wait()
                 os.eventfd_read(self._bell)
-                continue
-            place = read % len(content)
-            part = min(there, count - len(found), len(content) - place)
-            found += content[place : place + part]
-            counts[own] = read + part
-        return bytes(found)
+        taken = bytes(self._found[:count])
+        del self._found[:count]
+        return taken
 
     def _wait(self) -> None:
         await_bell(self._poll, self._busy_s)
