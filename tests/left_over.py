@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import time
@@ -47,6 +48,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     monkeypatch.setenv("TMPDIR", str(temporary))
     for device in range(torch.cuda.device_count()):
         torch.cuda.mem_get_info(device)  # its context has descriptors of its own
+    gc.collect()
     before = psutil.Process().num_fds()
     yield temporary
     wait_until(lambda: not of_this_test(temporary), SOON_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import subprocess
 import sys
@@ -110,6 +111,7 @@ def check_killed_core(tmp_path: Path, children: Children) -> None:
         assert (str(socket), folder.stat().st_mode & 0o777) == (engine.address, 0o700)
         assert socket.stat().st_mode & 0o777 == 0o600
         (core,) = children()
+        gc.collect()
         descriptors = psutil.Process().num_fds()
         core.terminate()  # which is for the process that started it
         assert len((await final(engine, "a", SHORT)).outputs[0].token_ids) == 5

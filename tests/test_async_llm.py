@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
@@ -232,11 +233,13 @@ def test_a_thousand_random_aborts_leave_nothing(engine: AsyncLLM) -> None:
 
     async def main() -> tuple[list[RequestOutput], list[RequestOutput]]:
         before = await collect(engine.generate(PROMPTS[0], LONG, output="final"))
-        descriptors = psutil.Process().num_fds(), core.num_fds()
+        gc.collect()  # descriptors of earlier tests would go in the middle
+        own, of_core = psutil.Process().num_fds(), core.num_fds()
         stays = asyncio.create_task(collect(engine.generate(PROMPTS[0], LONG, output="final")))
         await asyncio.gather(*map(one, range(1000)))
         await idle(engine)
-        assert (psutil.Process().num_fds(), core.num_fds()) == descriptors
+        assert psutil.Process().num_fds() <= own
+        assert core.num_fds() <= of_core
         return before, await stays
 
     (alone,), (among_others,) = run(main())

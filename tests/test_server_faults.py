@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
@@ -71,6 +72,7 @@ def check(server: RunningServer, fault: Fault) -> None:
         async with client() as other, client() as monitor:
             alone = await text_of(other)
             await figures(monitor)
+            gc.collect()  # descriptors of earlier tests would make room for new ones
             descriptors = psutil.Process().num_fds()
 
             async def as_before() -> bool:
