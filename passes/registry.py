@@ -20,6 +20,7 @@ from compiled_engine.passes.rope_kv_write import RopeKVWrite
 from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.passes.silu_mul import SiluMul
 from compiled_engine.passes.small_batch_linear import SmallBatchLinear
+from compiled_engine.passes.tensor_parallel import TensorParallel
 
 DEFAULT_PASSES: tuple[GraphPass, ...] = (
     NoOpElimination(),
@@ -45,6 +46,11 @@ _registered: list[GraphPass] = list(DEFAULT_PASSES)
 def registered_passes() -> tuple[GraphPass, ...]:
     """All passes in the order in which they run."""
     return tuple(_registered)
+
+
+def passes_of_ranks() -> frozenset[str]:
+    """The names of those that only a model which several ranks share has a use for."""
+    return frozenset(p.name for p in _registered if TensorParallel.name in getattr(p, "requires", ()))
 
 
 def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:

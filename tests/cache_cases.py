@@ -40,7 +40,8 @@ class Builder:
         (folder / "1-2048").mkdir()
         (folder / "1-2048" / "plan.json").write_text("{}")
         (folder / "1-2048" / "passes.json").write_text(
-            '[{"name": "merge_linears", "enabled": true}, {"name": "silu_mul", "enabled": false}]'
+            '[{"name": "merge_linears", "enabled": true}, {"name": "silu_mul", "enabled": false},'
+            ' {"name": "sequence_parallel", "enabled": false}]'
         )
 
 

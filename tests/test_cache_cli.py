@@ -79,10 +79,17 @@ def test_ls_as_json(root: Path) -> None:
     assert [entry["key"] for entry in listed["entries"]] == [KEY, OTHER_KEY]
     assert (first["architecture"], first["num_layers"], first["hidden_size"]) == ("Qwen3ForCausalLM", 2, 64)
     assert (first["dtype"], first["device"], first["status"], first["damage"]) == ("float32", "cpu", "ok", None)
+    # With one rank nobody misses a pass of ranks.
     assert (first["passes"], first["passes_off"]) == (["merge_linears", "silu_mul"], ["silu_mul"])
     files = [path for path in (root / "compiled" / KEY).rglob("*") if path.is_file()]
     assert first["size_bytes"] == sum(path.stat().st_size for path in files)
     assert first["created"][:4] == first["last_used"][:4] == time.strftime("%Y", time.gmtime())
+
+
+def test_a_pass_of_ranks_is_off_where_there_are_some(tmp_path: Path) -> None:
+    build_once(tmp_path, changed("config", parallel__tensor_parallel_size=2))
+    (entry,) = run_json("ls", root=tmp_path)["entries"]
+    assert entry["passes_off"] == ["silu_mul", "sequence_parallel"]
 
 
 def test_ls_shows_damage_and_what_is_left_over(root: Path) -> None:

@@ -86,6 +86,12 @@ def test_config_as_a_table() -> None:
     assert len(rows["model.dtype"]) > 1  # the reason
 
 
+def test_config_shows_values_that_are_lists() -> None:
+    result = run("config", "--device", "cpu", "--compile-range", "64", "--compile-range", "128")
+    assert result.exit_code == 0, result.stderr
+    assert "[1, 64], [65, 128]" in result.stdout
+
+
 def test_config_as_json() -> None:
     result = run(
         *(
@@ -164,7 +170,8 @@ BAD_INPUT = [
     (["generate"], "Missing option '--prompt'."),
     (["generate", "--promt", "a"], "No such option: --promt"),
     (["confg"], "No such command 'confg'."),
-    (["generate", "--prompt", "a", "--max-tokens", "many"], "Invalid value for '--max-tokens': "),
+    (["generate", "--prompt", "a", "--max-tokens", "many"], "(got 'many')"),
+    (["generate", "--prompt", "a", "--max-tokens=many"], "Invalid value for '--max-tokens': "),
     (["generate", "--prompt", "a", "--mode", "fast"], "mode is 'fast'; allowed: auto, eager, compiled, graphed"),
     (["generate", "--prompt", "a", "--model", "nowhere"], "model must be a folder"),
     (["config", "--block-size", "none"], "block_size"),

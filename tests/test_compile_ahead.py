@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +134,10 @@ def test_nothing_is_compiled_for_a_start_that_has_failed(hopper: Path, compiled:
         silu_mul_kernel[(1, 1)](x, x, WIDTH=8, BLOCK=32, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
         workers.close()
         assert [loading.result() for loading in kernels.load()] == [None]
+        sampling = kernels.launched(
+            lambda: silu_mul_kernel[(1, 1)](x, x, WIDTH=8, BLOCK=64, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
+        )
+        assert isinstance(sampling.exception(), CancelledError)
     assert compiled == []
 
 
@@ -176,6 +180,12 @@ def test_workers_compile_what_this_process_then_finds(
         with compiled_by(workers, threads) as kernels:
             make_kernel()[(1,)](x, 3, 2.0, BLOCK=64, FLAG=True)
             assert [loading.result() is not None for loading in kernels.load()] == [True]
+        # Nor is what workers have compiled loaded for a start that has failed: another folder is Triton's by then.
+        with ThreadPoolExecutor(1) as one, compiled_by(workers, one) as kernels:
+            silu_mul_kernel[(1, 1)](x, x, WIDTH=32, BLOCK=512, ACTIVATION="silu", DEPENDENT_LAUNCH=False)
+            one.submit(int).result()  # after the worker's answer
+            workers.close()
+            assert [loading.result() for loading in kernels.load()] == [None]
     (left,) = [record.getMessage() for record in caplog.records if "is compiled in this process" in record.getMessage()]
     assert "double_kernel" in left
     compiled.clear()

@@ -70,6 +70,21 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
         assert httpx.get(narrow.url + path).status_code == 200
 
 
+def test_a_proxys_prefix_is_no_part_of_a_path(scripted: ScriptedEngine) -> None:
+    with running(scripted, api_key=(KEY,), root_path="/llm") as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        headers = {"authorization": f"Bearer {KEY}"}
+        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        counted = {
+            sample.labels["route"]
+            for family in server.serving.metrics.collect({})
+            for sample in family.samples
+            if "route" in sample.labels
+        }
+        assert counted == {"/health", "/v1/models"}
+
+
 BOUNDS: list[tuple[str, dict[str, Any]]] = [
     ("n", {"n": 5}),
     ("n", {"n": 2, "prompt": ["a", "b", "c"]}),

@@ -96,6 +96,6 @@ def config_table(config: EngineConfig) -> Table:
 def _shown(value: Any) -> str:
     if not isinstance(value, list):
         return str(value)
-    if len(value) > 1 and len(set(value)) == 1:
+    if len(value) > 1 and all(each == value[0] for each in value):
         return f"{value[0]} ({len(value)} times)"
     return ", ".join(map(str, value))

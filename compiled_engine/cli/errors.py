@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -60,7 +61,7 @@ class OneLineErrors(TyperGroup):
         except UsageError as error:
             if not error.format_message():  # no command was given: its help was shown
                 sys.exit(0)
-            _exit_with(f"{error.format_message()}{_origin(error)}")
+            _exit_with(f"{error.format_message()}{_origin(error, given)}")
         except BadInputError as error:
             _exit_with(str(error))
         except OSError as error:
@@ -73,8 +74,8 @@ class OneLineErrors(TyperGroup):
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _origin(error: Any) -> str:
-    """Where an option's value comes from, and the value, unless the command line has it."""
+def _origin(error: Any, given: Sequence[str]) -> str:
+    """An option's value, and where it comes from: the command line, which is `given`, the environment, or a file."""
     context, parameter = getattr(error, "ctx", None), getattr(error, "param", None)
     if context is None or parameter is None:
         return ""
@@ -83,7 +84,15 @@ def _origin(error: Any) -> str:
             return f" (the environment has {parameter.envvar}={os.environ.get(str(parameter.envvar))!r})"
         case "DEFAULT_MAP":
             return f" (the file of --config has {context.lookup_default(parameter.name)!r})"
+        case "COMMANDLINE" if values := _values(parameter.opts, given):
+            return f" (got {', '.join(map(repr, values))})"
     return ""
+
+
+def _values(names: Sequence[str], given: Sequence[str]) -> list[str]:
+    """What the command line has for an option with these names."""
+    after = [value for name, value in pairwise(given) if name in names]
+    return after + [value for name, sep, value in (word.partition("=") for word in given) if sep and name in names]
 
 
 def _exit_with(message: str) -> NoReturn:

@@ -12,6 +12,7 @@ from compiled_engine.core_process.replica import Replica
 COUNTED = (
     *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
     *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
+    *("recordings", "recorded_replays"),
     *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
 )
 HELD = (

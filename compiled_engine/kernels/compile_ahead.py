@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import CancelledError, Executor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,8 @@ PACKAGE = "compiled_engine."
 # Triton has one hook for the whole process.
 _HOOK = threading.Lock()
 # Python 3.11 counts how deep ast.parse is once for all threads, and raises SystemError where two are at it.
-_PARSING: AbstractContextManager[Any] = threading.Lock() if sys.version_info < (3, 12) else nullcontext()
+PARSES_ALONE = sys.version_info < (3, 12)
+_PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nullcontext()
 
 
 @contextmanager
@@ -46,8 +47,18 @@ class AskedKernels:
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
         self._workers, self._threads, self._before = workers, threads, before
         self._caller = threading.get_ident()
-        self._known: set[tuple[Any, str]] = set()
+        self._own: set[int] = set()  # threads that run what has to be launched
+        self._known: set[tuple[int, str]] = set()
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
+
+    def launched(self, part: Callable[[], Any]) -> Future[Any]:
+        """Have one of the threads run a part whose launches are made. It ends where the start has failed meanwhile."""
+
+        def run() -> None:
+            self._own.add(threading.get_ident())
+            part()
+
+        return self._threads.submit(run)
 
     def leaves_out_launches(self) -> bool:
         """Whether those of the thread that asks are left out."""
@@ -61,14 +72,18 @@ class AskedKernels:
         asks = self.leaves_out_launches()
         if fn.module.startswith(PACKAGE) and (asks or not is_manual_warmup):
             if asks:
-                if (fn.jit_function, key) not in self._known:
-                    self._known.add((fn.jit_function, key))
+                if (id(fn.jit_function), key) not in self._known:  # a hash of it would parse its source
+                    self._known.add((id(fn.jit_function), key))
                     future = self._threads.submit(self._workers.compile, fn.module, fn.name, specialization)
                     self._compiling.append((fn.jit_function, specialization, future))
                 return True
-            self._workers.compile(fn.module, fn.name, specialization)
+            if self._workers.closed and threading.get_ident() in self._own:
+                raise CancelledError("the start for which this kernel is compiled has failed")
+            is_compiled = self._workers.compile(fn.module, fn.name, specialization)
             with _PARSING:
                 fn.jit_function.cache_key  # noqa: B018 - made once, from the parsed source
+                if PARSES_ALONE and not is_compiled:
+                    fn.jit_function.preload(specialization)
         everything = {"key": key, "fn": fn, "compile": compile, "is_manual_warmup": is_manual_warmup, **about}
         return self._before(**everything) if self._before is not None else None
 
@@ -77,7 +92,8 @@ class AskedKernels:
         return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 
     def _load(self, jit_function: Any, specialization: str, compiling: Future[bool]) -> Any:
-        if not compiling.result() and self._workers.closed:
+        compiling.result()
+        if self._workers.closed:
             return None
         with _PARSING:
             kernel = jit_function.preload(specialization)

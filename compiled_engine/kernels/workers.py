@@ -53,7 +53,7 @@ class KernelWorkers:
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
         """Have a kernel compiled, so that Triton finds it in its folder; whether a worker could."""
-        if self._pool is None:
+        if self._pool is None or self.closed:
             return False
         answer = self._pool.ask({"module": module, "name": name, "specialization": specialization})
         if answer is not None and "error" in answer:

@@ -26,6 +26,7 @@ class WorkerPool:
         self._idle: deque[WorkerProcess] = deque()
         self._waiting: deque[Future[WorkerProcess | None]] = deque()  # the first to ask is the first to get one
         self._left = 0
+        self._closed = False
         try:
             for number in range(count):
                 self._workers.append(WorkerProcess(module, number, environment))
@@ -59,7 +60,7 @@ class WorkerPool:
         try:
             answer = worker.ask(message)
         except WorkerEnded as error:
-            log.warning("%s", error)
+            log.log(logging.DEBUG if self._closed else logging.WARNING, "%s", error)
             self._lose()
             return None
         self._give(worker)
@@ -67,7 +68,7 @@ class WorkerPool:
 
     def _take(self) -> WorkerProcess | None:
         with self._lock:
-            if not self._left:
+            if not self._left or self._closed:
                 return None
             if self._idle:
                 return self._idle.popleft()
@@ -89,6 +90,7 @@ class WorkerPool:
                 self._waiting.popleft().set_result(None)
 
     def close(self) -> None:
-        """End them."""
+        """End them. What is asked meanwhile has no answer."""
+        self._closed = True
         for worker in self._workers:
             worker.close()

@@ -69,8 +69,10 @@ class WorkerProcess:
             log.debug("worker %d has ended", self.number)  # the answer that does not come says it
 
     def close(self) -> None:
-        with suppress(OSError):  # it has ended; else what it has started ends with it, such as a C++ compiler
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """May be called again."""
+        if self._process.returncode is None:  # else its number may be another's
+            with suppress(OSError):  # it has ended; else what it has started ends with it, such as a C++ compiler
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:

@@ -10,7 +10,7 @@ import torch
 from compiled_engine.config import CompileConfig, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes import small_batch_linear_cpu
-from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.registry import passes_of_ranks, registered_passes
 from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.passes.tensor_parallel import TensorParallel
 from compiled_engine.resolve.checks import require_integer, require_one_of
@@ -65,7 +65,7 @@ def resolve_compile(
     for field in ("passes", "disable_passes"):
         for name in getattr(options, field) or ():
             require_one_of(field, name, known)
-    of_ranks = {p.name for p in registered_passes() if TensorParallel.name in getattr(p, "requires", ())}
+    of_ranks = passes_of_ranks()
     if options.tensor_parallel_size == 1:
         if options.passes is not None and (asked := sorted(of_ranks.intersection(options.passes))):
             raise ValueError(f"passes has {asked[0]!r}, but tensor_parallel_size is 1: there is nothing to sum")

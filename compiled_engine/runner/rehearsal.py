@@ -33,8 +33,8 @@ def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -
     """Go through sampling and attention once, beside the trace. Raises what a part raises; leaves only kernels."""
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)  # it has a thread of its own
-    with _asked(config, workers) as (threads, kernels):
-        sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), threads)
+    with _asked(config, workers) as kernels:
+        sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
         for shape in start_up_batches(config):  # what takes the longest to compile is for the first, the largest
             if not workers.closed:  # else the start has failed meanwhile
                 _attention(config, shape)
@@ -44,8 +44,8 @@ def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -
 
 def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
-    with _asked(config, workers) as (threads, kernels):
-        sampling = _sampling(config, step.sampler.vocabulary, threads) if step.samples else []
+    with _asked(config, workers) as kernels:
+        sampling = _sampling(config, step.sampler.vocabulary, kernels) if step.samples else []
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
@@ -59,21 +59,21 @@ def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, pro
 
 
 @contextmanager
-def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[tuple[ThreadPoolExecutor, AskedKernels]]:
-    """Threads, and the kernels that are asked for in this context. What raises does not wait for what is left."""
+def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[AskedKernels]:
+    """The kernels that are asked for in this context. What raises does not wait for what is left."""
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(config.device,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
-                yield threads, kernels
+                yield kernels
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _sampling(config: EngineConfig, vocabulary: VocabularySlice, threads: ThreadPoolExecutor) -> list[Future[Any]]:
+def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: AskedKernels) -> list[Future[Any]]:
     """Sampling is launched, each way by a thread: it indexes with what its kernels have computed."""
     alone = replace(vocabulary, group=stand_in_for(vocabulary.group))  # the other ranks do not rehearse
-    return [threads.submit(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
+    return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
 
 
 @torch.inference_mode()

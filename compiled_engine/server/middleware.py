@@ -42,9 +42,8 @@ class RequestScope:
             return
         given = _header(scope, REQUEST_ID) or b""
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode()
-        route = (
-            scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
-        )  # a label must not grow with what is asked
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        route = path if path in self._routes else OTHER_ROUTE  # a label must not grow with what is asked
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -54,7 +53,7 @@ class RequestScope:
 
         app = (
             self._app
-            if self._may_enter(scope)
+            if self._may_enter(scope, path)
             else error_response(
                 ApiError(
                     401,
@@ -66,9 +65,9 @@ class RequestScope:
         )
         await app(scope, receive, send_with_id)
 
-    def _may_enter(self, scope: Scope) -> bool:
+    def _may_enter(self, scope: Scope, path: str) -> bool:
         """Every key is compared, each in constant time: how long it takes tells nothing of them."""
-        if not self._keys or scope["path"] in self._open_paths:
+        if not self._keys or path in self._open_paths:
             return True
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()

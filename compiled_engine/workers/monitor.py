@@ -112,12 +112,14 @@ class Monitor:
         self._closing = True
 
     def end(self) -> None:
-        """Before the connections to the workers are closed. Whoever asks for something later is told so."""
+        """After the workers have ended or were killed, before the connections to them are closed. Whoever asks for
+        something later is told so."""
         with self._lock:
             if self.failure is None:
                 self.failure = WorkerError("the workers have been told to stop")
                 os.eventfd_write(self.bell, 1)
-        self._thread.join()
+        if threading.current_thread() is not self._thread:  # which collects garbage too, perhaps an engine's
+            self._thread.join()
         os.close(self.bell)
 
     def _watch(self) -> None:

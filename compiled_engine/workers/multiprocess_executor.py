@@ -178,6 +178,8 @@ class MultiprocessExecutor:
                     deadline = time.monotonic() + _STOP_S
                     for worker in self._workers.children:
                         worker.wait(max(0.0, deadline - time.monotonic()))
+            for worker in self._workers.children:
+                worker.kill()  # the monitor may wait for the rest of what it says
             self._monitor.end()
         finally:
             self._workers.close()

@@ -13,6 +13,7 @@ from typing import Any
 from compiled_engine.graphs.cache.diff import Difference, differences
 from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_entry, read_factors
 from compiled_engine.graphs.cache.folder import ENTRIES, CacheFolder, open_cache
+from compiled_engine.passes.registry import passes_of_ranks
 
 
 def short(key: str) -> str:
@@ -65,7 +66,7 @@ def report(cache: CacheFolder, key: str) -> EntryReport:
     except DamagedEntry as error:
         damage = str(error)
     created = entry.lstat().st_mtime
-    size, off = folder_bytes(entry), _passes_off(entry)
+    size, off = folder_bytes(entry), _passes_off(entry, factors)
     return EntryReport(key, entry, factors, off, size, created, cache.last_used(key), damage)
 
 
@@ -91,11 +92,14 @@ def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest 
     return min(candidates, key=lambda found: (_distance(found.differences), -found.entry.last_used), default=None)
 
 
-def _passes_off(entry: Path) -> list[str]:
-    """Passes that were known when the entry was built, and disabled."""
+def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
+    """Passes that were known when the entry was built, and disabled; with one rank nobody misses those of ranks."""
+    alone = factors.get("config", {}).get("parallel.tensor_parallel_size", 1) == 1
+    unused = passes_of_ranks() if alone else frozenset()
     for path in filter(Path.is_file, entry.glob("*/passes.json")):
         try:
-            return [each["name"] for each in json.loads(path.read_bytes()) if not each["enabled"]]
+            off = [each["name"] for each in json.loads(path.read_bytes()) if not each["enabled"]]
+            return [name for name in off if name not in unused]
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return []
