@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from compiled_engine.runner.advance import advance_reference
-from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
 from compiled_engine.runner.prepare_inputs import prepare_reference
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.no_token import NOT_A_NUMBER
@@ -72,6 +72,7 @@ class Case:
         token_ids_R[generator.random(self.num_rows) < 0.2] = NOT_A_NUMBER
         self.token_ids_R = torch.from_numpy(token_ids_R).to(device)
         self.again = random_.random() < 0.3
+        self.buffers.num_steps_1.fill_(random_.choice([0, RING - 1, LAST_NUMBER]))
 
     def same_as(self, other: Case) -> None:
         for owner, names in (("buffers", MADE), ("states", STATES)):

@@ -7,6 +7,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -288,6 +289,22 @@ def test_bad_input_is_refused_before_it_is_sent(engine: AsyncLLM) -> None:
         assert after["aborted"] + after["finished"] == before["aborted"] + before["finished"] + 1
 
     run(main())
+
+
+def test_who_got_more_than_a_message_holds_takes_nothing_any_more(
+    in_process: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_engine.core_process.frames.LARGEST_MESSAGE", 100_000)
+    params = replace(SLOW, prompt_logprobs=-1)
+
+    async def main() -> RequestOutput:
+        (output,) = await collect(in_process.generate({"prompt_token_ids": [5] * 20}, params, output="final"))
+        await idle(in_process)
+        return output
+
+    output = run(main())
+    assert output.outputs[0].finish_reason == "error"
+    assert "a message must have at most 100000 bytes" in str(output.outputs[0].stop_reason)
 
 
 def test_token_masks_work_in_process(in_process: AsyncLLM) -> None:

@@ -144,12 +144,14 @@ def test_a_step_that_is_too_large_for_a_message(monkeypatch: pytest.MonkeyPatch)
     small = [EngineOutput(f"0:{number}", (5,), num_cached_tokens=0) for number in range(40)]
     large = EngineOutput("0:40", tuple(range(1000)))
     step = StepOutputs([f"0:{number}" for number in range(50, 90)], list(range(40)), [*small, large])
-    frames = frames_of(Stepped(step))
+    given_up: list[str] = []
+    frames = frames_of(Stepped(step), given_up.append)
     messages = [decode_to_api(payload) for payload in FrameReader().feed(b"".join(frames))]
     outputs = [output for message in messages if isinstance(message, Stepped) for output in message.outputs]
     assert {len(frame) <= 1004 for frame in frames} == {True}
     assert sorted(outputs[:-1]) == sorted(list(step)[:-1])
     assert (outputs[-1].request_id, outputs[-1].new_token_ids, outputs[-1].finish_reason) == ("0:40", (), "error")
     assert "a message must have at most 1000 bytes" in str(outputs[-1].stop_reason)
+    assert given_up == ["0:40"]
     with pytest.raises(MessageTooLargeError):
         frame(encode(Add(EngineRequest("0:0", tuple(range(1000)), LONG))))

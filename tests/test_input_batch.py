@@ -14,7 +14,7 @@ from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
-from compiled_engine.runner.input_buffers import RING, InputBuffers
+from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
@@ -220,6 +220,20 @@ def test_tokens_come_back_in_the_order_of_the_step(states: RequestStates, buffer
         advance(states, buffers, torch.tensor([0, 0, 0]), batch.num_rows, decodes_only=True, again=True)
     with pytest.raises(RuntimeError, match=f"the tokens of step 1 were overwritten by step {1 + RING}"):
         step_of_three.result()
+
+
+def test_numbers_of_steps_begin_again(states: RequestStates, buffers: InputBuffers) -> None:
+    """A server may take more steps than an integer of 32 bits can count."""
+    states.add(new_request("a", [0, 1, 2], [0]), 2)
+    batch, _ = gathered((scheduled("a", 2, 1),), states, buffers)
+    buffers.num_steps_1.fill_(LAST_NUMBER - 2)
+    pending = PendingSteps(buffers, torch.device("cpu"), StepClock(torch.device("cpu")))
+    pending.catch_up()
+    for token_id in range(70, 75):
+        advance(states, buffers, torch.tensor([token_id]), batch.num_rows, decodes_only=True, again=token_id > 70)
+        pending.launched()
+        assert pending.step(batch, None, {}).result().token_ids == [token_id]
+    assert buffers.num_steps_1.tolist() == [2]
 
 
 def test_a_steady_batch_of_decodes_stages_nothing(states: RequestStates, buffers: InputBuffers) -> None:

@@ -247,10 +247,20 @@ def test_priorities() -> None:
         process(["a", "a"], None, [1, "high"], processor)
     with pytest.raises(TypeError, match="priority must be an integer or a list of integers, got 'high'"):
         process(["a", "a"], None, "high", processor)
+    with pytest.raises(ValueError, match=rf"priority\[0\] must be an integer of 64 bits, got {2**63}"):
+        process(["a"], None, 2**63, processor)
     assert [r.engine_requests[0].priority for r in process(["a", "a"], None, [0, 0])] == [0, 0]
     assert len(process("a", None, 0)) == 1
     with pytest.raises(ValueError, match="priority must be None or 0 unless scheduling_policy is 'priority', got 1"):
         process("a", None, 1)
+
+
+def test_more_tokens_than_the_model_has_room_for_are_as_many_as_it_has() -> None:
+    """A message to the engine core holds integers of 64 bits."""
+    (request,) = process("a", SamplingParams(max_tokens=2**70))
+    (least,) = process("a", SamplingParams(max_tokens=3))
+    assert request.engine_requests[0].sampling_params.max_tokens == make_processor()._limits.max_model_len
+    assert least.engine_requests[0].sampling_params.max_tokens == 3
 
 
 def test_without_a_tokenizer_only_token_ids_can_be_run() -> None:

@@ -146,6 +146,8 @@ def test_other_grammars_have_none() -> None:
     for given in ({"regex": "a*"}, {"choice": ["a"]}, {"grammar": 'start: "x"'}, {"json_object": True}):
         assert probe_for(grammar_text(StructuredOutputs(**given)), WHITESPACE) is None
     assert probe_for(grammar(of(TEXT), whitespace_pattern="[é ]*"), WHITESPACE) is None
+    no_options = {"grammars": [{"json_schema": of(TEXT) | {"x-guidance": []}}]}
+    assert probe_for(json.dumps(no_options), WHITESPACE) is None
     assert (
         probe_for(json.dumps({"grammars": [{"json_schema": of(TEXT), "lark_grammar": "start: A"}]}), WHITESPACE) is None
     )

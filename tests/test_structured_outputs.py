@@ -182,6 +182,11 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "many properties": {
         "json": {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": 5} for i in range(1500)}}
     },
+    "brackets in a pattern": {"json": {"type": "string", "pattern": f"^{'(?:' * 40}a{')' * 40}!$"}},
+    "lines without end": {"grammar": "\n" * 131_000 + "x"},
+    "many rules of GBNF": {"grammar": "root ::= r0\n" + "\n".join(f"r{i} ::= r{i + 1}" for i in range(3000))},
+    "options that are a list": {"grammar": '{"grammars": [{"json_schema": {"type": "object", "x-guidance": []}}]}'},
+    "a string that does not end": {"json": '{"' + '\\"' * 60_000},
     "a long string": {"json": {"type": "string", "minLength": 10**9, "maxLength": 10**9}},
 }
 

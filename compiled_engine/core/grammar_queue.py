@@ -68,7 +68,7 @@ class GrammarQueue:
             del self._waiting[request_id]
             try:
                 ready.append((each.request, self._constraint(each)))
-            except ValueError as error:
+            except Exception as error:  # whatever it is, it is of this request alone
                 failed.append(EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error)))
         return ready, failed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import MessageTooLargeError, frame
@@ -16,9 +17,11 @@ class ApiProcess:
     What waits is bounded by what its requests may still generate: it cannot send new ones without reading.
     """
 
-    def __init__(self, number: int, connection: Connection[ToCore]) -> None:
+    def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
+        """give_up: called with the id of a request whose output is too large for a message, so that it has ended."""
         self.number = number
         self.connection = connection
+        self._give_up = give_up
         self.request_ids: set[str] = set()
         self._waiting: deque[ToApi] = deque()
 
@@ -35,26 +38,29 @@ class ApiProcess:
         """Send as much as the socket takes. Raises OSError if the other end is gone."""
         self.connection.flush()
         while self._waiting and not self.connection.has_unsent:
-            for each in frames_of(self._waiting.popleft()):
+            for each in frames_of(self._waiting.popleft(), self._give_up):
                 self.connection.send(each)
 
 
-def frames_of(message: ToApi) -> list[bytes]:
+def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
     """The message as frames. A step too large for one is divided; a request's output that is, becomes an error."""
     try:
         return [frame(encode(message))]
     except MessageTooLargeError as error:
         if not isinstance(message, Stepped):
             raise
-        return [each for part in _divided(message.outputs, str(error)) for each in frames_of(Stepped(part))]
+        if len(message.outputs) == 1:
+            (output,) = message.outputs
+            give_up(output.request_id)
+            ended = EngineOutput(output.request_id, (), finish_reason="error", stop_reason=str(error))
+            return frames_of(Stepped(StepOutputs(others=[ended])), give_up)
+        return [each for part in _divided(message.outputs) for each in frames_of(Stepped(part), give_up)]
 
 
-def _divided(outputs: StepOutputs, why: str) -> list[StepOutputs]:
+def _divided(outputs: StepOutputs) -> list[StepOutputs]:
+    """Of several requests."""
     columns, others = range(len(outputs.request_ids)), outputs.others
     if columns and others:
         return [outputs.part(columns, ()), outputs.part((), others)]
-    if len(outputs) > 1:
-        middle = len(outputs) // 2
-        return [outputs.part(columns[part], others[part]) for part in (slice(middle), slice(middle, None))]
-    (output,) = outputs
-    return [StepOutputs(others=[EngineOutput(output.request_id, (), finish_reason="error", stop_reason=why)])]
+    middle = len(outputs) // 2
+    return [outputs.part(columns[part], others[part]) for part in (slice(middle), slice(middle, None))]

@@ -113,7 +113,7 @@ class CoreServer:
 
     def _welcome(self, connection: Connection[ToCore]) -> ApiProcess:
         config = self._core.config
-        api_process = ApiProcess(next(self._numbers), connection)
+        api_process = ApiProcess(next(self._numbers), connection, self._give_up)
         limits = RequestLimits(
             vocab_size=config.model.vocab_size,
             max_model_len=config.model.max_model_len,
@@ -189,6 +189,12 @@ class CoreServer:
             (process, outputs.part(columns[process.number], others[process.number])) for process in self._api_processes
         ]
         return [(process, part) for process, part in own if len(part)]
+
+    def _give_up(self, request_id: str) -> None:
+        """Its API process has been told that it has ended."""
+        if request_id in self._owners:
+            self._core.abort(request_id)
+            self._release(request_id)
 
     def _release(self, request_id: str) -> None:
         api_process = self._owners.pop(request_id, None)

@@ -93,6 +93,8 @@ class InputProcessor:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
             params.top_k = min(params.top_k, self._limits.vocab_size)  # more are not there
             validate_for_model(params, self._limits.vocab_size, self._limits.max_model_len)
+            if params.max_tokens is not None:  # nor are these
+                params.max_tokens = min(params.max_tokens, self._limits.max_model_len)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from error
         return params
@@ -108,6 +110,8 @@ class InputProcessor:
         for index, value in enumerate(values):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"priority[{index}] must be an integer, got {value!r}")
+            if not -(1 << 63) <= value < 1 << 63:
+                raise ValueError(f"priority[{index}] must be an integer of 64 bits, got {value}")
         if any(values) and not self._limits.has_priorities:
             raise ValueError(f"priority must be None or 0 unless scheduling_policy is 'priority', got {given!r}")
         return list(values)

@@ -18,8 +18,10 @@ _KEYS = {
     "null": frozenset({"type"}),
 }
 _DEFINITION = re.compile(r"#/\$defs/[^/]+")
-# A pattern for the whole text that has none but ASCII characters and classes of them.
-_NARROW = re.compile(r"\^(?:[A-Za-z0-9 _:@,-]|\[[A-Za-z0-9 _-]+\]|\(\?:|[()|]|\{\d+(?:,\d*)?\}|[?*+])*\$", re.ASCII)
+# A pattern for the whole text that has none but ASCII characters and classes of them. There is one way to read each.
+_NARROW = re.compile(
+    r"\^(?:[A-Za-z0-9 _:@,-]|\[[A-Za-z0-9 _-]+\]|\((?:\?:)?+|[)|]|\{\d+(?:,\d*)?\}|[?*+])*+\$", re.ASCII
+)
 PROBES = "éñжяλ中の가"
 
 
@@ -39,6 +41,8 @@ def probe_for(grammar: str, whitespace: str) -> str | None:
             definitions = schema.pop("$defs", {})
         case _:
             return None
+    if not isinstance(options, dict):  # llguidance reads other forms too
+        return None
     if options.get("whitespace_pattern") not in (None, whitespace):
         return None
     if not isinstance(definitions, dict) or not all(map(_is_plain, [schema, *definitions.values()])):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,10 @@ WHITESPACE = r" |\r?\n[ \t]{0,24}"
 ANY_OBJECT = '{"type": "object"}'
 # What only the model's own vocabulary can say of a grammar: whether it has these tokens.
 SPECIAL_TOKEN_MARKS = ("<[", "<|")
+# As llguidance tells Lark from GBNF, but each line is read once.
+_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
+# The converter compares each of these rules with the others.
+MOST_GBNF_RULES = 1000
 
 
 def grammar_text(given: StructuredOutputs) -> str:
@@ -30,7 +35,7 @@ def grammar_text(given: StructuredOutputs) -> str:
 
 def _text(given: StructuredOutputs) -> str:
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if given.regex is not None:
         return LLMatcher.grammar_from_regex(given.regex)
@@ -40,8 +45,14 @@ def _text(given: StructuredOutputs) -> str:
     if given.grammar is not None:
         if given.grammar.lstrip().startswith("{"):
             return given.grammar
+        if _IS_LARK.search(given.grammar):
+            return LLMatcher.grammar_from_lark(given.grammar)
+        if (count := given.grammar.count("::=")) > MOST_GBNF_RULES:
+            raise ValueError(
+                f"structured_outputs.grammar must have at most {MOST_GBNF_RULES} rules in GBNF, got {count}"
+            )
         try:
-            return LLMatcher.grammar_from_lark(any_to_lark(given.grammar))
+            return LLMatcher.grammar_from_lark(gbnf_to_lark(given.grammar))
         except Exception as error:  # the converter raises what its parser does
             raise ValueError(f"structured_outputs.grammar cannot be read: {error}") from error
     schema = ANY_OBJECT if given.json is None else given.json

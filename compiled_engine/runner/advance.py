@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.runner.input_buffers import RING, InputBuffers
+from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
 
@@ -56,7 +56,7 @@ def advance_reference(
     tokens_R[samples_R] = token_ids_R.numpy()[np.flatnonzero(samples_R)]
     # What is no token ends its request, but a step with it may be under way.
     states.last_token_S.numpy()[rows_R[samples_R]] = np.maximum(tokens_R[samples_R], 0)
-    number = int(buffers.num_steps_1[0]) + 1
+    number = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
     buffers.num_steps_1[0] = number
     ring_row = buffers.tokens_KR1.numpy()[number % RING]
     ring_row[0] = number

@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.runner.input_buffers import RING, InputBuffers
+from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 
 
@@ -28,6 +28,7 @@ def advance_kernel(
     num_rows: tl.tensor,
     ring_stride: tl.tensor,
     RING: tl.constexpr,
+    LAST_NUMBER: tl.constexpr,
     DECODES_ONLY: tl.constexpr,
     AGAIN: tl.constexpr,
     TILE_R: tl.constexpr,
@@ -53,7 +54,7 @@ def advance_kernel(
     token_R = tl.load(token_ids_ptr + request_R, mask=samples_R, other=-1).to(tl.int32)
     # What is no token ends its request, but a step with it may be under way.
     tl.store(last_token_ptr + row_R, tl.maximum(token_R, 0), mask=samples_R)
-    number = tl.load(num_steps_ptr) + 1
+    number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
     ring_row_ptr = ring_ptr + (number % RING) * ring_stride
     tl.store(ring_row_ptr + 1 + request_R, token_R, mask=inside_R)
     tl.store(ring_row_ptr, number)
@@ -82,6 +83,7 @@ def launch(
         num_rows,
         buffers.tokens_KR1.stride(0),
         RING=RING,
+        LAST_NUMBER=LAST_NUMBER,
         DECODES_ONLY=decodes_only,
         AGAIN=again,
         TILE_R=next_power_of_2(buffers.rows_R.shape[0]),

@@ -11,6 +11,8 @@ from compiled_engine.runner.staged_writes import StagedWrites
 
 # Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
 RING = 64
+# Steps are numbered up to here, then from 0 again: int32 holds it, and the ring goes on as before.
+LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
 
 

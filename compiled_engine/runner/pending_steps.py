@@ -11,7 +11,7 @@ import torch
 from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.input_buffers import RING, InputBuffers
+from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
 from compiled_engine.sampling.logprobs import BatchLogprobs
 from compiled_engine.sampling.token_logprobs import LogprobRows
 
@@ -41,7 +41,7 @@ class PendingSteps:
 
     def launched(self) -> None:
         """Tokens are on their way into the ring."""
-        self._number += 1
+        self._number = (self._number + 1) & LAST_NUMBER
 
     def lose_count(self) -> None:
         """The device may have counted steps of which nobody was told."""

@@ -14,7 +14,8 @@ MAX_DEPTH = 64
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
-_STRINGS = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+# One that does not end goes to the end of the text, so that no part of it is read again.
+_STRINGS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = re.compile(r"[\[\]{}]")
 
 

@@ -41,9 +41,9 @@ def prune(
     doomed = dict(_doomed([report(cache, key) for key in cache.entry_keys()], now, older_than_s, max_bytes))
     done = []
     for key in cache.all_keys():
-        is_entry = os.path.lexists(cache.entry(key))
         try:
             with cache.locked(key, wait=False):
+                is_entry = os.path.lexists(cache.entry(key))
                 if key in doomed:
                     done.append(_pruned(key, cache.entry(key), doomed[key]))
                 done += [_pruned(key, path, "set aside as damaged") for path in cache.set_aside(key)]
