@@ -154,10 +154,13 @@ def _contender(oracle: Any, way: str, threads: int, output_len: int) -> Contende
     def run(batch: Prompts) -> int:
         with _threads(threads):
             if way == "continuous":
+                cache = ContinuousBatchingConfig()
+                pages = sum(-(-(len(prompt) + output_len) // cache.page_size) for prompt in batch)
+                cache.num_blocks = 2 * pages  # by itself it takes most of the memory, and each call clears all of it
                 outputs = oracle.generate_batch(
                     inputs=batch,
                     generation_config=generation,
-                    continuous_batching_config=ContinuousBatchingConfig(),
+                    continuous_batching_config=cache,
                     progress_bar=False,
                 )
                 return sum(len(output.generated_tokens) for output in outputs.values())
