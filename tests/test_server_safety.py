@@ -14,11 +14,14 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_a_minute import in_a_minute
 from running_server import MODEL, RunningServer, ScriptedEngine, running
 
+from compiled_engine.server.completion_protocol import CompletionRequest
 from compiled_engine.server.errors import ApiError, without_internals
 from compiled_engine.server.json_body import is_deeper_than
 from compiled_engine.server.options import Limits, ServerOptions
+from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
 
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
@@ -177,6 +180,18 @@ def test_depth_is_found_without_parsing(value: Any) -> None:
         assert is_deeper_than(body, most) == (depth(value) > most) or most < 0
 
 
+def test_depth_is_found_in_time() -> None:
+    """Of a text that is no JSON as well."""
+    in_a_minute(r"""
+from compiled_engine.server.json_body import is_deeper_than
+string = b'"' + b'\\"' * 500_000
+assert not is_deeper_than(b"[1]," * 65 + string, 64)
+assert is_deeper_than(b"[" * 65 + string, 64)
+assert not is_deeper_than(b"[1]," * 65 + string + b'\\\n[[["', 2)
+assert is_deeper_than(b"[1]," * 65 + string + b'"[[["', 2)
+""")
+
+
 def raw(server: RunningServer, data: bytes, wait_s: float = 5) -> bytes:
     """What comes back on a connection until the server closes it."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -283,6 +298,14 @@ def test_long_values_do_not_come_back(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={**COMPLETION, "user_": "x" * 10_000, "temperature": "x" * 5000})
     assert response.status_code == 400
     assert len(response.content) < 3000
+
+
+def test_of_many_unknown_fields_a_few_are_named() -> None:
+    unknown = {f"temperature{number}": 1 for number in range(1000)}
+    _, ignored = read_request({**COMPLETION, **unknown}, CompletionRequest)
+    assert len(ignored) == MOST_UNKNOWN + 1
+    assert ignored[0] == "unknown field 'temperature0' is ignored; did you mean temperature?"
+    assert ignored[-1] == f"{1000 - MOST_UNKNOWN} more unknown fields are ignored"
 
 
 def test_errors_are_valid_unicode() -> None:
