@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -237,6 +238,30 @@ def test_a_reader_that_stops_is_cut_off(narrow: RunningServer, scripted: Scripte
             time.sleep(0.05)
     assert scripted.num_given < 50  # nothing was made that nobody takes
     scripted.chunks = ["a"]
+
+
+def test_long_prompts_are_tokenised_beside_the_event_loop(client: httpx.Client, scripted: ScriptedEngine) -> None:
+    class Watched:
+        """Counts the prompts that are tokenised, and those of them in an event loop."""
+
+        num_encoded = num_in_loop = 0
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            self.num_encoded += 1
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                self.num_in_loop += 1
+            return [1]
+
+    scripted.tokenizer, scripted.chunks = Watched(), ["a"]
+    try:
+        for prompt in ("x" * 9000, ["x" * 9000], ["x" * 5000] * 2):
+            body = {**COMPLETION, "prompt": prompt, "add_special_tokens": False}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert (scripted.tokenizer.num_encoded, scripted.tokenizer.num_in_loop) == (4, 0)
+    finally:
+        del scripted.tokenizer
 
 
 def test_request_ids_are_words(client: httpx.Client) -> None:
