@@ -107,6 +107,14 @@ def test_the_prompt_has_tools_and_what_was_called_before(client: openai.OpenAI, 
     assert "<|im_start|>tool\n3<|im_end|>" in prompt
 
 
+def test_arguments_that_are_too_deep_stay_text(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    for depth, begin in ((600, '"{' + '\\"a\\":{' * 599), (2, '{"a": {"a": 1}}')):
+        call = {"type": "function", "function": {"name": "add", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+        history: Any = [{"role": "assistant", "tool_calls": [{"id": "call_1", **call}]}, *MESSAGES]
+        client.chat.completions.create(model=MODEL, messages=history)
+        assert f'"arguments": {begin}' in engine.asked[-1][0]["prompt"]
+
+
 def test_without_tools_calls_are_text(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **more)
