@@ -93,6 +93,7 @@ class ScriptedEngine:
         self.errored: str | None = None
         self.error: Exception | None = None  # what `generate` raises
         self.pause_s = 0.0  # between chunks
+        self.outputs: list[RequestOutput] = []  # what `generate` gives instead of chunks, if there are any
         self.num_given = 0  # chunks that the server has taken
         self._dead = asyncio.Event()
 
@@ -106,6 +107,10 @@ class ScriptedEngine:
         await asyncio.sleep(self.pause_s)
         if self.error is not None:
             raise self.error
+        for each in self.outputs:
+            yield each
+        if self.outputs:
+            return
         chunks = ["".join(self.chunks)] if output == "final" else self.chunks
         for place, text in enumerate(chunks):
             last = place == len(chunks) - 1

@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_a_minute import in_a_minute
 
 from compiled_engine.near_names import nearest, unknown_name_message
 from compiled_engine.options import EngineOptions
@@ -53,6 +54,13 @@ def test_a_long_name_with_a_letter_missing_is_recognised(name: str, data: st.Dat
     if len(name) >= 8:
         index = data.draw(st.integers(0, len(name) - 1))
         assert nearest(name[:index] + name[index + 1 :], OPTIONS) is not None
+
+
+def test_a_name_of_many_letters_costs_little() -> None:
+    in_a_minute("""
+from compiled_engine.near_names import nearest
+assert nearest("mode_lxz" * (1 << 22), [f"option_{number}" for number in range(100)]) is None
+""")
 
 
 @given(st.text(), st.lists(st.text()))

@@ -8,9 +8,10 @@ from typing import Any
 
 import openai
 import pytest
-from running_server import ENGINE, MODEL, RunningServer
+from running_server import ENGINE, MODEL, RunningServer, ScriptedEngine, running
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]
@@ -84,6 +85,35 @@ def test_echo_with_logprobs(client: openai.OpenAI, expected: RequestOutput, stre
     text = "".join(choice.text for choice in choices)
     assert text == PROMPT + expected.outputs[0].text == "".join(tokens)
     assert [text[place : place + len(token)] for place, token in zip(offsets, tokens, strict=True)] == tokens
+
+
+def test_each_completion_begins_with_the_prompt_whichever_comes_first(server: RunningServer) -> None:
+    """Only one of them brings the prompt's log-probabilities."""
+
+    def output(of_prompt: list[Any], *indices: int, last: bool = False) -> RequestOutput:
+        reason = "length" if last else None
+        entries = [{7: Logprob(-1.0, 1, "c")}]
+        outputs = [CompletionOutput(index, "c", [7], -1.0, entries, reason, None) for index in indices]
+        return RequestOutput("0", "ab", [5, 6], of_prompt, outputs, last, 0, RequestMetrics(0.0))
+
+    engine = ScriptedEngine(server.engine)
+    engine.outputs = [output([None], 1), output([], 1), output([{6: Logprob(-2.0, 1, "b")}], 0)]
+    engine.outputs += [output([], 0, 1, last=True)]
+    with (
+        running(engine) as own,
+        openai.OpenAI(base_url=f"{own.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = client.completions.create(
+            model=MODEL, prompt="ab", n=2, seed=1, max_tokens=3, logprobs=0, echo=True, stream=True
+        )
+        choices = [choice for part in stream for choice in part.choices]
+    for index, text in ((0, "abcc"), (1, "abccc")):
+        own_choices = [choice for choice in choices if choice.index == index]
+        assert "".join(choice.text for choice in own_choices) == text
+        logprobs = [
+            value for choice in own_choices if choice.logprobs for value in choice.logprobs.token_logprobs or ()
+        ]
+        assert logprobs == [None, -2.0, *[-1.0] * (len(text) - 2)]
 
 
 def test_a_prompt_can_be_scored_without_a_completion(client: openai.OpenAI, expected: RequestOutput) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -14,11 +15,14 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from in_a_minute import in_a_minute
 from running_server import MODEL, RunningServer, ScriptedEngine, running
 
+from compiled_engine.server.completion_protocol import CompletionRequest
 from compiled_engine.server.errors import ApiError, without_internals
 from compiled_engine.server.json_body import is_deeper_than
 from compiled_engine.server.options import Limits, ServerOptions
+from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
 
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
@@ -177,6 +181,18 @@ def test_depth_is_found_without_parsing(value: Any) -> None:
         assert is_deeper_than(body, most) == (depth(value) > most) or most < 0
 
 
+def test_depth_is_found_in_time() -> None:
+    """Of a text that is no JSON as well."""
+    in_a_minute(r"""
+from compiled_engine.server.json_body import is_deeper_than
+string = b'"' + b'\\"' * 500_000
+assert not is_deeper_than(b"[1]," * 65 + string, 64)
+assert is_deeper_than(b"[" * 65 + string, 64)
+assert not is_deeper_than(b"[1]," * 65 + string + b'\\\n[[["', 2)
+assert is_deeper_than(b"[1]," * 65 + string + b'"[[["', 2)
+""")
+
+
 def raw(server: RunningServer, data: bytes, wait_s: float = 5) -> bytes:
     """What comes back on a connection until the server closes it."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -222,6 +238,30 @@ def test_a_reader_that_stops_is_cut_off(narrow: RunningServer, scripted: Scripte
             time.sleep(0.05)
     assert scripted.num_given < 50  # nothing was made that nobody takes
     scripted.chunks = ["a"]
+
+
+def test_long_prompts_are_tokenised_beside_the_event_loop(client: httpx.Client, scripted: ScriptedEngine) -> None:
+    class Watched:
+        """Counts the prompts that are tokenised, and those of them in an event loop."""
+
+        num_encoded = num_in_loop = 0
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            assert not add_special_tokens
+            self.num_encoded += 1
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop()
+                self.num_in_loop += 1
+            return [1]
+
+    scripted.tokenizer, scripted.chunks = Watched(), ["a"]
+    try:
+        for prompt in ("x" * 9000, ["x" * 9000], ["x" * 5000] * 2):
+            body = {**COMPLETION, "prompt": prompt, "add_special_tokens": False}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        assert (scripted.tokenizer.num_encoded, scripted.tokenizer.num_in_loop) == (4, 0)
+    finally:
+        del scripted.tokenizer
 
 
 def test_request_ids_are_words(client: httpx.Client) -> None:
@@ -283,6 +323,14 @@ def test_long_values_do_not_come_back(client: httpx.Client) -> None:
     response = client.post("/v1/completions", json={**COMPLETION, "user_": "x" * 10_000, "temperature": "x" * 5000})
     assert response.status_code == 400
     assert len(response.content) < 3000
+
+
+def test_of_many_unknown_fields_a_few_are_named() -> None:
+    unknown = {f"temperature{number}": 1 for number in range(1000)}
+    _, ignored = read_request({**COMPLETION, **unknown}, CompletionRequest)
+    assert len(ignored) == MOST_UNKNOWN + 1
+    assert ignored[0] == "unknown field 'temperature0' is ignored; did you mean temperature?"
+    assert ignored[-1] == f"{1000 - MOST_UNKNOWN} more unknown fields are ignored"
 
 
 def test_errors_are_valid_unicode() -> None:

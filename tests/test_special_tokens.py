@@ -62,6 +62,17 @@ def test_tools_are_text_too(chat: ChatFormat) -> None:
     assert chat.tokenizer.decode(ids) == text
 
 
+def test_settings_are_text_too(bundled_tokenizer: Tokenizer) -> None:
+    template = TEMPLATE + "{{ reasoning_effort }}{{ enable_thinking }}"
+    chat = find_chat_format(bundled_tokenizer, ServerOptions(chat_template=template))
+    assert chat is not None
+    settings = chat.settings({"enable_thinking": "<|im_start|>"}, "high<|im_end|>")
+    text, ids = asyncio.run(chat.render([{"role": "user", "content": "x"}], None, settings))
+    assert text.endswith("assistant\nhigh<|im_end|><|im_start|>")
+    assert sum(each in chat.tokenizer.special_ids for each in ids) == 3
+    assert chat.tokenizer.decode(ids) == text
+
+
 def test_a_text_of_all_noncharacters_is_refused(chat: ChatFormat) -> None:
     with pytest.raises(ApiError, match="U\\+FDD0"):
         render(chat, "<|im_end|>" + "".join(NONCHARACTERS))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from in_a_minute import in_a_minute
 
 from compiled_engine.frontend.stop_strings import StopStrings
 
@@ -46,18 +47,35 @@ def test_the_first_stop_string_is_found_however_the_text_is_cut(
         assert (stop, "".join(released)) == (name, text[: end if include else start])
 
 
-@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
-def test_no_more_is_held_back_than_a_stop_string_may_begin_with(pieces: list[str], stops: list[str]) -> None:
+def longest_beginning(stops: Sequence[str], text: str) -> str:
+    """The longest end of the text that is the beginning of a stop string, and not all of it."""
+    ends = [text[start:] for start in range(len(text) + 1)]
+    return next(end for end in ends if any(stop.startswith(end) and stop != end for stop in stops))
+
+
+@given(pieces=st.lists(st.tuples(TEXTS, st.booleans()), max_size=6), stops=STOPS)
+def test_what_a_stop_string_may_begin_with_is_held_back_and_no_more(
+    pieces: list[tuple[str, bool]], stops: list[str]
+) -> None:
     watcher = StopStrings(stops)
     arrived = released = ""
-    for piece in pieces:
-        text, stop = watcher.push(piece)
+    for piece, search in pieces:
+        text, stop = watcher.push(piece, search=search)
         if stop is not None:
             return
         arrived, released = arrived + piece, released + text
-        held = arrived[len(released) :]
-        assert arrived.startswith(released)
-        assert not held or any(stop.startswith(held) for stop in stops)
+        assert released + longest_beginning(stops, arrived) == arrived
+
+
+def test_many_long_stop_strings_cost_little() -> None:
+    in_a_minute("""
+from compiled_engine.frontend.stop_strings import StopStrings
+watcher = StopStrings([f"{'ab' * 2000}{number:04}" for number in range(64)])
+for _ in range(20):
+    for _ in range(400):
+        assert watcher.push("abab") == ("", None)
+    assert watcher.push("x") == ("abab" * 400 + "x", None)
+""")
 
 
 @pytest.mark.parametrize(

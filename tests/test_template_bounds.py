@@ -14,6 +14,7 @@ from compiled_engine.server.options import Limits
 USER = {"role": "user", "content": "x"}
 # Its time grows with the cube of the number of messages.
 SLOW = "{% for a in messages %}{% for b in messages %}{% for c in messages %}{% endfor %}{% endfor %}{% endfor %}x"
+EFFORT = "{{ reasoning_effort }}{{ messages[0].content }}"
 TELLING = "{{ raise_exception('in /home/someone/template.jinja at 0x7f0012345678') }}"
 
 
@@ -36,6 +37,17 @@ def test_variables_come_from_a_list_and_are_short(server: RunningServer, given: 
         for settings, status in ((given, 400), ({"enable_thinking": False}, 200)):
             body = {**asked, "chat_template_kwargs": settings}
             assert httpx.post(f"{server.url}/tokenize", json=body).status_code == status
+
+
+def test_the_effort_is_short(server: RunningServer) -> None:
+    with running(ScriptedEngine(server.engine, ["a"]), chat_template=EFFORT) as own:
+        assert chat(own, [USER], reasoning_effort="x" * 300)["param"] == "reasoning_effort"
+        asked = {"input": "x", "reasoning": {"effort": "x" * 300}}
+        assert httpx.post(f"{own.url}/v1/responses", json=asked).status_code == 400
+        body = {"messages": [USER], "reasoning_effort": "high"}
+        assert httpx.post(f"{own.url}/v1/chat/completions", json=body).status_code == 200
+        schemas = httpx.get(f"{own.url}/openapi.json").json()["components"]["schemas"]
+        assert "256" in str(schemas["ChatRequest"]["properties"]["reasoning_effort"])
 
 
 def test_a_request_brings_no_template(server: RunningServer) -> None:

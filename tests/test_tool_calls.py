@@ -10,6 +10,9 @@ import openai
 import pytest
 from running_server import MODEL, RunningServer, ScriptedEngine, running
 
+from compiled_engine import RequestOutput
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics
+
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"
     '<tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}'
@@ -107,6 +110,14 @@ def test_the_prompt_has_tools_and_what_was_called_before(client: openai.OpenAI, 
     assert "<|im_start|>tool\n3<|im_end|>" in prompt
 
 
+def test_arguments_that_are_too_deep_stay_text(client: openai.OpenAI, engine: ScriptedEngine) -> None:
+    for depth, begin in ((600, '"{' + '\\"a\\":{' * 599), (2, '{"a": {"a": 1}}')):
+        call = {"type": "function", "function": {"name": "add", "arguments": '{"a":' * depth + "1" + "}" * depth}}
+        history: Any = [{"role": "assistant", "tool_calls": [{"id": "call_1", **call}]}, *MESSAGES]
+        client.chat.completions.create(model=MODEL, messages=history)
+        assert f'"arguments": {begin}' in engine.asked[-1][0]["prompt"]
+
+
 def test_without_tools_calls_are_text(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer = client.chat.completions.create(model=MODEL, messages=MESSAGES, **more)
@@ -177,6 +188,41 @@ def test_a_response_that_is_streamed(client: openai.OpenAI) -> None:
     assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
     assert kinds.count("response.output_item.done") == 4
     assert kinds[-1] == "response.completed"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_a_response_are_those_of_its_text(
+    client: openai.OpenAI, engine: ScriptedEngine, size: int, stream: bool
+) -> None:
+    """However many tokens come at once. What ends the answer is no part of its text."""
+    tokens = ["<think>", "\nI can", " add", ".", "</think>", "\n\n", "d", " is", " 3", "<", "4", " <", "tool_call>"]
+    tokens += ['{"name": "add", "arguments": ', '{"a"', ": 1}}", "</tool_call>", "<|im_end|>"]
+    parts = [tokens[start : start + size] for start in range(0, len(tokens), size)]
+    engine.outputs = [output_of(part, last=part is parts[-1]) for part in parts]
+    asked: Any = {"include": ["message.output_text.logprobs"], "tools": FUNCTION}
+    try:
+        if stream:
+            with client.responses.stream(model=MODEL, input="What is d?", **asked) as events:
+                parts_of_text = [event for event in events if event.type == "response.output_text.delta"]
+                response: Any = events.get_final_response()
+            shown = [entry.token for event in parts_of_text for entry in event.logprobs]
+        else:
+            response = client.responses.create(model=MODEL, input="What is d?", **asked)
+            shown = [entry.token for entry in response.output[1].content[0].logprobs]
+    finally:
+        engine.outputs = []
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert response.output_text == "".join(shown) == "d is 3<4"
+    assert shown == ["d", " is", " 3", "<", "4"]
+
+
+def output_of(tokens: list[str], *, last: bool) -> RequestOutput:
+    """Tokens with their log-probabilities; the last one of an answer is no text."""
+    text = "".join(tokens[:-1] if last else tokens)
+    logprobs = [{number: Logprob(-1.0, 1, token)} for number, token in enumerate(tokens)]
+    completion = CompletionOutput(0, text, [5] * len(tokens), None, logprobs, "stop" if last else None, None)
+    return RequestOutput("0", None, [1, 2], None, [completion], last, 0, RequestMetrics(0.0))
 
 
 def test_a_conversation_of_responses(client: openai.OpenAI, engine: ScriptedEngine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 
@@ -14,7 +15,7 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
-        self._stops = tuple(stops)
+        self._stops = tuple(sorted(stops))
         self._include = include_in_output
         self._longest = max(map(len, stops), default=0)
         self._text = ""  # a tail of what arrived: all that is held back, and all that a stop string may begin in
@@ -33,7 +34,7 @@ class StopStrings:
         match = self._find() if search else None
         self._searched = len(self._text)
         if match is None:
-            return self._release(len(self._text) - self._possible_beginning()), None
+            return self._release(self._possible_beginning()), None
         start, stop = match
         return self._release(start + len(stop) if self._include else start), stop
 
@@ -43,25 +44,23 @@ class StopStrings:
 
     def _find(self) -> tuple[int, str] | None:
         """Where the first stop string begins, and which it is, among those that end after `_searched`."""
-        matches = []
-        for stop in self._stops:
-            start = self._text.find(stop, max(0, self._searched - len(stop) + 1))
-            if start >= 0:
-                matches.append((start + len(stop), start, stop))
-        if not matches:
-            return None
-        _, start, stop = min(matches)
-        return start, stop
+        for end in range(self._searched + 1, len(self._text) + 1):
+            if self._text.endswith(self._stops, 0, end):
+                stop = max((stop for stop in self._stops if self._text.endswith(stop, 0, end)), key=len)
+                return end - len(stop), stop
+        return None
 
     def _possible_beginning(self) -> int:
-        """Length of the longest end of the text that a stop string begins with."""
+        """Where the longest end of the text begins that a stop string begins with."""
         if self._include:
-            return 0
-        for length in range(min(self._longest - 1, len(self._text)), 0, -1):
-            ending = self._text[-length:]
-            if any(len(stop) > length and stop.startswith(ending) for stop in self._stops):
-                return length
-        return 0
+            return len(self._text)
+        # Nothing before what is held back: more text makes no beginning of what was none. So each place is left once.
+        for start in range(max(self._released, len(self._text) - self._longest + 1), len(self._text)):
+            ending = self._text[start:]
+            place = bisect_right(self._stops, ending)  # sorted: of the longer ones that begin with it, the first
+            if place < len(self._stops) and self._stops[place].startswith(ending):
+                return start
+        return len(self._text)
 
     def _release(self, end: int) -> str:
         """Let the text out up to `end`, and forget what no stop string can begin in any more."""

@@ -63,6 +63,10 @@ class ChatFormat:
                     "reasoning_effort is not supported: this model's chat template does not know it",
                     code="unsupported_parameter",
                 )
+            if len(reasoning_effort) > LONGEST_SETTING:
+                raise bad_request(
+                    "reasoning_effort", f"reasoning_effort must have at most {LONGEST_SETTING} characters"
+                )
             settings["reasoning_effort"] = reasoning_effort
         return settings
 
@@ -90,20 +94,21 @@ class ChatFormat:
                 values[0],
                 chat_template=self.given,
                 tools=values[1],
-                chat_template_kwargs=settings,
+                chat_template_kwargs=values[2],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
             return prompt.text or "", prompt.token_ids or ()
 
+        values = [messages, tools, settings]
+
         def render() -> tuple[str, tuple[int, ...]]:
-            values = [messages, tools]
             if self.guard.concerns(values):
                 return self.guard.render(values, lambda guarded: rendered(guarded)[0])
             return rendered(values)
 
         try:
-            if not is_long([messages, tools]) and not self.guard.concerns([messages, tools]):
+            if not is_long(values) and not self.guard.concerns(values):
                 return render()
             return await asyncio.wait_for(asyncio.to_thread(render), self.render_timeout)
         except TimeoutError:

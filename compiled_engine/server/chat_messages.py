@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from compiled_engine.server.errors import bad_request
+from compiled_engine.server.json_body import is_deeper_than
 from compiled_engine.server.options import Limits
 from compiled_engine.server.request_fields import require_at_most
 
@@ -77,10 +78,10 @@ def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits:
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")
     require_at_most("messages", messages, limits.max_messages, "messages")
-    return [_message(f"messages[{index}]", message, chat) for index, message in enumerate(messages)]
+    return [_message(f"messages[{index}]", message, chat, limits) for index, message in enumerate(messages)]
 
 
-def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, Any]:
+def _message(where: str, message: ChatMessage, chat: ChatFormat, limits: Limits) -> dict[str, Any]:
     role = "system" if message.role == "developer" and not chat.knows("developer") else message.role
     content = message.content
     if content is None and not message.tool_calls:
@@ -92,15 +93,15 @@ def _message(where: str, message: ChatMessage, chat: ChatFormat) -> dict[str, An
     further = {"name": message.name, "tool_call_id": message.tool_call_id, "reasoning_content": reasoning}
     result |= {key: value for key, value in further.items() if value is not None}
     if message.tool_calls:
-        result["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+        result["tool_calls"] = [_tool_call(call, limits.max_json_depth) for call in message.tool_calls]
     return result
 
 
-def _tool_call(call: MessageToolCall) -> dict[str, Any]:
-    """With the arguments as an object: templates write them as JSON themselves. What is none stays text: the model may
-    have written it, and has to see what it did."""
+def _tool_call(call: MessageToolCall, max_depth: int) -> dict[str, Any]:
+    """With the arguments as an object: templates write them as JSON themselves. What is none, or too
+    deep, stays text: the model may have written it, and has to see what it did."""
     arguments: Any = call.function.arguments
-    if isinstance(arguments, str):
+    if isinstance(arguments, str) and not is_deeper_than(arguments.encode(errors="replace"), max_depth):
         try:
             value = json.loads(arguments or "{}")
         except (ValueError, RecursionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -12,6 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
+from compiled_engine.frontend.prompts import is_long
 from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
@@ -22,7 +24,6 @@ from compiled_engine.server.completion_protocol import (
     CompletionResponse,
     parse_prompts,
 )
-from compiled_engine.server.errors import bad_request
 from compiled_engine.server.event_stream import EventStream, event, unless_gone, with_errors
 from compiled_engine.server.generation import Outputs, begun, generate
 from compiled_engine.server.logprob_shapes import CompletionLogprobs, completion_logprobs, prompt_logprobs
@@ -38,7 +39,7 @@ async def completions(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CompletionRequest)
     answer = await _answer(serving, fields)
-    prompts: list[Any] = [answer.prompt(serving, each) for each in parse_prompts(fields.prompt)]
+    prompts = await _prompts(serving, fields)
     kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
     if fields.streams:
@@ -58,13 +59,6 @@ class _Answer:
     unwanted: bool
     tokenizer: Tokenizer | None
 
-    def prompt(self, serving: Serving, prompt: str | list[int]) -> Any:
-        """The prompt as the engine takes it."""
-        if not isinstance(prompt, str) or self.fields.add_special_tokens in (None, True):
-            return prompt
-        ids = serving.tokenizer().encode(prompt, add_special_tokens=False)
-        return {"prompt": prompt, "prompt_token_ids": ids}
-
     def echoed(self, output: RequestOutput) -> str:
         """The prompt as text."""
         whole = output.prompt is not None and self.fields.truncate_prompt_tokens is None
@@ -74,6 +68,20 @@ class _Answer:
 
     def response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> CompletionResponse:
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
+
+
+async def _prompts(serving: Serving, fields: CompletionRequest) -> list[Any]:
+    """The prompts as the engine takes them: it tokenises texts itself, but for those without special tokens."""
+    prompts: list[Any] = list(parse_prompts(fields.prompt))
+    if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
+        return prompts
+    tokenizer = serving.tokenizer()
+
+    def encoded() -> list[Any]:
+        ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
+        return [{"prompt": prompt, "prompt_token_ids": each} for prompt, each in zip(prompts, ids, strict=True)]
+
+    return await asyncio.to_thread(encoded) if is_long(prompts) else encoded()
 
 
 async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
@@ -88,8 +96,6 @@ async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
         more["logprobs"] = fields.logprobs
         if echo:
             more["prompt_logprobs"] = fields.logprobs
-    if fields.add_special_tokens is False and isinstance(fields.prompt, str) and len(fields.prompt) > 1 << 20:
-        raise bad_request("add_special_tokens", "add_special_tokens must be true for a prompt above 1 MiB")
     params = sampling_params(
         fields, serving.engine.get_default_sampling_params(), serving.options.limits, serving.max_answer_tokens, **more
     )
@@ -163,6 +169,9 @@ async def _events(
     options = answer.fields.stream_options
     continuous = options is not None and bool(options.continuous_usage_stats)
     usage = UsageCounter()
+    # A completion begins with the prompt, which another one may bring: until it is whole, all of them wait.
+    shows_prompt = bool(answer.fields.echo) and answer.fields.logprobs is not None
+    waiting: dict[int, list[CompletionOutput]] = {}
     places: dict[tuple[int, int], _Place] = {}
     of_prompts: dict[int, list[dict[int, Logprob] | None]] = {}
     async with aclosing(outputs):
@@ -170,7 +179,10 @@ async def _events(
             usage.add(prompt, output)
             of_prompt = of_prompts.setdefault(prompt, [])
             of_prompt += output.prompt_logprobs or ()
-            for completion in output.outputs:
+            waiting[prompt] = waiting.get(prompt, []) + output.outputs
+            if shows_prompt and len(of_prompt) < len(output.prompt_token_ids):
+                continue
+            for completion in waiting.pop(prompt):
                 place = places.setdefault((prompt, completion.index), _Place())
                 choice = _part(answer, prompt, output, completion, place, of_prompt)
                 if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids:

@@ -15,6 +15,8 @@ from compiled_engine.near_names import nearest
 from compiled_engine.sampling.other_params import OTHER_PARAMS
 from compiled_engine.server.errors import ApiError, bad_request, shown
 
+MOST_UNKNOWN = 16  # fields of a request that a warning names
+
 Request = TypeVar("Request", bound=msgspec.Struct)
 
 # What clients send by habit. It changes nothing in the answer of a server for one model that keeps nothing.
@@ -73,9 +75,10 @@ def read_request(
     Raises ApiError 400, naming the field: for a value of the wrong type, for a known field that is not supported, and,
     if `strict`, for a field that nobody knows.
     """
-    known = kind.__struct_encode_fields__
+    known = dict.fromkeys(kind.__struct_encode_fields__)
     values: dict[str, Any] = {}
     ignored: list[str] = []
+    num_unknown = 0
     for name, value in body.items():
         if value is None or name in habits:
             continue
@@ -85,13 +88,15 @@ def read_request(
             refuse(name, value, refused[name])
         elif name in OTHER_PARAMS:
             ignored += _settle(name, value)
-        else:
+        elif (num_unknown := num_unknown + 1) <= MOST_UNKNOWN:
             text = f"unknown field {shown(name)} is ignored"
             if near := nearest(name, known):
                 text += f"; did you mean {near}?"
             if strict:
                 raise bad_request(name[:100], text.replace(" is ignored", ""))
             ignored.append(text)
+    if num_unknown > MOST_UNKNOWN:
+        ignored.append(f"{num_unknown - MOST_UNKNOWN} more unknown fields are ignored")
     return convert(values, kind), ignored
 
 

@@ -16,7 +16,7 @@ from compiled_engine.server.chat_protocol import ChatRequest
 from compiled_engine.server.errors import UNEXPECTED, ApiError, bad_request, shown
 from compiled_engine.server.event_stream import EventStream, event, unless_gone
 from compiled_engine.server.generation import begun, generate
-from compiled_engine.server.logprob_shapes import TokenLogprob, chat_logprobs
+from compiled_engine.server.logprob_shapes import TokenLogprob
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import Content, Reasoning
 from compiled_engine.server.replies import Reply, json_response, read_body, warned
@@ -33,6 +33,7 @@ from compiled_engine.server.responses_protocol import (
 )
 from compiled_engine.server.sampling_fields import SAME, check_bounds
 from compiled_engine.server.serving import Serving, serving_of
+from compiled_engine.server.text_logprobs import TextLogprobs
 from compiled_engine.server.usage import UsageCounter
 
 log = logging.getLogger("compiled_engine")
@@ -52,9 +53,11 @@ async def responses(request: Request) -> Reply:
     # Always in parts: how many tokens are reasoning shows only while they come.
     salt = cache_salt(request, fields)
     outputs = generate(serving, [prompt.prompt], prompt.params, "delta", fields.priority or 0, "input", salt)
+    hidden = serving.chat_format().guard.is_special if prompt.params.skip_special_tokens else None
+    logprobs = TextLogprobs(prompt.make_parser(), chat.top_logprobs or 0, hidden)
     if fields.streams:
-        return EventStream(_stream(events, _events(events, prompt, chat, await begun(outputs))), warned(ignored))
-    return json_response(await unless_gone(request.receive, _whole(events, prompt, chat, outputs)), ignored)
+        return EventStream(_stream(events, _events(events, prompt, logprobs, await begun(outputs))), warned(ignored))
+    return json_response(await unless_gone(request.receive, _whole(events, prompt, logprobs, outputs)), ignored)
 
 
 def _as_chat(fields: ResponsesRequest, ignored: list[str]) -> ChatRequest:
@@ -114,12 +117,12 @@ def _begun(serving: Serving, fields: ResponsesRequest, model: str, prompt: ChatP
 async def _events(
     events: ResponseEvents,
     prompt: ChatPrompt,
-    chat: ChatRequest,
+    text_logprobs: TextLogprobs,
     outputs: AsyncGenerator[tuple[int, RequestOutput], None],
 ) -> AsyncGenerator[Event, None]:
     usage, reasoning_tokens = UsageCounter(), 0
     finish_reason: str | None = None
-    logprobs: list[TokenLogprob] = []  # of tokens whose text has not come yet
+    logprobs: list[TokenLogprob] = []  # of text that has not come yet
     parser = prompt.make_parser()
     for each in events.begin():
         yield each
@@ -131,7 +134,7 @@ async def _events(
                 if completion.finish_reason is not None:
                     finish_reason = completion.finish_reason
                     pieces += parser.finish()
-                logprobs += chat_logprobs(completion.logprobs or (), chat.top_logprobs or 0).content
+                logprobs += text_logprobs.push(completion)
                 for piece in joined(pieces):
                     if isinstance(piece, Reasoning):
                         reasoning_tokens = usage.usage().completion_tokens
@@ -151,8 +154,10 @@ async def _events(
         yield each
 
 
-async def _whole(events: ResponseEvents, prompt: ChatPrompt, chat: ChatRequest, outputs: Any) -> ResponseObject:
-    async with aclosing(_events(events, prompt, chat, outputs)) as all_events:
+async def _whole(
+    events: ResponseEvents, prompt: ChatPrompt, text_logprobs: TextLogprobs, outputs: Any
+) -> ResponseObject:
+    async with aclosing(_events(events, prompt, text_logprobs, outputs)) as all_events:
         async for _ in all_events:
             pass
     return events.response

@@ -29,6 +29,10 @@ class SpecialTokenGuard:
         token_id = self._ids.get(text)
         return json.dumps(text, ensure_ascii=False) if token_id is None else f"<[{token_id}]>"
 
+    def is_special(self, text: str) -> bool:
+        """Whether it is that of a special token."""
+        return text in self._ids
+
     def concerns(self, values: Any) -> bool:
         """Whether a special token stands in any text of these lists, dicts and strings."""
         return any(self._special.search(text) for text in _texts(values))
