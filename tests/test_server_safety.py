@@ -74,15 +74,15 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
         assert httpx.get(narrow.url + path).status_code == 200
 
 
-def test_a_proxys_prefix_is_no_part_of_a_path(scripted: ScriptedEngine) -> None:
-    with running(scripted, api_key=(KEY,), root_path="/llm") as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer) -> None:
+    with running(ScriptedEngine(server.engine), api_key=(KEY,), root_path="/llm") as behind_proxy:
+        assert httpx.get(f"{behind_proxy.url}/health").status_code == 200
+        assert httpx.get(f"{behind_proxy.url}/v1/models").status_code == 401
         headers = {"authorization": f"Bearer {KEY}"}
-        assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == 200
+        assert httpx.get(f"{behind_proxy.url}/v1/models", headers=headers).status_code == 200
         counted = {
             sample.labels["route"]
-            for family in server.serving.metrics.collect({})
+            for family in behind_proxy.serving.metrics.collect({})
             for sample in family.samples
             if "route" in sample.labels
         }
