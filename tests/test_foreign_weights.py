@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from compiled_engine import LLM
+from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.families import family, load_oracle, write_checkpoint
 from compiled_engine.bench.family_comparison import difference_after_passes, fused_model
 from compiled_engine.models.foreign.conversion import plan_weights
@@ -80,6 +80,60 @@ def test_tensors_that_do_not_fit_are_named(edit: Any, parts: tuple[str, ...], ch
         LLM(tmp_path, mode="eager", device="cpu", max_model_len=32, progress=False)
     for part in parts:
         assert part in str(error.value)
+
+
+def changed(name: str, folder: Path, new: dict[str, torch.Tensor], **config: Any) -> Path:
+    """A tiny checkpoint with further tensors and other fields."""
+    write_checkpoint(folder, family(name))
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | new, folder / "model.safetensors")
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def greedy(folder: Path) -> list[int]:
+    with LLM(folder, mode="eager", device="cpu", max_model_len=32, progress=False, model_impl="transformers") as llm:
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, params, use_tqdm=False)
+        return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("name", "tensor", "dtype"),
+    [
+        ("gpt2", "h.0.attn.bias", torch.float32),
+        ("gpt_neox", "gpt_neox.layers.0.attention.bias", torch.bool),
+        ("glm4_moe", "model.layers.46.eh_proj.weight", torch.bfloat16),
+        ("olmo2", "model.layers.0.self_attn.rotary_emb.inv_freq", torch.float32),
+    ],
+)
+def test_what_published_checkpoints_hold_besides_is_ignored(
+    name: str, tensor: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Masks, frequencies and heads for several tokens, which transformers ignores too."""
+    plain = changed(name, tmp_path / "plain", {})
+    besides = changed(name, tmp_path / "besides", {tensor: torch.ones(3, dtype=dtype)})
+    assert greedy(besides) == greedy(plain)
+
+
+def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+    folder = changed("olmo2", tmp_path, {}, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but .*weight and .*weight differ"):
+        greedy(folder)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
+    assert len(greedy(folder)) == 5
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "longrope"}])
+def test_angles_that_depend_on_the_length_are_refused(rope: dict[str, Any], tmp_path: Path) -> None:
+    if rope["rope_type"] == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8, "factor": 1.0}
+    folder = changed("olmo2", tmp_path, {}, rope_parameters=rope | {"rope_theta": 10_000.0})
+    with pytest.raises(ValueError, match=f"depend on a request's length .rope_type is '{rope['rope_type']}'"):
+        greedy(folder)
 
 
 def packed_experts(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -100,6 +100,32 @@ def test_fields_mean_what_they_mean_to_transformers(architecture: str, fields: d
     assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "kind"), [("Gemma2ForCausalLM", "gemma2"), ("Gemma3ForCausalLM", "gemma3_text")]
+)
+@pytest.mark.parametrize("given", [{}, {"attn_logit_softcapping": None, "final_logit_softcapping": None}])
+def test_what_gemma_leaves_unsaid_is_what_transformers_takes(
+    architecture: str, kind: str, given: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write(tmp_path, architecture, model_type=kind, head_dim=64, num_key_value_heads=4, **given)
+    model, theirs = read(folder)[0], AutoConfig.from_pretrained(folder)
+    assert model.attention_scale == theirs.query_pre_attn_scalar**-0.5
+    assert model.attention_soft_cap == (theirs.attn_logit_softcapping or 0.0)
+    assert model.logit_soft_cap == (theirs.final_logit_softcapping or 0.0)
+    ropes = theirs.rope_parameters
+    assert model.rope == RopeConfig(ropes.get("full_attention", ropes)["rope_theta"])
+    assert model.local_rope_theta == (
+        ropes["sliding_attention"]["rope_theta"] if "sliding_attention" in ropes else None
+    )
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_window_of_qwen3_moe_is_for_all_layers(in_use: bool, tmp_path: Path) -> None:
+    fields = {"use_sliding_window": in_use, "sliding_window": 4, "max_window_layers": 2, "head_dim": 8}
+    folder = write(tmp_path, "Qwen3MoeForCausalLM", model_type="qwen3_moe", num_key_value_heads=4, **fields)
+    assert read(folder)[0].sliding_windows == (AutoConfig.from_pretrained(folder).sliding_window,) * 4
+
+
 @pytest.mark.parametrize("attention_bias", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_biases_are_where_transformers_has_them(architecture: str, attention_bias: bool, tmp_path: Path) -> None:

@@ -26,7 +26,9 @@ class Family:
     """`num_kv_heads` and `head_dim` are defaults; None is one a query head, and hidden size / heads.
 
     `tied`: the default of tie_word_embeddings. `activation`: the field that names it, and the one that the family has.
-    `experts`: None for families without.
+    `experts`: None for families without. Further defaults: `soft_caps`, of attention's scores and of the logits, 0 for
+    none; `query_scalar`, of query_pre_attn_scalar, None for the head size; `rope_theta`; and `local_theta`, of layers
+    with a window, None where it is the same.
     """
 
     num_kv_heads: int | None
@@ -36,6 +38,10 @@ class Family:
     tied: bool = False
     activation: tuple[str, str] = ("hidden_act", "silu")
     experts: Callable[[JsonFields, int], ExpertsConfig] | None = None
+    soft_caps: tuple[float, float] = (0.0, 0.0)
+    query_scalar: float | None = None
+    rope_theta: float = 10_000.0
+    local_theta: float | None = None
 
 
 def _llama_biases(fields: JsonFields) -> Biases:
@@ -66,6 +72,12 @@ def _qwen_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]
             raise fields.error("max_window_layers", "a whole number of at least 0")
         return tuple(window if layer >= first else None for layer in range(num_layers))
     return _windows_by_type(fields, fields.texts("layer_types"), num_layers, window)
+
+
+def _qwen_moe_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ...]:
+    """The window is for all layers or for none."""
+    in_use = fields.boolean("use_sliding_window", False)
+    return (fields.nullable_integer("sliding_window", absent=4096) if in_use else None,) * num_layers
 
 
 def _windows_by_type(
@@ -120,12 +132,19 @@ def _number_of_experts(fields: JsonFields) -> int:
 
 _GELU = "hidden_activation", "gelu_pytorch_tanh"
 FAMILIES = {
-    "Gemma2ForCausalLM": Family(4, 256, _attention_biases, _gemma2_windows, True, _GELU),
-    "Gemma3ForCausalLM": Family(4, 256, _attention_biases, _gemma3_windows, True, _GELU),
+    "Gemma2ForCausalLM": Family(
+        4, 256, _attention_biases, _gemma2_windows, True, _GELU, soft_caps=(50.0, 30.0), query_scalar=256.0
+    ),
+    "Gemma3ForCausalLM": Family(
+        *(4, 256, _attention_biases, _gemma3_windows, True, _GELU),
+        query_scalar=256.0,
+        rope_theta=1_000_000.0,
+        local_theta=10_000.0,
+    ),
     "LlamaForCausalLM": Family(None, None, _llama_biases, _no_windows),
     "MistralForCausalLM": Family(8, None, lambda fields: Biases(), _mistral_windows),
     "Qwen2ForCausalLM": Family(32, None, lambda fields: Biases(qkv=True), _qwen_windows),
     "Phi3ForCausalLM": Family(None, None, lambda fields: Biases(), _phi3_windows),
     "Qwen3ForCausalLM": Family(32, 128, _attention_biases, _qwen_windows),
-    "Qwen3MoeForCausalLM": Family(4, None, _attention_biases, _qwen_windows, experts=_qwen3_experts),
+    "Qwen3MoeForCausalLM": Family(4, None, _attention_biases, _qwen_moe_windows, experts=_qwen3_experts),
 }

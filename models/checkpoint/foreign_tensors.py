@@ -17,7 +17,6 @@ from compiled_engine.models.foreign.weights import find_weight_plan
 from compiled_engine.parallel.shards import RankShare
 
 Pair = tuple[torch.Tensor | Mxfp4Tensor, torch.Tensor]
-RECOMPUTED = "inv_freq"  # the last part of names of buffers that old checkpoints hold; the model computes its own
 
 
 def match_foreign(
@@ -27,7 +26,8 @@ def match_foreign(
 
     share: the slices of the tensors that the parameters are. config: of the undivided model.
 
-    Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
+    Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported, or if
+    the checkpoint holds tied parameters with different values.
     """
     assert config.transformers is not None
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -52,22 +52,39 @@ def match_foreign(
     packed = {name for p in placements if p.scales for name in (p.source, p.scales)}
     problems = {
         "missing": [name for name, count in covered.items() if count < math.prod(whole[name])],
-        "unexpected": [name for name in plan.unexpected if name.rpartition(".")[2] != RECOMPUTED],
+        "unexpected": list(plan.unexpected),
         "of another shape": [
             f"{p.source} ({list(shapes[p.source])} instead of {list(whole[p.target])})" for p in misfits
         ],
         "of a dtype that is not supported": [
-            f"{name} ({tensor.dtype})"
-            for name, tensor in tensors.items()
-            if tensor.dtype not in ((torch.uint8,) if name in packed else STORED_DTYPES)
+            f"{name} ({tensors[name].dtype})"
+            for name in sorted({name for p in placements for name in (p.source, p.scales) if name})
+            if tensors[name].dtype not in ((torch.uint8,) if name in packed else STORED_DTYPES)
         ],
     }
     lines = [f"{len(names)} {kind}: {name_some(names)}" for kind, names in problems.items() if names]
     if lines:
         raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
+    twins = [p for p in plan.placements if chosen[owners[p.target]] != p.target]
+    _require_equal(twins, placements, owners, tensors, config)
     order = {name: place for place, name in enumerate(tensors)}
     ordered = sorted(placements, key=lambda p: order[p.source])
     return [pair for p in ordered for pair in _pairs(p, tensors, parameters, share)]
+
+
+def _require_equal(
+    twins: list[Placement],
+    read: list[Placement],
+    owners: dict[str, str],
+    tensors: dict[str, torch.Tensor],
+    config: ModelConfig,
+) -> None:
+    """Of tied parameters that the checkpoint holds several times the others are not read: they must be the same."""
+    places = {(owners[p.target], p.placed): p.source for p in read}
+    for twin in twins:
+        source = places.get((owners[twin.target], twin.placed), twin.source)
+        if source != twin.source and not torch.equal(tensors[source], tensors[twin.source]):
+            raise ValueError(f"{config.path}: tie_word_embeddings is true, but {source} and {twin.source} differ")
 
 
 def _pairs(

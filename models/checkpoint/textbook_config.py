@@ -28,7 +28,7 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
     if num_heads % num_kv_heads:
         raise fields.error("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
     max_position_embeddings = fields.integer("max_position_embeddings")
-    rope, local_theta = _ropes(fields, max_position_embeddings)
+    rope, local_theta = _ropes(fields, family, max_position_embeddings)
     biases = family.biases(fields)
     supported_length, origin = _supported_length(rope, local_theta, max_position_embeddings)
     model = ModelConfig(
@@ -55,9 +55,9 @@ def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[
         max_model_len=supported_length,
         load_format="safetensors",
         seed=0,
-        attention_scale=_attention_scale(fields),
-        attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping"),
-        logit_soft_cap=_soft_cap(fields, "final_logit_softcapping"),
+        attention_scale=_attention_scale(fields, family.query_scalar),
+        attention_soft_cap=_soft_cap(fields, "attn_logit_softcapping", family.soft_caps[0]),
+        logit_soft_cap=_soft_cap(fields, "final_logit_softcapping", family.soft_caps[1]),
         local_rope_theta=local_theta,
         experts=family.experts(fields, num_layers) if family.experts else ExpertsConfig(),
     )
@@ -74,13 +74,15 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
         raise fields.error("partial_rotary_factor", "1.0")
 
 
-def _attention_scale(fields: JsonFields) -> float | None:
+def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
     """Of query_pre_attn_scalar, which Gemma has in the head size's place."""
-    return fields.number("query_pre_attn_scalar") ** -0.5 if "query_pre_attn_scalar" in fields else None
+    scalar = fields.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in fields else default
+    return None if scalar is None else scalar**-0.5
 
 
-def _soft_cap(fields: JsonFields, name: str) -> float:
-    return fields.number(name) if name in fields else 0.0
+def _soft_cap(fields: JsonFields, name: str, default: float) -> float:
+    """0 where the field is null; the default where it is absent."""
+    return fields.number(name) if name in fields else 0.0 if name in fields.values else default
 
 
 def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_heads: int) -> int:
@@ -94,7 +96,7 @@ def _head_dim(fields: JsonFields, default: int | None, hidden_size: int, num_hea
     return head_dim
 
 
-def _ropes(fields: JsonFields, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
+def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> tuple[RopeConfig, float | None]:
     """The model's, and theta of layers with a window where it is another: by kind of layer in rope_parameters
     (transformers 5), or in rope_local_base_freq (4)."""
     by_kind = fields.section("rope_parameters")
@@ -102,18 +104,19 @@ def _ropes(fields: JsonFields, max_position_embeddings: int) -> tuple[RopeConfig
         full, sliding = by_kind.section("full_attention"), by_kind.section("sliding_attention")
         if sliding.text("rope_type", "default") != "default":
             raise sliding.error("rope_type", "default")
-        rope = _rope(JsonFields(full.source, {"rope_parameters": full.values}), max_position_embeddings)
+        of_full = JsonFields(full.source, {"rope_parameters": full.values})
+        rope = _rope(of_full, family.rope_theta, max_position_embeddings)
         return rope, sliding.number("rope_theta", 10000.0)
-    rope = _rope(fields, max_position_embeddings)
+    rope = _rope(fields, family.rope_theta, max_position_embeddings)
     if "rope_local_base_freq" in fields:
         return rope, fields.number("rope_local_base_freq")
-    return rope, None
+    return rope, family.local_theta
 
 
-def _rope(fields: JsonFields, max_position_embeddings: int) -> RopeConfig:
+def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int) -> RopeConfig:
     """From rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
     scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
-    theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", 10000.0)
+    theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", default_theta)
     kind_field = "rope_type" if "rope_type" in scaling else "type"
     kind = scaling.text(kind_field, "default")
     if kind not in ROPE_KINDS:

@@ -48,6 +48,13 @@ def fill_buffers(model: PreTrainedModel) -> None:
             model._init_weights(module)
 
 
+def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
+    """What the names of tensors match that checkpoints of this kind hold and the model has no use for: those that
+    transformers declares, and buffers that old checkpoints hold and the model computes itself."""
+    declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
+    return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
+
+
 class Conversions:
     """How the names and tensors of a checkpoint become those of a model, as transformers declares it."""
 

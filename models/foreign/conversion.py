@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from compiled_engine.models.foreign.compat import Conversions, in_natural_order, operations_of
+from compiled_engine.models.foreign.compat import Conversions, ignored_tensors, in_natural_order, operations_of
 from compiled_engine.models.foreign.placement import Placement, Span, WeightPlan, whole
 
 Shape = tuple[int, ...]
@@ -53,7 +53,7 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
     parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     stored = model.state_dict().keys()
     parameters |= {name: tuple(b.shape) for name, b in model.named_buffers() if name in stored}
-    conversions = Conversions(model, parameters)
+    conversions, ignored = Conversions(model, parameters), ignored_tensors(model)
     placements: list[Placement] = []
     unexpected: list[str] = []
     groups: dict[tuple[str, int], tuple[Any, dict[str, list[str]]]] = {}
@@ -69,7 +69,7 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
             sources[pattern].append(name)
         elif target in parameters:
             placements.append(whole(name, target, shapes[name]))
-        else:
+        elif not ignored.search(target):
             unexpected.append(name)
     for (target, _), (converter, sources) in groups.items():
         made = _converted(converter, sources, shapes, target, parameters)

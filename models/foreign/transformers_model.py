@@ -116,6 +116,7 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
     config = read_hf_config(config_json)
     name = causal_lm_name(config)
     try:
+        _require_fixed_angles(config)
         model = _on_the_meta_device(config, dtype)
         observation = observe(model, config.num_hidden_layers)
         _adapt(model, observation)
@@ -132,6 +133,15 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
         transposed = getattr(module, attribute).mT.contiguous().mT
         setattr(module, attribute, nn.Parameter(transposed, requires_grad=False))
     return model, observation
+
+
+def _require_fixed_angles(config: PreTrainedConfig) -> None:
+    """Raises UnsupportedModelError where the code asks how long a request is, as no graph for all lengths can."""
+    ropes: Any = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
+        if kind in ("dynamic", "longrope"):
+            raise UnsupportedModelError(f"its rotary angles depend on a request's length (rope_type is {kind!r})")
 
 
 def _on_the_meta_device(config: PreTrainedConfig, dtype: torch.dtype) -> Any:
