@@ -16,6 +16,8 @@ from running_server import RunningServer
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
+from compiled_engine.cli.bench_engine import command_line
+from compiled_engine.cli.bench_serve import SECRETS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -170,6 +172,23 @@ def test_wrong_arguments_are_errors_before_a_request(arguments: list[str], messa
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_a_result_tells_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "bench",
+        "serve",
+        "--url",
+        "http://me:key@host/v1",
+        "--api-key",
+        "key",
+        "--header=x=key",
+        "--header",
+        "y=key",
+    ]
+    monkeypatch.setattr("sys.argv", ["compiled-engine", *words])
+    told = "compiled-engine bench serve --url http://host/v1 --api-key ... --header=... --header ..."
+    assert command_line(SECRETS) == told
 
 
 def test_the_server_is_asked_what_it_serves(server: RunningServer) -> None:

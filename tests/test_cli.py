@@ -41,6 +41,20 @@ def test_a_closed_standard_stream_is_no_error(closed: str, tmp_path: Path) -> No
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_reader_that_goes_is_no_error_of_the_input(tmp_path: Path) -> None:
+    command = f"{Path(sys.executable).with_name('compiled-engine')} bench table --list"
+    done = subprocess.run(["sh", "-c", f"{command} | true"], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "error" not in done.stderr
+
+
+def test_a_report_is_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    command = [Path(sys.executable).with_name("compiled-engine"), "inspect", *SMALL, "-o", f"{tmp_path}/"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    assert "·" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert list((tmp_path / "text").iterdir())
+
+
 def test_every_engine_option_is_an_argument() -> None:
     assert [argument.name for argument in ENGINE_ARGUMENTS] == [field.name for field in fields(EngineOptions)]
 

@@ -153,6 +153,11 @@ BAD_PARAMS: list[tuple[Any, type[Exception], str]] = [
         rf"sampling_params\[1\]: stop_token_ids\[0\] must be within the vocabulary, 0 to {VOCAB_SIZE - 1}, got",
     ),
     (
+        SamplingParams(bad_words=["a", "\ud800"]),
+        ValueError,
+        r"sampling_params: bad_words\[1\] must be valid Unicode, got '\\ud800'",
+    ),
+    (
         SamplingParams(bad_words=[" "]),
         ValueError,
         r"sampling_params: bad_words\[0\] must have a token after leading spaces and line ends, got ' '",

@@ -8,15 +8,17 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import psutil
 import pytest
+import typer
 from serve_process import SMALL, Served, served
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
+from compiled_engine.cli.config_file import read_config_file
 
 
 @pytest.fixture
@@ -141,3 +143,28 @@ def test_files_that_are_no_configuration(text: str, message: str, tmp_path: Path
     result = CliRunner().invoke(app, ["serve", "--config", str(path)])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("no-fast: true", "False"),
+        ("no_fast: false", "True"),
+        ("fast: true", "True"),
+        ("no-fast: 3", "must be true or false, got 3"),
+    ],
+)
+def test_a_file_may_say_what_is_not_to_be(text: str, said: str, tmp_path: Path) -> None:
+    command = typer.Typer()
+
+    @command.command()
+    def show(
+        config: Annotated[Path | None, typer.Option(callback=read_config_file, is_eager=True)] = None,
+        fast: Annotated[bool | None, typer.Option("--fast/--no-fast")] = None,
+    ) -> None:
+        typer.echo(repr(fast))
+
+    path = tmp_path / "server.yaml"
+    path.write_text(text)
+    result = CliRunner().invoke(command, ["--config", str(path)])
+    assert re.search(said, " ".join((result.stdout + result.stderr).split()))

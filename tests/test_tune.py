@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from compiled_engine.cli.app import app
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.profile import parse_profile, profile_path
@@ -17,6 +21,7 @@ from compiled_engine.tune.device_tuning import MeasuredProfile
 from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, candidates, cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear
 from compiled_engine.tune.pass_gains import Gain, gains, variants
+from compiled_engine.tune.profile_file import merged, profile_text
 
 
 def model(hidden_size: int = 4096) -> ModelConfig:
@@ -55,9 +60,37 @@ def test_a_profile_is_read_as_it_was_written() -> None:
     measured = MeasuredProfile(
         "A GPU", {"silu_mul": {1: 2.5, 64: -9.0}}, 1.5, (TunedLinear(case, tiles, 4.0, 6.0, 1.0),)
     )
-    read = parse_profile(measured.to_json())
+    read = parse_profile(profile_text(measured.as_record()))
     assert (read.device, read.noise_us, read.gains_us) == ("A GPU", 1.5, {"silu_mul": {1: 2.5, 64: -9.0}})
     assert Tiles(**read.tiles[8, 1024, 3072, False]) == tiles
+
+
+def a_profile(rows: list[tuple[int, int]], gain: float) -> dict[str, Any]:
+    linears = [{"tokens": t, "num_rows": n, "k": 8, "silu_mul": False, "tiles": {"gain": gain}} for t, n in rows]
+    return {"device": "A GPU", "noise_us": 1.0, "gains_us": {"silu_mul": {"1": gain}}, "linears": linears}
+
+
+def test_another_shape_joins_what_was_measured() -> None:
+    """Of a shape that is measured again nothing old stays; a pass gains what it gains of every shape."""
+    both = merged(a_profile([(1, 16), (1, 32)], 2.0), a_profile([(1, 16), (8, 16), (1, 64)], 5.0))
+    read = parse_profile(profile_text(both))
+    assert {key[:2]: tiles["gain"] for key, tiles in read.tiles.items()} == {(1, 64): 5.0, (1, 16): 2.0, (1, 32): 2.0}
+    assert read.gains_us == {"silu_mul": {1: 2.0}}
+
+
+@pytest.mark.parametrize("kind", ["a folder", "no profile"])
+def test_where_a_profile_cannot_go_is_said_before_it_is_measured(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("compiled_engine.tune.device_tuning.device_name", lambda: "A GPU")
+    monkeypatch.setattr("compiled_engine.tune.device_tuning.tune_device", pytest.fail)
+    path = tmp_path if kind == "a folder" else tmp_path / "notes.json"
+    if kind == "no profile":
+        path.write_text('{"a": 1}')
+    result = CliRunner().invoke(app, ["tune", "--shape", "qwen3-0.6b", "-o", str(path)])
+    assert result.exit_code == 2
+    assert f"output is {str(path)!r}" in result.stderr
+    assert kind in result.stderr
 
 
 def test_the_gain_of_a_pass_is_what_leaving_it_out_costs() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,6 +19,8 @@ from compiled_engine.bench.shapes import SHAPES
 if TYPE_CHECKING:
     from compiled_engine.bench.workloads import Rounds
     from compiled_engine.llm import LLM
+
+HIDDEN = "..."
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ShapeName = Annotated[str | None, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")]
@@ -73,9 +76,23 @@ def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
         )
 
 
-def command_line() -> str:
-    """How this process was started, to be repeated."""
-    return shlex.join(["compiled-engine", *sys.argv[1:]])
+def command_line(secrets: Collection[str] = ()) -> str:
+    """How this process was started, to be repeated. secrets: options whose values are left out, as are passwords."""
+    words = list(sys.argv[1:])
+    for index, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if index and words[index - 1] in secrets:
+            words[index] = HIDDEN
+        elif equals and name in secrets:
+            words[index] = f"{name}={HIDDEN}"
+        else:
+            words[index] = without_password(word)
+    return shlex.join(["compiled-engine", *words])
+
+
+def without_password(url: str) -> str:
+    """A URL without the user and the password that it may have."""
+    return re.sub(r"(?<=://)[^/@\s]*@", "", url)
 
 
 def print_json(result: Any) -> None:

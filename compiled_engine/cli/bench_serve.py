@@ -17,6 +17,9 @@ from compiled_engine.cli.output_folder import make_folder
 
 LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST"
 
+# What a result that is passed on must not tell.
+SECRETS = ("--api-key", "--header")
+
 
 def serve(
     *,
@@ -149,7 +152,7 @@ def serve(
                 save_detailed=save_detailed,
             )
         )
-        result = measure(plan, SilentProgress() if quiet else RichProgress()) | {"command": command_line()}
+        result = measure(plan, SilentProgress() if quiet else RichProgress()) | {"command": command_line(SECRETS)}
         _write(result, output, plots, html)
     if as_json:
         print_json(result)

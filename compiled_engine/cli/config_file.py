@@ -31,22 +31,24 @@ def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
     lists = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
     defaults: dict[str, Any] = {}
     for written, value in values.items():
-        name = names.get(str(written).replace("-", "_"))
+        name, negates = names.get(str(written).replace("-", "_"), (None, False))
         if name is None:
             raise typer.BadParameter(unknown_name_message(f"{str(path)!r} has the unknown option", str(written), names))
         if isinstance(value, dict) or value is None:
             raise typer.BadParameter(f"{written} in {str(path)!r} must be a value or a list, got {value!r}")
+        if negates and not isinstance(value, bool):
+            raise typer.BadParameter(f"{written} in {str(path)!r} must be true or false, got {value!r}")
         several = name in lists and not isinstance(value, list)
-        defaults[name] = [value] if several else value
+        defaults[name] = [value] if several else not value if negates else value
     context.default_map = {**(context.default_map or {}), **defaults}
     return path
 
 
-def _names_of_options(context: typer.Context) -> dict[str, str]:
-    """How options are written, without dashes, and the names of their parameters."""
-    names: dict[str, str] = {}
+def _names_of_options(context: typer.Context) -> dict[str, tuple[str, bool]]:
+    """How options are written, without dashes; the names of their parameters, and whether the option negates it."""
+    names: dict[str, tuple[str, bool]] = {}
     for parameter in context.command.params:
         for written in (*parameter.opts, *parameter.secondary_opts):
             if parameter.name is not None and written != "--config":
-                names[written.lstrip("-").replace("-", "_")] = parameter.name
+                names[written.lstrip("-").replace("-", "_")] = parameter.name, written in parameter.secondary_opts
     return names

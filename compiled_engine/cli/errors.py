@@ -34,6 +34,8 @@ def bad_input_is_reported(
     """Around what checks the user's input: its errors of these kinds are the user's, not the program's."""
     try:
         yield
+    except BrokenPipeError:  # who reads the output has gone: nothing was given wrongly
+        raise
     except kinds as error:
         raise BadInputError(str(error)) from error
 

@@ -139,7 +139,7 @@ def _write(report: Report, page: Path | None, text: Path | None) -> None:
 
     if page is not None:
         with written_to(page):
-            page.write_text(render_html(report))
+            page.write_text(render_html(report), encoding="utf-8")
         typer.echo(f"wrote {page}", err=True)
     if text is not None:
         with written_to(text):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
+from compiled_engine.cli.output_folder import make_folder
 
 
 def tune(
@@ -23,13 +25,14 @@ def tune(
         typer.Option(min=1, help="Linears as each of so many ranks has them; may be repeated. Without it 1."),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Where to write; without it the profile that is used.")
+        Path | None, typer.Option("--output", "-o", help="Where to write; without it the profile that starts read.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile instead of a table.")] = False,
 ) -> None:
     """Measure kernel tiles and what each pass gains on this GPU, for models of these shapes.
 
-    The engine reads the result when it starts, and tunes nothing then. Takes some minutes; needs a CUDA GPU.
+    The engine reads the result when it starts, and tunes nothing then. A profile that is there keeps what it has of
+    other shapes. Takes some minutes; needs a CUDA GPU.
 
     Examples:
 
@@ -44,26 +47,46 @@ def tune(
         from compiled_engine.passes.profile import profile_path
         from compiled_engine.process.progress import RichProgress
         from compiled_engine.tune.device_tuning import device_name, tune_device
+        from compiled_engine.tune.profile_file import merged, profile_text
 
         device = device_name()
         folders = [write_shape(Path(temporary) / name, name) for name in shape or ()]
         folders += model or ()
         if not folders:
             raise ValueError("shape and model are empty; allowed: at least one of them")
-        profile = tune_device(folders, RichProgress(), tensor_parallel_size or (1,))
         path = output or profile_path(device)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        old = _checked(path)
+        new = tune_device(folders, RichProgress(), tensor_parallel_size or (1,)).as_record()
+        profile = new if old is None else merged(new, old)
         with written_to(path):
-            path.write_text(profile.to_json())
+            path.write_text(profile_text(profile), encoding="utf-8")
     if as_json:
-        typer.echo(profile.to_json())
+        typer.echo(profile_text(profile))
         return
     table = Table("tokens", "rows", "columns", "silu * up", "us", "cuBLAS us", "bound us", title=device)
-    for row in json.loads(profile.to_json())["linears"]:
+    for row in new["linears"]:
         figures = [f"{row[name]:.2f}" for name in ("us", "cublas_us", "bound_us")]
         table.add_row(str(row["tokens"]), str(row["num_rows"]), str(row["k"]), str(row["silu_mul"]), *figures)
     Console().print(table)
-    for name, by_tokens in json.loads(profile.to_json())["gains_us"].items():
+    for name, by_tokens in new["gains_us"].items():
         gains = ", ".join(f"{gain:+.1f} at {tokens}" for tokens, gain in by_tokens.items())
         Console().print(f"{name}: microseconds a step saved, at tokens: {gains}")
     Console().print(f"written to {path}")
+
+
+def _checked(path: Path) -> dict[str, Any] | None:
+    """The profile that is there, None if there is none. What cannot be written or read is said before the work."""
+    if path.is_dir():
+        raise ValueError(f"output is {str(path)!r}, a folder; allowed: a file")
+    make_folder("output", path.absolute().parent)
+    if not path.exists():
+        return None
+    if not os.access(path, os.W_OK):
+        raise ValueError(f"output is {str(path)!r}; allowed: a file that can be written to")
+    from compiled_engine.passes.profile import parse_profile
+
+    try:
+        parse_profile(path.read_text(encoding="utf-8"))
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"output is {str(path)!r}, which is no profile of a device ({error})") from error

@@ -89,6 +89,8 @@ class InputProcessor:
             raise ValueError(f"{name}: {field} needs a tokenizer, got {getattr(params, field)!r} without one")
         try:
             params = checked_again(params)
+            for index, word in enumerate(params.bad_words or ()):
+                _require_unicode(f"bad_words[{index}]", word)
             if self._tokenizer is not None and params.bad_words:
                 params.bad_words_token_ids += encode_bad_words(self._tokenizer, params.bad_words)
             params.top_k = min(params.top_k, self._limits.vocab_size)  # more are not there
@@ -139,10 +141,7 @@ class InputProcessor:
         text = prompt.text or ""
         if self._tokenizer is None:
             raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise ValueError(f"{prompt.name} must be valid Unicode, got {text!r}: {error.reason}") from error
+        _require_unicode(prompt.name, text)
         return tuple(self._tokenizer.encode(text))
 
     def _prepare(
@@ -180,3 +179,10 @@ def _of_completion(params: SamplingParams, index: int, max_tokens: int) -> Sampl
         seed=None if params.seed is None else (params.seed + index) % 2**64,
         prompt_logprobs=None if index > 0 else params.prompt_logprobs,
     )
+
+
+def _require_unicode(name: str, text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be valid Unicode, got {text!r}: {error.reason}") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from compiled_engine.tune.linear_candidates import cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
 from compiled_engine.tune.pass_gains import measure
 from compiled_engine.tune.product_tuning import product_cases, tune_products
+from compiled_engine.tune.profile_file import LISTS
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
@@ -38,11 +38,11 @@ class MeasuredProfile:
     hopper_linears: tuple[TunedLinear, ...] = ()
     hopper_products: tuple[TunedLinear, ...] = ()
 
-    def to_json(self) -> str:
-        head = json.dumps({"device": self.device, "noise_us": self.noise_us, "gains_us": self.gains_us})
-        lists = {name: getattr(self, name) for name in ("linears", "hopper_linears", "hopper_products")}
-        lines = {name: ",\n  ".join(json.dumps(_row(linear)) for linear in found) for name, found in lists.items()}
-        return head[:-1] + "".join(f',\n "{name}": [\n  {rows}\n]' for name, rows in lines.items()) + "}\n"
+    def as_record(self) -> dict[str, Any]:
+        """As JSON."""
+        gains = {name: {str(tokens): gain for tokens, gain in by.items()} for name, by in self.gains_us.items()}
+        lists = {name: [_row(linear) for linear in getattr(self, name)] for name in LISTS}
+        return {"device": self.device, "noise_us": self.noise_us, "gains_us": gains, **lists}
 
 
 def device_name() -> str:

@@ -85,9 +85,9 @@ def compile_pieces(
     records = []
     for_inductor = []
     for key, text in pieces.items():
-        (folder / "pieces" / f"{key}.json").write_text(text)
+        (folder / "pieces" / f"{key}.json").write_text(text, encoding="utf-8")
         if is_direct(text):
-            (folder / "pieces" / f"{key}.py").write_text(direct_source(text))
+            (folder / "pieces" / f"{key}.py").write_text(direct_source(text), encoding="utf-8")
             records.append(PieceRecord(key, 0.0, None))
         else:
             for_inductor.append(key)

@@ -31,14 +31,16 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, forward_source: s
     """<range>/plan.json, passes.json, forward.py, the graph after its passes, and the diff that each pass made."""
     folder = entry / compiled.compile_range.name
     (folder / "passes").mkdir(parents=True)
-    (folder / "plan.json").write_text(compiled.plan.to_json())
-    (folder / "forward.py").write_text(forward_source)
-    (folder / "graph.txt").write_text("\n".join(graph_text) + "\n")
+    (folder / "plan.json").write_text(compiled.plan.to_json(), encoding="utf-8")
+    (folder / "forward.py").write_text(forward_source, encoding="utf-8")
+    (folder / "graph.txt").write_text("\n".join(graph_text) + "\n", encoding="utf-8")
     for number, report in enumerate(compiled.passes):
         if report.diff:
-            (folder / "passes" / f"{number:02}_{report.name}.diff").write_text(report.diff)
-    (folder / "passes.json").write_text(json.dumps([asdict(report) for report in compiled.passes], indent=1))
-    (folder / "range.json").write_text(json.dumps(asdict(compiled.compile_range)))
+            (folder / "passes" / f"{number:02}_{report.name}.diff").write_text(report.diff, encoding="utf-8")
+    (folder / "passes.json").write_text(
+        json.dumps([asdict(report) for report in compiled.passes], indent=1), encoding="utf-8"
+    )
+    (folder / "range.json").write_text(json.dumps(asdict(compiled.compile_range)), encoding="utf-8")
 
 
 def read_compiled_ranges(entry: Path) -> tuple[CompiledRange, ...]:

@@ -40,5 +40,5 @@ def write_logits_head(folder: Path, graph: fx.Graph) -> None:
             copies[node] = piece.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
     piece.output((copies[logits],))
-    (folder / INPUTS_FILE).write_text(json.dumps(sources))
-    (folder / CODE_FILE).write_text(direct_source(piece_to_json(fx.GraphModule({}, piece))))
+    (folder / INPUTS_FILE).write_text(json.dumps(sources), encoding="utf-8")
+    (folder / CODE_FILE).write_text(direct_source(piece_to_json(fx.GraphModule({}, piece))), encoding="utf-8")

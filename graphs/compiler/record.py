@@ -88,9 +88,9 @@ def write_trace(
     folder = entry / "trace"
     folder.mkdir()
     if bytecode is not None:
-        (folder / "bytecode.txt").write_text(_decompiled(*bytecode))
-    (folder / "dynamo_graph.txt").write_text(dynamo_graph)
-    (folder / "aten_graph.txt").write_text("\n".join(aten_graph) + "\n")
+        (folder / "bytecode.txt").write_text(_decompiled(*bytecode), encoding="utf-8")
+    (folder / "dynamo_graph.txt").write_text(dynamo_graph, encoding="utf-8")
+    (folder / "aten_graph.txt").write_text("\n".join(aten_graph) + "\n", encoding="utf-8")
 
 
 def _decompiled(before: types.CodeType, after: types.CodeType) -> str:

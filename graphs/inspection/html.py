@@ -47,7 +47,7 @@ def render_html(report: Report) -> str:
         "kernels_of": lambda piece: [asdict(kernel) for kernel in kernels_of(texts[piece["source"]])],
         "launcher": lambda piece: without_kernel_sources(texts[piece["source"]]),
         "fold": fold,
-        "embedded": lambda name: (TEMPLATES / name).read_text(),
+        "embedded": lambda name: (TEMPLATES / name).read_text(encoding="utf-8"),
     }
     piece_names = {piece["key"]: piece["name"] for piece in data["pieces"]}
     return environment.get_template("report.html").render(

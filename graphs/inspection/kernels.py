@@ -50,7 +50,9 @@ def kernels_of(output_code: str) -> tuple[Kernel, ...]:
 def _own_source(name: str) -> str:
     """The files with the kernels of an op of ours, compiled_engine::<op>; the cache key has their digests."""
     namespace, _, op = name.partition("::")
-    files = [path.read_text() for path in sorted(_PASSES.glob(f"{op}*.py")) if namespace == "compiled_engine"]
+    files = [
+        path.read_text(encoding="utf-8") for path in sorted(_PASSES.glob(f"{op}*.py")) if namespace == "compiled_engine"
+    ]
     return "\n\n".join(text for text in files if "@triton.jit" in text)
 
 

@@ -79,7 +79,7 @@ def make_report(
         folder = entry.folder
         ranges = read_compiled_ranges(folder)
         kernels = {key: kernels_of(_output_code(folder, key)) for v in ranges for key in v.plan.piece_keys()}
-        record = json.loads((folder / RECORD).read_text())
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         phases["build"] = record["phases"]
         modules = with_pieces(record["modules"], parameter_uses(ranges))
         data |= {
@@ -202,19 +202,22 @@ def _captures(config: Mapping[str, Any], metrics: Mapping[str, Any]) -> list[dic
 
 def _output_code(folder: Path, key: str) -> str:
     path = folder / "pieces" / f"{key}.py"
-    return path.read_text() if path.exists() else ""
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
-    texts = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(folder.glob("trace/*.txt"))}
+    texts = {
+        path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
+        for path in sorted(folder.glob("trace/*.txt"))
+    }
     for compiled in ranges:
         name = compiled.compile_range.name
         own = folder / name
         for path in [*sorted(own.glob("passes/*.diff")), own / "graph.txt", own / "forward.py"]:
             if path.exists():
-                texts[path.relative_to(folder).as_posix()] = path.read_text()
+                texts[path.relative_to(folder).as_posix()] = path.read_text(encoding="utf-8")
         for number, key in enumerate(compiled.plan.piece_keys(), start=1):
-            piece = (folder / "pieces" / f"{key}.json").read_text()
+            piece = (folder / "pieces" / f"{key}.json").read_text(encoding="utf-8")
             texts[piece_file(name, number, ".txt")] = "\n".join(piece_text(piece)) + "\n"
             texts[piece_file(name, number, ".py")] = _output_code(folder, key)
     return texts

@@ -29,7 +29,7 @@ def write_text_folder(report: Report, folder: Path) -> None:
     for name, text in (summaries | report.texts).items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text if text.endswith("\n") else text + "\n")
+        path.write_text(text if text.endswith("\n") else text + "\n", encoding="utf-8")
 
 
 def _passes(passes: Iterable[dict[str, Any]]) -> list[str]:
