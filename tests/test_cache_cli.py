@@ -23,7 +23,9 @@ from compiled_engine.graphs.cache.environment import this_environment
 from compiled_engine.graphs.cache.folder import open_cache
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.cache.lookup import find_or_build
+from compiled_engine.graphs.cache.report import PASSES_OF_RANKS
 from compiled_engine.options import EngineOptions
+from compiled_engine.passes.registry import passes_of_ranks
 from compiled_engine.resolve.engine import resolve
 
 OTHER = changed("config", model__num_layers=8)
@@ -90,6 +92,7 @@ def test_a_pass_of_ranks_is_off_where_there_are_some(tmp_path: Path) -> None:
     build_once(tmp_path, changed("config", parallel__tensor_parallel_size=2))
     (entry,) = run_json("ls", root=tmp_path)["entries"]
     assert entry["passes_off"] == ["silu_mul", "sequence_parallel"]
+    assert passes_of_ranks() == PASSES_OF_RANKS
 
 
 def test_ls_shows_damage_and_what_is_left_over(root: Path) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 from compiled_engine.graphs.cache.diff import Difference, differences
 from compiled_engine.graphs.cache.entry import DamagedEntry, factors_key, read_entry, read_factors
 from compiled_engine.graphs.cache.folder import ENTRIES, CacheFolder, open_cache
-from compiled_engine.passes.registry import passes_of_ranks
+
+# Passes that only a model which several ranks share has a use for: a copy, as passes import PyTorch.
+PASSES_OF_RANKS = frozenset({"all_reduce_residual_rms_norm", "sequence_parallel"})
 
 
 def short(key: str) -> str:
@@ -95,7 +97,7 @@ def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest 
 def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
     """Passes that were known when the entry was built, and disabled; with one rank nobody misses those of ranks."""
     alone = factors.get("config", {}).get("parallel.tensor_parallel_size", 1) == 1
-    unused = passes_of_ranks() if alone else frozenset()
+    unused = PASSES_OF_RANKS if alone else frozenset()
     for path in filter(Path.is_file, entry.glob("*/passes.json")):
         try:
             off = [each["name"] for each in json.loads(path.read_bytes()) if not each["enabled"]]
