@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from compiled_engine.bench import device_rates
 from compiled_engine.bench.bounds import (
     Chunk,
     Job,
@@ -20,7 +21,6 @@ from compiled_engine.bench.bounds import (
     tpot_seconds,
     workload_seconds,
 )
-from compiled_engine.bench.device_rates import measured_rates
 from compiled_engine.bench.engine_steps import mixed_chunks
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.models.checkpoint.config_reader import read_model_config
@@ -44,7 +44,8 @@ def test_a_step_multiplies_each_token_and_each_query_with_its_keys() -> None:
 
 def test_a_window_limits_what_is_read_and_multiplied() -> None:
     sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, 3))
-    assert step_bytes(sizes, [Chunk(10, 1)]) == 1000 + (10 + 3) * 4
+    # Of the three keys that a query sees one is its own.
+    assert step_bytes(sizes, [Chunk(10, 1)]) == 1000 + (10 + 2) * 4
     assert step_flops(sizes, [Chunk(0, 5)]) == 2 * (500 + 10) + (15 + 1 + 2 + 3 + 3 + 3) * 8
     assert step_flops(sizes, [Chunk(10, 2)]) == 2 * (200 + 10) + (11 + 12 + 3 + 3) * 8
 
@@ -59,6 +60,17 @@ def test_tpot_takes_the_mean_context_of_all_decodes() -> None:
     # Tokens 2, 3 and 4 of the output see 10, 11 and 12 earlier ones.
     mean = sum(step_seconds(SIZES, RATES, [Chunk(context, 1)] * 2) for context in (10, 11, 12)) / 3
     assert tpot_seconds(SIZES, RATES, batch_size=2, prompt_len=10, output_len=4) == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e9], ids=["reading", "multiplying"])
+@pytest.mark.parametrize("window", [1, 5, 9, 12, 15, 16, 40])
+def test_a_window_that_decodes_grow_beyond_limits_each_of_them(window: int, bytes_per_s: float) -> None:
+    sizes = ModelSizes(1000, 100, 10, 4, 8, windows=(None, window, window))
+    rates = Rates(bytes_per_s, 1e6, "by hand")
+    decodes = [step_seconds(sizes, rates, [Chunk(context, 1)] * 2) for context in range(10, 16)]
+    assert tpot_seconds(sizes, rates, batch_size=2, prompt_len=10, output_len=7) == pytest.approx(sum(decodes) / 6)
+    found = workload_seconds(sizes, rates, [Job(10, [7]), Job(10, [7])], max_num_seqs=2)
+    assert found == pytest.approx(prefill_seconds(sizes, rates, [10, 10]) + sum(decodes))
 
 
 def test_a_workload_is_its_prompts_and_then_its_decodes() -> None:
@@ -128,7 +140,18 @@ def test_the_bounds_of_a_known_shape(tmp_path: Path) -> None:
 
 
 def test_rates_are_measured_where_they_are_not_known() -> None:
-    rates = measured_rates(torch.device("cpu"), torch.float32)
+    rates = device_rates.measured_rates(torch.device("cpu"), torch.float32)
     assert rates.bytes_per_s > 0
     assert rates.flops_per_s > 0
     assert rates.source == "measured: a copy of 256 MiB, a product of 1024 x 1024 in float32"
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("NVIDIA H200", True), ("NVIDIA GH200 480GB", False), ("NVIDIA H200 MIG 1g.18gb", False)]
+)
+def test_rates_are_known_for_the_whole_of_a_device(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(device_rates, "measured_rates", lambda device, dtype: RATES)
+    found = device_rates.device_rates(torch.device("cuda"), torch.bfloat16)
+    assert (found.source == "known for H200") == known
+    assert (found == RATES) != known

@@ -94,7 +94,10 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
         {"capture_sizes": (1, 2), "graph_mode": "full_decode_only"},
     ),
     ("cudagraph_capture_sizes", [1, 2], {"capture_sizes": (1, 2), "capture_token_sizes": (1, 2)}),
-    ("cuda_graph_sizes", [4], {"capture_sizes": (4,), "capture_token_sizes": (4,)}),
+    ("cuda_graph_sizes", [4], {"capture_sizes": (1, 2, 4), "capture_token_sizes": (1, 2, 4)}),
+    ("cuda_graph_sizes", [20], {"capture_sizes": (1, 2, 4, 8, 16), "capture_token_sizes": (1, 2, 4, 8, 16)}),
+    ("cuda_graph_sizes", [2, 20], {"capture_sizes": (2, 20), "capture_token_sizes": (2, 20)}),
+    ("cuda_graph_sizes", [], {}),
 ]
 
 
@@ -233,6 +236,41 @@ def test_cuda_graphs_have_no_effect_without_a_gpu() -> None:
 def test_captured_sizes_stay_within_the_limits_that_are_given() -> None:
     options = translate({"cudagraph_capture_sizes": [1, 8, 64], "max_num_seqs": 8}, on_gpu=True)
     assert options == {"capture_sizes": (1, 8), "capture_token_sizes": (1, 8, 64), "max_num_seqs": 8}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "options"),
+    [
+        ({"compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"}}, {"capture_sizes": (1, 2)}),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, {"capture_token_sizes": (1, 2)}),
+        ({"graph_mode": "full_decode_only"}, {"capture_sizes": (1, 2)}),
+        (
+            {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}},
+            {"capture_sizes": (1, 2), "capture_token_sizes": (1, 2)},
+        ),
+    ],
+)
+def test_sizes_are_those_of_the_batches_that_are_captured(keywords: dict[str, Any], options: dict[str, Any]) -> None:
+    for given in (keywords | {"cudagraph_capture_sizes": [1, 2]}, {"cudagraph_capture_sizes": [1, 2]} | keywords):
+        found = translated(given)
+        assert {name: value for name, value in found.items() if name.endswith("_sizes")} == options
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"compilation_config": {"use_cudagraph": False, "cudagraph_capture_sizes": [1, 2]}},
+        {"compilation_config": 0, "cudagraph_capture_sizes": [1]},
+        {"cudagraph_capture_sizes": [1], "optimization_level": 0},
+        {"mode": "compiled", "cuda_graph_sizes": [8]},
+    ],
+)
+def test_sizes_have_no_effect_where_nothing_is_captured(keywords: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="_sizes.* .the mode captures no CUDA graphs"):
+        options = translate(keywords, on_gpu=True)
+    assert not {"capture_sizes", "capture_token_sizes"} & options.keys()
+    own = {"capture_sizes": (1,), "mode": "eager"}  # this engine's are an error of `resolve`
+    assert translated(own) == own
 
 
 def test_this_engines_own_options_are_taken_as_they_are() -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from compiled_engine.bench.bounds import Rates
 from compiled_engine.cli.app import app
 from compiled_engine.config import ModelConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.profile import parse_profile, profile_path
 from compiled_engine.passes.registry import DEFAULT_PASSES
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles
+from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.tune import hopper_tuning, linear_tuning
 from compiled_engine.tune.device_tuning import MeasuredProfile
 from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, candidates, cases_of
 from compiled_engine.tune.linear_tuning import TunedLinear
@@ -118,3 +123,31 @@ def test_the_profile_that_ships_is_whole() -> None:
     assert {tokens for tokens, *_ in profile.tiles} == set(TOKEN_BUCKETS)
     for row in json.loads(path.read_text())["linears"]:
         assert (Tiles(**row["tiles"]).tokens == 1) == (row["tokens"] == 1)
+
+
+class QuickChain:
+    """Whose linears are all right, and each slower than the one before it."""
+
+    times = itertools.count(1.0)
+
+    def __init__(self, cases: list[LinearCase], layers: int | None = None) -> None:
+        pass
+
+    def run(self, linears: list[object], layers: int | None = None) -> torch.Tensor:
+        return torch.ones(1)
+
+    def microseconds(self, linears: list[object], repeats: int) -> float:
+        return next(self.times)
+
+
+@pytest.mark.parametrize("module", [linear_tuning, hopper_tuning])
+def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(module, "device_rates", lambda device, dtype: Rates(2e12, 1e15, "by hand"))
+    monkeypatch.setattr(module, "Chain", QuickChain)
+    case = LinearCase("down", 8, 4096, 4096, False, False, True)
+    if module is linear_tuning:
+        (tuned,) = linear_tuning.tune_linears([case], SilentProgress(), workers=0)
+    else:
+        (tuned,) = hopper_tuning.tune_on_hopper([case], SilentProgress())
+    assert tuned.bound_microseconds == pytest.approx(4096 * 4096 * 2 / 2e6)

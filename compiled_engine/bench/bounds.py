@@ -98,8 +98,20 @@ def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
 
 
 def _context_bytes(sizes: ModelSizes, context: float) -> float:
-    """Keys and values of a request's context in all layers."""
-    return sum(min(context, window or context) for window in sizes.windows) * sizes.kv_bytes_per_token
+    """Keys and values of a request's context in all layers; a window holds the query's own key as well."""
+    seen = sum(context if window is None else min(context, window - 1) for window in sizes.windows)
+    return seen * sizes.kv_bytes_per_token
+
+
+def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
+    """The same of so many decodes, of which the first has so much context and each further one a token more."""
+    seen = sum(_pairs(Chunk(context, count), window) - count for window in sizes.windows)
+    return seen * sizes.kv_bytes_per_token
+
+
+def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
+    """Of so many decodes, each of which samples."""
+    return step_flops(sizes, [Chunk(context, count, samples=False)]) + 2.0 * count * sizes.head_params
 
 
 def _common_bytes(sizes: ModelSizes, context: float) -> float:
@@ -133,9 +145,14 @@ def step_seconds(sizes: ModelSizes, rates: Rates, step: Sequence[Chunk]) -> floa
 
 
 def tpot_seconds(sizes: ModelSizes, rates: Rates, batch_size: int, prompt_len: int, output_len: int) -> float:
-    """The least time of a decode of `batch_size` requests, with the mean context of tokens 2 to output_len."""
-    mean_context = prompt_len + output_len / 2 - 1
-    return step_seconds(sizes, rates, [Chunk(mean_context, 1)] * batch_size)
+    """The least time of a decode of `batch_size` requests, in the mean over tokens 2 to output_len.
+
+    The mean of what is read is not what the mean context has: with a window that is more.
+    """
+    count = max(output_len - 1, 1)
+    each = batch_size / count
+    read = sizes.weight_bytes + _touched_bytes(sizes, batch_size) + each * _decode_bytes(sizes, prompt_len, count)
+    return max(read / rates.bytes_per_s, each * _decode_flops(sizes, prompt_len, count) / rates.flops_per_s)
 
 
 def prefill_seconds(sizes: ModelSizes, rates: Rates, prompt_lens: Sequence[int]) -> float:
@@ -161,10 +178,8 @@ def workload_seconds(sizes: ModelSizes, rates: Rates, jobs: Sequence[Job], max_n
         alone = len(job.outputs) == 1
         read += 0.0 if alone else (max(job.outputs) - 1) * _common_bytes(sizes, job.prompt)
         for length in job.outputs:
-            own = (job.prompt if alone else 0) + length / 2 - 1
-            whole = Chunk(common + job.prompt + length / 2 - 1, 1)
-            read += (length - 1) * _context_bytes(sizes, own)
-            flops += (length - 1) * step_flops(sizes, [whole])
+            read += _decode_bytes(sizes, job.prompt if alone else 0, length - 1)
+            flops += _decode_flops(sizes, common + job.prompt, length - 1)
     prompts = [Chunk(common, job.prompt) for job in jobs]
     prompt_flops = step_flops(sizes, [Chunk(0, common, samples=False), *prompts])
     prefill = max(sizes.weight_bytes / rates.bytes_per_s, prompt_flops / rates.flops_per_s)

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from compiled_engine.cli.errors import BadInputError
 
 TIMEOUT_S = 600.0
+ALLOWED_URL = "http://HOST:PORT or https://HOST:PORT"
 
 
 class RemoteModel:
-    """num_tokens: of the newest answer, once it has ended.
+    """num_tokens: of the newest answer, once the server has said it; None before.
 
     url: with or without the ending /v1. model: None for the server's first. sampling: fields of each request.
     Raises BadInputError for what is no such server, and for what the server refuses.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None, sampling: Mapping[str, Any]) -> None:
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInputError(f"url is {url!r}; allowed: http://HOST:PORT or https://HOST:PORT")
-        self.num_tokens = 0
+        parts = _parts(url)
+        self.num_tokens: int | None = None
         self._parts = parts
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         self._headers = {"content-type": "application/json"}
@@ -35,55 +35,83 @@ class RemoteModel:
 
     def complete(self, prompt: str) -> Iterator[str]:
         """The text that follows the prompt, as it comes."""
-        for chunk in self._stream("/completions", {"prompt": prompt}):
-            yield from (choice["text"] for choice in chunk["choices"])
+        return self._stream("/completions", {"prompt": prompt}, _completed)
 
     def answer(self, messages: Sequence[Mapping[str, str]]) -> Iterator[str]:
         """The answer to a conversation, as it comes."""
-        for chunk in self._stream("/chat/completions", {"messages": list(messages)}):
-            for choice in chunk["choices"]:
-                yield choice["delta"].get("reasoning_content") or ""
-                yield choice["delta"].get("content") or ""
+        return self._stream("/chat/completions", {"messages": list(messages)}, _answered)
 
     def close(self) -> None:
         """Nothing is held between requests."""
 
     def _first_model(self) -> str:
-        for line in self._lines("GET", "/models", None):
-            models = [model["id"] for model in json.loads(line)["data"]]
-            if models:
-                return str(models[0])
-        raise BadInputError("the server has no model")
+        content = "".join(self._lines("GET", "/models", None))
+        with self._of_the_right_form():
+            models = [str(model["id"]) for model in json.loads(content)["data"]]
+        if not models:
+            raise BadInputError("the server has no model")
+        return models[0]
 
-    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _stream(self, path: str, body: dict[str, Any], texts: Callable[[Any], list[str]]) -> Iterator[str]:
+        """texts: those of a chunk."""
+        self.num_tokens = None
         more = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
         for line in self._lines("POST", path, {**self._sampling, **body, **more}):
             data = line.removeprefix("data:").strip()
             if not line.startswith("data:") or data == "[DONE]":
                 continue
-            chunk = json.loads(data)
-            if "error" in chunk:
-                raise BadInputError(f"the server says: {chunk['error'].get('message')}")
-            if chunk.get("usage"):
-                self.num_tokens = chunk["usage"]["completion_tokens"]
-            yield chunk
+            with self._of_the_right_form():
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise BadInputError(f"the server says: {chunk['error'].get('message')}")
+                if chunk.get("usage"):
+                    self.num_tokens = int(chunk["usage"]["completion_tokens"])
+                found = texts(chunk)
+            yield from found
 
     def _lines(self, method: str, path: str, body: dict[str, Any] | None) -> Iterator[str]:
         """The lines of a response. An iterator that is closed early closes the connection, which ends the request."""
         connect = HTTPSConnection if self._parts.scheme == "https" else HTTPConnection
-        connection = connect(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)
         try:
-            content = None if body is None else json.dumps(body)
-            connection.request(method, self._path + path, content, self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                raise BadInputError(f"the server says {response.status}: {_message(response.read())}")
-            while line := response.readline():
-                yield line.decode()
+            with closing(connect(str(self._parts.hostname), self._parts.port, timeout=TIMEOUT_S)) as connection:
+                content = None if body is None else json.dumps(body)
+                connection.request(method, self._path + path, content, self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    raise BadInputError(f"the server says {response.status}: {_message(response.read())}")
+                while line := response.readline():
+                    yield line.decode()
         except (OSError, HTTPException, ValueError) as error:
             raise BadInputError(f"the server at {self._parts.netloc} fails: {error or type(error).__name__}") from error
-        finally:
-            connection.close()
+
+    @contextmanager
+    def _of_the_right_form(self) -> Iterator[None]:
+        """Around what takes an answer apart, which may be anything: url may name any server."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise BadInputError(f"the server at {self._parts.netloc} is no OpenAI-compatible one: {reason}") from error
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        port = parts.port
+    except ValueError as error:  # of brackets and of the port
+        raise BadInputError(f"url is {url!r}: {error}; allowed: {ALLOWED_URL}") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise BadInputError(f"url is {url!r}; allowed: {ALLOWED_URL}")
+    return parts
+
+
+def _completed(chunk: Any) -> list[str]:
+    return [str(choice["text"] or "") for choice in chunk["choices"]]
+
+
+def _answered(chunk: Any) -> list[str]:
+    deltas = [choice["delta"] for choice in chunk["choices"]]
+    return [str(delta.get(name) or "") for delta in deltas for name in ("reasoning_content", "content")]
 
 
 def _message(body: bytes) -> str:

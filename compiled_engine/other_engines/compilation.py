@@ -19,17 +19,23 @@ def _graph_mode(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same sizes for batches of decodes and for others, as far as the graph mode captures them."""
+    """The same sizes for batches of decodes and for others, as far as the limits that are given allow them."""
     if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
         raise ValueError(f"is {value!r}; allowed: a list of integers")
-    mode = _name(given.get("cudagraph_mode") or given.get("graph_mode") or "").lower()
-    most_decodes, most_tokens = given.get("max_num_seqs"), given.get("max_num_batched_tokens")
-    found = {}
-    if mode not in ("none", "piecewise"):
-        found["capture_sizes"] = _at_most(most_decodes, value)
-    if mode not in ("none", "full_decode_only"):
-        found["capture_token_sizes"] = _at_most(most_tokens, value)
-    return found
+    return {
+        "capture_sizes": _at_most(given.get("max_num_seqs"), value),
+        "capture_token_sizes": _at_most(given.get("max_num_batched_tokens"), value),
+    }
+
+
+def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """vLLM takes several values as the sizes, one as the largest of a pattern, and none as its own default."""
+    match value:
+        case []:
+            return {}
+        case [int(largest)]:
+            value = [1, 2, 4, *range(8, largest + 1, 8)]
+    return _capture_sizes(value, given)
 
 
 def _at_most(limit: Any, sizes: list[int] | tuple[int, ...]) -> tuple[int, ...]:
@@ -77,6 +83,9 @@ COMPILATION_KEYWORDS: dict[str, Row] = {
     "compilation_config": Nested(CONFIG_KEYS, scalar="mode"),
     "optimization_level": choice("`mode`: 0 is eager, others the default", {0: EAGER, 1: {}, 2: {}, 3: {}}),
     "cudagraph_capture_sizes": CAPTURE_SIZES,
-    "cuda_graph_sizes": CAPTURE_SIZES,
+    "cuda_graph_sizes": Honoured(
+        "`capture_sizes` and `capture_token_sizes`; one value stands for 1, 2, 4 and the multiples of 8 up to it",
+        _cuda_graph_sizes,
+    ),
     **LARGEST_CAPTURE,
 }

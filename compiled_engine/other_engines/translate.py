@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from compiled_engine.config import GraphMode
 from compiled_engine.near_names import unknown_name_message
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import ABOUT_COMPILATION, KEYWORDS
 from compiled_engine.other_engines.rows import Honoured, Nested, Only, Row, WithoutEffect, is_value
 
-CUDA_GRAPH_OPTIONS = ("graph_mode", "capture_sizes", "capture_token_sizes")
+SIZES = ("capture_sizes", "capture_token_sizes")
+CUDA_GRAPH_OPTIONS = ("graph_mode", *SIZES)
 DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 
 
@@ -39,24 +41,46 @@ class Ignored(NamedTuple):
 def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """The options of `EngineOptions` that the keywords stand for. In another engine's keyword None says nothing.
 
-    on_gpu: whether there can be CUDA graphs; without them, what asks for them has no effect.
+    on_gpu: whether there can be CUDA graphs; without them, what asks for them has no effect. Neither have sizes of
+    batches that the graph mode does not capture.
 
     Warns once, naming every keyword without effect. Raises TypeError for a keyword that is in no table, and
     ValueError for a value that asks for what the engine cannot do, or that contradicts another keyword.
     """
     wanted: dict[str, Wanted] = {}
     ignored: dict[Ignored, None] = {}
+    sizes: list[Wanted] = []
     for item in _read_all(keywords):
         if isinstance(item, Ignored):
             ignored[item] = None
         elif item.option in CUDA_GRAPH_OPTIONS and item.keyword not in DEFAULTS and not on_gpu:
             ignored[Ignored(item.keyword, "CUDA graphs need a CUDA GPU")] = None
+        elif item.option in SIZES and item.keyword not in DEFAULTS:
+            sizes.append(item)  # which of them count depends on all keywords
         else:
             _add(wanted, item)
+    captured = _captured(wanted)
+    for item in sizes:
+        if item.option in captured:
+            _add(wanted, item)
+        elif not captured:
+            ignored[Ignored(item.keyword, "the mode captures no CUDA graphs")] = None
     if ignored:
         reasons = "; ".join(f"{keyword} ({reason})" for keyword, reason in ignored)
         warnings.warn(f"keywords without effect: {reasons}", UserWarning, stacklevel=5)
     return {option: item.value for option, item in wanted.items()}
+
+
+def _captured(wanted: Mapping[str, Wanted]) -> list[str]:
+    """The options with sizes of batches that are captured, as far as the keywords say."""
+    mode, graph_mode = (wanted[name].value if name in wanted else "auto" for name in ("mode", "graph_mode"))
+    if graph_mode == "auto":
+        return [] if mode in ("eager", "compiled") else list(SIZES)
+    for known in GraphMode:
+        if known.value == graph_mode:
+            families = zip(SIZES, (known.captures_decodes, known.captures_mixed), strict=True)
+            return [name for name, captures in families if captures]
+    return list(SIZES)  # no mode at all, which is an error elsewhere
 
 
 def _add(wanted: dict[str, Wanted], item: Wanted) -> None:

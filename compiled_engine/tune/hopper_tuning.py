@@ -8,6 +8,7 @@ from itertools import product
 
 import torch
 
+from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rms_norm, silu_mul, small_batch_linear_op
 from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
@@ -69,6 +70,7 @@ def tune_on_hopper(cases: Sequence[LinearCase], progress: Progress) -> list[Tune
     tuned: list[TunedLinear] = []
     if torch.cuda.get_device_capability()[0] != 9:
         return tuned
+    rates = device_rates(torch.device("cuda"), torch.bfloat16)
     with progress.stage("measure linears on Hopper", total=len(cases)) as advance:
         for case in cases:
             advance(1)
@@ -83,7 +85,7 @@ def tune_on_hopper(cases: Sequence[LinearCase], progress: Progress) -> list[Tune
             microseconds = chain.microseconds([before], REPEATS)
             best = min(times, key=times.__getitem__, default=None)
             if best is not None and times[best] < WORTH * microseconds:
-                bound = case.num_rows * case.k * 2 / 4.3e6
+                bound = case.num_rows * case.k * 2 / rates.bytes_per_s * 1e6
                 library = chain.microseconds([_library], REPEATS)
                 tuned.append(TunedLinear(case, best, times[best], library, bound))
     return tuned

@@ -18,6 +18,7 @@ from itertools import groupby
 
 import torch
 
+from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.passes.hopper_linear import HopperTiles
 from compiled_engine.passes.hopper_product import ProductTiles
 from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
@@ -104,13 +105,14 @@ def tune_linears(cases: Sequence[LinearCase], progress: Progress, workers: int |
     """The fastest right tiles for each case. Candidates are compiled by other processes first."""
     compile_candidates(len(os.sched_getaffinity(0)) - 1 if workers is None else workers, cases, progress)
     tuned = []
+    bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
     with progress.stage("measure linears", total=sum(len(candidates(case)) for case in cases)) as advance:
         for _, same in groupby(cases, key=lambda case: (case.num_tokens, case.name == "head")):
-            tuned += _tune(list(same), advance)
+            tuned += _tune(list(same), bytes_per_s, advance)
     return tuned
 
 
-def _tune(cases: Sequence[LinearCase], advance: Callable[[int], None]) -> list[TunedLinear]:
+def _tune(cases: Sequence[LinearCase], bytes_per_s: float, advance: Callable[[int], None]) -> list[TunedLinear]:
     chain = Chain(cases)
     pools = [_right_candidates(case, advance) for case in cases]
     chosen = [pool[0] for pool in pools]
@@ -120,7 +122,7 @@ def _tune(cases: Sequence[LinearCase], advance: Callable[[int], None]) -> list[T
             for tiles in sorted(pool, key=lambda tiles: times[i].get(tiles, 0.0))[:keep]:
                 times[i][tiles] = chain.microseconds(_linears([*chosen[:i], tiles, *chosen[i + 1 :]]), repeats)
             chosen[i] = min(times[i], key=times[i].__getitem__)
-    return [_measured(case, tiles) for case, tiles in zip(cases, chosen, strict=True)]
+    return [_measured(case, tiles, bytes_per_s) for case, tiles in zip(cases, chosen, strict=True)]
 
 
 def _linears(tiles: Sequence[Tiles]) -> list[Linear]:
@@ -143,11 +145,11 @@ def _right_candidates(case: LinearCase, advance: Callable[[int], None]) -> list[
     return right
 
 
-def _measured(case: LinearCase, tiles: Tiles) -> TunedLinear:
+def _measured(case: LinearCase, tiles: Tiles, bytes_per_s: float) -> TunedLinear:
     chain = Chain([case])
     ours = chain.microseconds(_linears([tiles]), 9)
     cublas = chain.microseconds([lambda x_TK, weight_NK, *others: torch.nn.functional.linear(x_TK, weight_NK)], 9)
-    return TunedLinear(case, tiles, ours, cublas, case.num_rows * case.k * 2 / 4.3e6)
+    return TunedLinear(case, tiles, ours, cublas, case.num_rows * case.k * 2 / bytes_per_s * 1e6)
 
 
 def compile_candidates(workers: int, cases: Sequence[LinearCase], progress: Progress) -> None:
