@@ -99,8 +99,8 @@ def start_up(*results: Result) -> str:
         parts = [part for part, parent in stages.items() if parent == name]
         rows += [[name, *(_seconds(found, name) for found in spans)]]
         rows += [[f"– {part}", *(_seconds(found, part) for found in spans)] for part in parts]
-    if all("bare" in result for result in results):
-        rows.append(["bound: PyTorch alone", *(median(result["bare"], 1) for result, _ in starts)])
+    if all("torch_alone" in result for result in results):
+        rows.append(["bound: PyTorch alone", *(median(result["torch_alone"], 1) for result, _ in starts)])
     totals = (result["results"][kind]["seconds"] for result, kind in starts)
     rows.append(["**process start to first token**", *(f"**{median(total, 1)}**" for total in totals)])
     headings = ["seconds", *(f"{model_name(result)}, {kind}" for result, kind in starts)]

@@ -71,6 +71,14 @@ class RunningServer:
         self._loop.close()
 
 
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error, which has OpenAI's shape."""
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.headers["content-type"] == "application/json"
+    return error
+
+
 @contextmanager
 def running(engine: Any, **options: Any) -> Iterator[RunningServer]:
     server = RunningServer(engine, ServerOptions(port=0, uvicorn_log_level="error", **options))

@@ -21,7 +21,7 @@ from compiled_engine.bench.ablation_subject import whole_name
 from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
 from compiled_engine.bench.fresh_process import WorkerError, run_worker
 from compiled_engine.bench.large_tokenizer import SPECIAL_TOKENS, write_tokenizer
-from compiled_engine.bench.start_up import bare_start
+from compiled_engine.bench.start_up import torch_alone
 from compiled_engine.bench.variants import Variant, chosen, variants
 from compiled_engine.bench.workloads import request_lengths
 from compiled_engine.cli.app import app
@@ -277,12 +277,12 @@ def test_workload_t_is_what_other_engines_were_measured_with() -> None:
 
 def test_startup_shows_its_stages() -> None:
     result = result_of("startup", "--repeats", "1", *SMALL)
-    assert result.keys() == CONDITIONS | {"results", "bare"}
-    assert_figure(result["bare"])
+    assert result.keys() == CONDITIONS | {"results", "torch_alone"}
+    assert_figure(result["torch_alone"])
     for kind in ("cold", "warm"):
         record = result["results"][kind]
         assert_figure(record["seconds"])
-        assert record["seconds"]["median"] > result["bare"]["median"]
+        assert record["seconds"]["median"] > result["torch_alone"]["median"]
         assert record["cache"] == "off"
         parents = {span["name"]: span["parent"] for span in record["start_up"]}
         assert {"before the engine", "configuration", "tokenizer", "load weights"} <= parents.keys()
@@ -293,7 +293,7 @@ def test_startup_shows_its_stages() -> None:
 
 def test_a_start_that_fails_says_why() -> None:
     with pytest.raises(WorkerError, match=r"(?s)ended with exit code 1\n.*XPU"):
-        bare_start(torch.device("xpu"))
+        torch_alone(torch.device("xpu"))
 
 
 def test_a_shape_starts_with_a_tokenizer_as_large_as_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from in_a_minute import in_a_minute
-from running_server import MODEL, RunningServer, ScriptedEngine, running
+from running_server import MODEL, RunningServer, ScriptedEngine, error_of, running
 
 from compiled_engine.server.completion_protocol import CompletionRequest
 from compiled_engine.server.errors import ApiError, without_internals
@@ -47,14 +47,6 @@ def narrow(scripted: ScriptedEngine) -> Iterator[RunningServer]:
 def client(narrow: RunningServer) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=narrow.url, headers={"authorization": f"Bearer {KEY}"}, timeout=30) as client:
         yield client
-
-
-def error_of(response: httpx.Response) -> dict[str, Any]:
-    """The error, which has OpenAI's shape."""
-    error: dict[str, Any] = response.json()["error"]
-    assert set(error) == {"message", "type", "param", "code"}
-    assert response.headers["content-type"] == "application/json"
-    return error
 
 
 def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
@@ -398,53 +390,3 @@ def test_an_answer_has_the_length_that_the_server_allows(client: httpx.Client, s
     for name in ("max_output_tokens", "top_logprobs"):
         response = client.post("/v1/responses", json={"input": "x", name: 21})
         assert (response.status_code, error_of(response)["param"]) == (400, name)
-
-
-def test_numbers_of_more_than_64_bits(server: RunningServer) -> None:
-    body = '{"prompt": "x", "max_tokens": 2, "top_k": %d, "temperature": 1.0, "extra_args": {"a": [%d, -1.7e308]}}'
-    response = httpx.post(f"{server.url}/v1/completions", content=body % (2**70, 2**70), timeout=30)
-    assert response.status_code == 200, response.text
-
-
-NAMES = (
-    *("n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "min_tokens", "logprobs", "echo"),
-    *("presence_penalty", "logit_bias", "allowed_token_ids", "bad_words", "truncate_prompt_tokens", "stream"),
-    *("prompt_logprobs", "ignore_eos", "detokenize"),
-)
-values = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 9), st.integers(), st.floats(allow_nan=False, allow_infinity=False),
-    st.text(max_size=3), st.lists(st.integers(-1, 5000), max_size=3), st.lists(st.text(max_size=3), max_size=3),
-    st.dictionaries(st.integers(0, 5000).map(str), st.integers(-5, 5), max_size=3),
-)  # fmt: skip
-
-forms = st.one_of(
-    values,
-    st.sampled_from(
-        [
-            {"json_object": True},
-            {"choice": ["yes", "no"]},
-            {"regex": "[a-z]{1,3}"},
-            {"regex": "("},
-            {"json": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2}},
-            {"json": {"type": "strng"}},
-            {"grammar": 'start: "a" | start "b"'},
-            {"type": "json_object"},
-            {"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, "a"]}}},
-        ]
-    ),
-)
-
-
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(
-    asked=st.dictionaries(st.sampled_from(NAMES), values, max_size=6),
-    formed=st.dictionaries(st.sampled_from(("structured_outputs", "response_format")), forms, max_size=2),
-)
-def test_no_combination_of_parameters_is_an_error_of_the_server(
-    server: RunningServer, asked: dict[str, Any], formed: dict[str, Any]
-) -> None:
-    body = {"prompt": "x = 1", **{"max_tokens": 3}, **asked, **formed}
-    response = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert response.status_code in (200, 400), response.text
-    if response.status_code == 400 and error_of(response)["code"] != "no_token_allowed":
-        assert re.split(r"[.\[]", error_of(response)["param"])[0] in body

@@ -14,33 +14,33 @@ from compiled_engine.bench.workloads import summary
 from compiled_engine.process.progress import Progress
 
 KINDS = ("cold", "warm")
-BARE = "import sys, torch; print(torch.ones(1, device=sys.argv[1]).item(), flush=True)"
+TORCH_ALONE = "import sys, torch; print(torch.ones(1, device=sys.argv[1]).item(), flush=True)"
 
 
 class Starts(NamedTuple):
     """kinds: of "cold" and "warm" the seconds (median, spread), to the first token and seen from outside, the cache
-    (hit, miss, off), and start_up, the spans of the start with the median, see `Timeline`. bare: seconds, see
-    `bare_start`."""
+    (hit, miss, off), and start_up, the spans of the start with the median, see `Timeline`. torch_alone: seconds, of
+    the function of that name."""
 
     kinds: dict[str, dict[str, Any]]
-    bare: dict[str, Any]
+    torch_alone: dict[str, Any]
 
 
 def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repeats: int, progress: Progress) -> Starts:
-    """Bare, cold and warm starts alternate; each pair of cold and warm has a temporary cache of its own.
+    """PyTorch alone, cold and warm starts alternate; each pair of cold and warm has a temporary cache of its own.
 
     device: the one that the engine's options mean. Files that the system keeps in memory stay there: a cold start reads
     warm files. Raises WorkerError if a start fails.
     """
-    bare: list[float] = []
+    alone: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
     for repeat in range(-warm_up, repeats):
         name = f"repeat {repeat + 1} of {repeats}" if repeat >= 0 else "warm-up"
         with progress.stage(f"{name}: torch alone", total=1) as advance:
-            seconds = bare_start(device)
+            seconds = torch_alone(device)
             advance(1)
         if repeat >= 0:
-            bare.append(seconds)
+            alone.append(seconds)
         with tempfile.TemporaryDirectory(prefix="compiled_engine_start_up_") as folder:
             for kind in KINDS:
                 with progress.stage(f"{name}: {kind}", total=1) as advance:
@@ -48,13 +48,13 @@ def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repe
                     advance(1)
                 if repeat >= 0:
                     results[kind].append(result)
-    return Starts({kind: _record(starts) for kind, starts in results.items()}, summary(bare))
+    return Starts({kind: _record(starts) for kind, starts in results.items()}, summary(alone))
 
 
-def bare_start(device: torch.device) -> float:
+def torch_alone(device: torch.device) -> float:
     """Seconds from the start of a process to a number computed by PyTorch on the device, and nothing else: the bound of
     every start, as this host has it. Raises WorkerError if it fails."""
-    return seconds_to_print(BARE, str(device))
+    return seconds_to_print(TORCH_ALONE, str(device))
 
 
 def _cache(options: Mapping[str, Any], folder: Path) -> dict[str, str]:

@@ -90,7 +90,7 @@ def _measure_starts(engine: EngineRows, repeats: int, progress: Progress, rows: 
     for row in engine.rows:
         assert isinstance(row.workload, Start)
         seconds = starts.kinds[row.workload.kind]["seconds"]
-        rows.add(engine, row, {"bound": starts.bare["median"], "measured": seconds | {"n": repeats}})
+        rows.add(engine, row, {"bound": starts.torch_alone["median"], "measured": seconds | {"n": repeats}})
 
 
 def _measure_engine(engine: EngineRows, repeats: int | None, progress: Progress, rows: _Rows) -> None:

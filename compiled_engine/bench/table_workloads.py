@@ -194,7 +194,7 @@ class MixedStep:
 class Start:
     """Seconds from the start of a process to its first token; kind: cold or warm, see `start_up.measure`.
 
-    No `Workload`: it needs a process of its own, and no engine; its bound, `start_up.bare_start`, is measured too.
+    No `Workload`: it needs a process of its own, and no engine; its bound, `start_up.torch_alone`, is measured too.
     """
 
     kind: str

@@ -35,8 +35,8 @@ def startup(
     has a tokenizer of 151,000 tokens, as the real ones have. The bound is a process that imports PyTorch and computes
     a number on the device, measured beside them.
 
-    JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages), bare (the
-    bound, with median and spread), repeats, date, machine, model, options, versions, command.
+    JSON: benchmark, results (cold, warm: seconds with median and spread, cache, start_up: the stages),
+    torch_alone (the bound, with median and spread), repeats, date, machine, model, options, versions, command.
 
     Examples:
 
@@ -64,7 +64,7 @@ def startup(
             starts = measure(plain_options(options), config.device, warm_up, repeats, RichProgress())
         except WorkerError as error:
             raise BadInputError(f"a start failed: {error}") from error
-    result = head | {"results": starts.kinds, "bare": starts.bare}
+    result = head | {"results": starts.kinds, "torch_alone": starts.torch_alone}
     if as_json:
         print_json(result)
     else:
@@ -79,5 +79,7 @@ def _show(result: Mapping[str, Any]) -> None:
         low, high = record["seconds"]["spread"]
         spread = f", from {low:.2f} to {high:.2f}" if result["repeats"] > 1 else ""
         seconds = f"{record['seconds']['median']:.2f} s{spread}"
-        out.print(f"{kind}: {seconds}, bound {result['bare']['median']:.2f} (cache: {record['cache']})", style="bold")
+        out.print(
+            f"{kind}: {seconds}, bound {result['torch_alone']['median']:.2f} (cache: {record['cache']})", style="bold"
+        )
         print_waterfall(record["start_up"], out)

@@ -86,7 +86,8 @@ def _checked(path: Path) -> dict[str, Any] | None:
     from compiled_engine.passes.profile import parse_profile
 
     try:
-        parse_profile(path.read_text(encoding="utf-8"))
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        text = path.read_text(encoding="utf-8")
+        parse_profile(text)
+        return dict(json.loads(text))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"output is {str(path)!r}, which is no profile of a device ({error})") from error
