@@ -203,7 +203,7 @@ def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path:
     command = [sys.executable, "-P", "-c", DEFAULT_GRAPHS]
     starts = []
     for _ in range(2):
-        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         starts.append(json.loads(run.stdout.splitlines()[-1]))
     for metrics in starts:
         predicted, used = metrics["graph_bytes_predicted"], metrics["graph_bytes_used"]

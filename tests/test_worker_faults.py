@@ -23,6 +23,7 @@ from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.process.child import import_path
 from compiled_engine.workers import monitor
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.monitor import Monitor, WorkerError
@@ -266,7 +267,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("starting", [False, True])
 def test_the_driver_is_killed(starting: bool, tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), import_path()])}
     command = [sys.executable, "-c", SCRIPT, *([SLOW_TO_START] if starting else [])]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=tmp_path
