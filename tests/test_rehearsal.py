@@ -15,9 +15,10 @@ from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import rehearsal
+from compiled_engine.runner.input_batch import attention_inputs, empty_batch, prepare
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
-from compiled_engine.runner.warm_up import start_up_batches
+from compiled_engine.runner.warm_up import BatchShape, start_up_batches
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
@@ -94,3 +95,27 @@ def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyP
         with pytest.raises(KeyboardInterrupt):
             rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
     assert len(started) < 200
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests"), [(512, 48), (511, 2), (60, 48), (96, 48), (48, 48), (3, 40), (1, 1)]
+)
+def test_requests_without_keys_are_alike(num_tokens: int, num_requests: int) -> None:
+    """flash-attn 2 writes where they would be if each had the most tokens of any: that must be within its memory."""
+    with LLM(mode="eager", progress=False, num_blocks=20, max_num_seqs=48, max_num_batched_tokens=512) as llm:
+        step = runner_of(llm).step
+        shape = BatchShape(num_tokens, num_requests, 64)
+        batch = empty_batch(step.buffers, num_tokens, num_requests, shape.host_3)
+        step.states.writes.apply()
+        prepare(batch, step.states, step.buffers)
+        inputs = attention_inputs(batch, step.buffers, "torch")
+        counts = inputs.query_start_loc_R1.diff().tolist()
+        num_decodes, most, _ = inputs.host_3.tolist()
+        assert num_decodes == (num_requests if num_tokens == num_requests else 0)
+        if num_decodes:
+            assert counts == [1] * num_requests
+        else:
+            with_some = sum(count > 0 for count in counts)
+            assert counts == [most] * with_some + [0] * (num_requests - with_some)
+            assert with_some > 0
+            assert with_some * max(2, most) <= num_tokens

@@ -129,11 +129,22 @@ def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarra
     return np.frombuffer(masks.words, np.int32).reshape(len(place), -1), index_R
 
 
+def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
+    """Where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens each,
+    two at least. Where that is too much the last rows have none; tokens that are left over are nobody's.
+
+    They must be alike: for a request without keys flash-attn 2 takes each to have the most tokens of any, and two at
+    least, and writes beyond its memory if that is more than there are.
+    """
+    each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
+    return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
+
+
 def empty_batch(
     buffers: InputBuffers, num_tokens: int, num_rows: int, host: tuple[int, int, int], key: GraphKey | None = None
 ) -> InputBatch:
-    """A batch of padding alone, tokens shared out evenly: it leaves no trace when it runs."""
-    starts_R1 = np.linspace(0, num_tokens, num_rows + 1).astype(np.int32)
+    """A batch of padding alone: it leaves no trace when it runs."""
+    starts_R1 = padding_starts(num_tokens, num_rows)
     nobody = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
     if decodes_only:

@@ -22,7 +22,7 @@ from compiled_engine.kernels.compile_ahead import AskedKernels, compiled_by
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.process.progress import Progress
 from compiled_engine.runner.advance import advance
-from compiled_engine.runner.input_batch import empty_batch, prepare
+from compiled_engine.runner.input_batch import empty_batch, padding_starts, prepare
 from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.runner.warm_up import BatchShape, start_up_batches
 from compiled_engine.sampling.kernel_warm_up import ways_of_sampling
@@ -103,7 +103,7 @@ def _forward(config: EngineConfig, step: PaddedStep, shape: BatchShape) -> None:
 
 def _empty_inputs(config: EngineConfig, shape: BatchShape, num_blocks: int) -> AttentionInputs:
     num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
-    starts_R1 = torch.arange(num_requests + 1, dtype=torch.int32, device=device) * (num_tokens // num_requests)
+    starts_R1 = torch.from_numpy(padding_starts(num_tokens, num_requests)).to(device)
     return AttentionInputs(
         query_start_loc_R1=starts_R1,
         seq_lens_R=torch.zeros(num_requests, dtype=torch.int32, device=device),

@@ -23,7 +23,7 @@ PROMPT_TOKENS = 16
 
 
 class BatchShape(NamedTuple):
-    """Requests that share `num_tokens` evenly; `max_seq_len` bounds their contexts."""
+    """Requests that share `num_tokens`, see `padding_starts`; `max_seq_len` bounds their contexts."""
 
     num_tokens: int
     num_requests: int
@@ -32,8 +32,9 @@ class BatchShape(NamedTuple):
     @property
     def host_3(self) -> tuple[int, int, int]:
         """See AttentionInputs."""
-        num_decodes = self.num_requests if self.num_tokens == self.num_requests else 0
-        return num_decodes, -(-self.num_tokens // self.num_requests), self.max_seq_len
+        if self.num_tokens == self.num_requests:
+            return self.num_requests, 1, self.max_seq_len
+        return 0, max(2, self.num_tokens // self.num_requests), self.max_seq_len
 
 
 def start_up_batches(config: EngineConfig) -> list[BatchShape]:
