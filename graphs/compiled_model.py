@@ -16,12 +16,14 @@ from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
+from compiled_engine.graphs.compiler.distinct_calls import distinct_calls
 from compiled_engine.graphs.compiler.logits_head import Logits, read_logits_head
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
+from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -101,14 +103,17 @@ class CompiledModel:
         parameters: Mapping[str, torch.Tensor],
         on_attention: OnAttention | None = None,
         received: torch.Tensor | None = None,
+        *,
+        distinct: bool = False,
     ) -> Forwards:
         """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: where what the stage before hands on is put, uint8.
+        received: where what the stage before hands on is put, uint8. distinct: see `distinct_calls`.
         """
         bound: list[tuple[CompileRange, Forward]] = []
         for r in self.ranges:
-            forward = stitch(r.bound_plan, self.pieces, parameters, on_attention)
+            plan = distinct_calls(r.bound_plan) if distinct else r.bound_plan
+            forward = stitch(plan, self.pieces, parameters, on_attention)
             bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
         hidden = next(forward for compile_range, forward in bound if not compile_range.small)
         logits = self.logits_head(parameters) if self.logits_head else None
@@ -130,7 +135,8 @@ def compile_model(
     device_type = config.device.type
 
     def build(folder: Path) -> None:
-        with timeline.span("import the compilers"):  # which a warm start does without
+        # A warm start does without them.
+        with collection_paused(), timeline.span("import the compilers"):
             build_entry = import_apart("compiled_engine.graphs.compiler.build").build_entry
         with timeline.span("build"):
             compiles.append(build_entry(config, make_model, folder, progress, timeline))

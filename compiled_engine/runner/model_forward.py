@@ -58,6 +58,11 @@ class ModelForward:
             self._whole = self._parts = Forwards(model)
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
+        self._distinct_whole, self._distinct_parts = self._whole, self._parts
+        if compiled and not records:
+            self._distinct_whole = self._distinct_parts = compiled.bind(parameters, None, self._received, distinct=True)
+            if on_attention is not None:
+                self._distinct_parts = compiled.bind(parameters, on_attention, self._received, distinct=True)
         self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
 
     def ends_at_logits(self, num_tokens: int) -> bool:
@@ -80,9 +85,14 @@ class ModelForward:
         *,
         hidden_wanted: bool = False,
         around_attention: bool = False,
+        distinct: bool = False,
     ) -> ForwardOutput:
-        """The forward of a batch of num_tokens tokens. hidden_wanted: logits will not do."""
-        forwards = self._parts if around_attention else self._whole
+        """The forward of a batch of num_tokens tokens. hidden_wanted: logits will not do. distinct: one call of each
+        kind where the model is compiled, see `distinct_calls`; its values mean nothing."""
+        if distinct:
+            forwards = self._distinct_parts if around_attention else self._distinct_whole
+        else:
+            forwards = self._parts if around_attention else self._whole
         small = None if hidden_wanted else forwards.for_logits(num_tokens)
         if small is not None:
             return ForwardOutput(small(*arguments), is_logits=True)
@@ -94,7 +104,7 @@ class ModelForward:
 
     def close(self) -> None:
         """Drop the last references to the weights."""
-        self._whole = self._parts = Forwards(nn.Identity())
+        self._whole = self._parts = self._distinct_whole = self._distinct_parts = Forwards(nn.Identity())
         self.logits = nn.Identity()
 
 

@@ -49,11 +49,18 @@ class PaddedStep:
         """A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states;
         where nothing is sampled, what there is of these. Another full key: input preparation and forward. Any other:
         the forward of inputs that are there."""
+        return self._run(key, distinct=False)
+
+    def warm_up(self, key: GraphKey) -> None:
+        """What `run` does, but with one call of each kind of the forward, in which layers are alike."""
+        self._run(key, distinct=True)
+
+    def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
         batch = self._empty(key)
         self.states.writes.discard()  # `fill` made these writes
         if key.kind is GraphKind.FULL:
             prepare(batch, self.states, self.buffers)
-        output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL)
+        output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
         if not key.is_decode:
             return output.tensor
         if not self.samples:
@@ -64,9 +71,14 @@ class PaddedStep:
         return logits_RV
 
     def forward(
-        self, batch: InputBatch, *, hidden_wanted: bool = False, around_attention: bool = False
+        self,
+        batch: InputBatch,
+        *,
+        hidden_wanted: bool = False,
+        around_attention: bool = False,
+        distinct: bool = False,
     ) -> ForwardOutput:
-        """The model on the batch in the buffers. around_attention: which is planned already."""
+        """The model on the batch in the buffers, see `ModelForward.run`. around_attention: which is planned already."""
         inputs = attention_inputs(batch, self.buffers, self._backend)
         if not around_attention:
             self._plan(inputs)
@@ -77,7 +89,11 @@ class PaddedStep:
             self.kv_caches,
         )
         return self.model.run(
-            batch.padded_tokens, arguments, hidden_wanted=hidden_wanted, around_attention=around_attention
+            batch.padded_tokens,
+            arguments,
+            hidden_wanted=hidden_wanted,
+            around_attention=around_attention,
+            distinct=distinct,
         )
 
     def advance_without_tokens(self, batch: InputBatch, num_rows: int) -> None:

@@ -81,7 +81,8 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
     with progress.stage("warm up", total=len(shapes)) as progressed:
         for shape in shapes:
-            _run_empty(step, shape)
+            # On a GPU the first is the largest, whose peak is measured.
+            _run_empty(step, shape, distinct=shape != shapes[0])
             progressed(1)
     if not on_gpu:
         return 0
@@ -93,21 +94,21 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     return peak
 
 
-def _run_empty(step: PaddedStep, shape: BatchShape) -> None:
+def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
     states, buffers = step.states, step.buffers
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3)
     states.writes.apply()
     prepare(batch, states, buffers)
-    hidden_TD = step.forward(batch, hidden_wanted=True).tensor
+    hidden_TD = step.forward(batch, hidden_wanted=True, distinct=distinct).tensor
     if not step.samples:
-        step.forward(batch)
+        step.forward(batch, distinct=distinct)
         step.advance_without_tokens(batch, num_requests)
         return
     logits_RV = step.model.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
     del hidden_TD
     if step.model.ends_at_logits(num_tokens):
-        logits_RV = step.forward(batch).tensor[buffers.logits_index_R[:num_requests]]
+        logits_RV = step.forward(batch, distinct=distinct).tensor[buffers.logits_index_R[:num_requests]]
     sample_and_advance(logits_RV, step.sampler, states, buffers, batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, step.sampler.vocabulary)
     advance(states, buffers, token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)

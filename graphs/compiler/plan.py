@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from compiled_engine.attention.op import ATTENTION_OPS
@@ -33,6 +33,11 @@ class PlannedStep:
     op: str | None
     arguments: tuple[dict[str, Any], ...]
     results: tuple[int, ...]
+
+    def renumbered(self, new: Mapping[int, int]) -> PlannedStep:
+        """The same call with other indices for its values; `new` has one for each."""
+        arguments = tuple({"value": new[a["value"]]} if "value" in a else a for a in self.arguments)
+        return replace(self, arguments=arguments, results=tuple(new[index] for index in self.results))
 
 
 @dataclass(frozen=True)

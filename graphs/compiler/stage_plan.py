@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Plan, PlannedStep
+from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Plan
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_inputs import Source
 
@@ -86,7 +86,7 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     new = {old: number for number, old in enumerate([*old_inputs, *(value.value for value in received)])}
     for step in steps:
         new |= {old: len(new) + number for number, old in enumerate(step.results)}
-    planned = tuple(_with_values(step, new) for step in steps)
+    planned = tuple(step.renumbered(new) for step in steps)
     outputs = plan.outputs if stage.is_last else tuple(value.value for value in sent)
     return StagePlan(
         Plan(tuple(inputs), planned, tuple(new[index] for index in outputs)),
@@ -111,11 +111,6 @@ def _renumbered(source: Source, layers: range) -> Source:
     if source.kind == "parameter" or head != "kv_caches":
         return source
     return replace(source, name=f"{head}.{int(rest) - layers.start}")
-
-
-def _with_values(step: PlannedStep, new: dict[int, int]) -> PlannedStep:
-    arguments = tuple({"value": new[a["value"]]} if "value" in a else a for a in step.arguments)
-    return replace(step, arguments=arguments, results=tuple(new[index] for index in step.results))
 
 
 class StageForward:

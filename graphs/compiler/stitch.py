@@ -37,8 +37,9 @@ def stitch(
         functions = functions | passed | {"compiled_engine::rope_attend": attention_passed}
     namespace: dict[str, Any] = {_op_function(name): function for name, function in functions.items()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
+    used = {argument.get("value") for step in plan.steps for argument in step.arguments} | {*plan.outputs}
     for index, source in enumerate(plan.inputs):
-        if source.kind == "parameter":
+        if source.kind == "parameter" and index in used:
             namespace[f"parameter_{index}"] = derived(parameters[source.name], source.derivation)
     exec(compile(forward_source(plan), "<stitched forward>", "exec"), namespace)
     # Without its own name in its globals the function is not a cycle: dropping it frees the parameters at once.

@@ -35,6 +35,10 @@ class GraphStep(Protocol):
         """Write a batch of the key's size into the buffers that leaves no trace when it runs. Not captured."""
         ...
 
+    def warm_up(self, key: GraphKey) -> None:
+        """Load and allocate what `run` does when it first runs for the key. Not captured."""
+        ...
+
     def run(self, key: GraphKey) -> torch.Tensor:
         """The model on the padded batch in the buffers; what it returns is what the graph leaves, [num_tokens, ...].
 
@@ -149,7 +153,7 @@ class CudaGraphManager:
             with self._capture.session():
                 for family in self._families(self._pending):
                     self._step.fill(family[0])
-                    self._step.run(family[0])
+                    self._step.warm_up(family[0])
             self._capture.settle()
         return predicted
 
@@ -195,7 +199,7 @@ class CudaGraphManager:
 
     def _capture_one(self, key: GraphKey) -> tuple[Captured, MemoryReading]:
         self._step.fill(key)
-        self._step.run(key)  # as it is, so that nothing lazy ends up in a graph
+        self._step.warm_up(key)  # so that nothing lazy ends up in a graph
         before = self._capture.memory()
         capture = self._capture.whole if key.kind is GraphKind.FULL else self._capture.segments
         captured = Captured(*capture(lambda: self._step.run(key)))

@@ -1,0 +1,42 @@
+"""A plan with one call of each kind: it loads and allocates what the whole plan does, in the time of a few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from compiled_engine.graphs.compiler.plan import Plan, PlannedStep
+
+
+def distinct_calls(plan: Plan) -> Plan:
+    """The plan without the calls that are like an earlier one, whose results stand for theirs.
+
+    Pieces are alike if they are the same piece, which is compiled for the shapes of its arguments; ops if they have the
+    same constants and take what the same pieces define. Values are looked at nowhere, so all ranks leave out the same.
+    """
+    stand_ins = {index: index for index in range(len(plan.inputs))}
+    makers: dict[int, Hashable] = {}
+    kept: dict[Hashable, PlannedStep] = {}
+    for step in plan.steps:
+        like = kept.setdefault(_kind(plan, step, makers), step)
+        stand_ins |= dict(zip(step.results, like.results, strict=True))
+        makers |= {index: (step.piece or step.op, number) for number, index in enumerate(step.results)}
+    defined = [index for step in kept.values() for index in step.results]
+    new = {old: number for number, old in enumerate([*range(len(plan.inputs)), *defined])}
+    numbers = {index: new[stand_in] for index, stand_in in stand_ins.items()}
+    steps = tuple(step.renumbered(numbers) for step in kept.values())
+    return Plan(plan.inputs, steps, tuple(numbers[index] for index in plan.outputs))
+
+
+def _kind(plan: Plan, step: PlannedStep, makers: Mapping[int, Hashable]) -> Hashable:
+    def of_argument(argument: Mapping[str, Any]) -> Hashable:
+        if "value" not in argument:
+            return repr(argument["constant"])
+        index = argument["value"]
+        if index in makers:
+            return makers[index]
+        source = plan.inputs[index]
+        # What each layer has one of differs by its name.
+        return source.kind if source.kind == "parameter" or source.name.startswith("kv_caches.") else source
+
+    return step.piece or (step.op, *map(of_argument, step.arguments))
