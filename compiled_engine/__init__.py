@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.garbage_collection import collection_paused
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("importlib.metadata").version("compiled-engine")
     if name in _MODULES:
-        with collection_paused():
+        with collection_paused(), bytecode_kept():
             return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

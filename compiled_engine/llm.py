@@ -16,7 +16,8 @@ from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
-from compiled_engine.process.cuda_context import begin_cuda
+from compiled_engine.process.begin_gpu import begin_gpu
+from compiled_engine.process.bytecode import bytecode_kept
 from compiled_engine.process.garbage_collection import collection_paused, young_collected_alone
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress, RichProgress, SilentProgress
@@ -255,12 +256,13 @@ class LLM:
         return self._tokenizer
 
 
+@bytecode_kept()
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
     """PyTorch is imported here and not with this module, so that workers, or the GPU's context, are made meanwhile."""
     workers = launch_early(keywords)
     try:
         if "torch" not in sys.modules:
-            begin_cuda(given_device(keywords), runs_here=core_has_device(keywords))
+            begin_gpu(given_device(keywords), runs_here=core_has_device(keywords))
         with timeline.span("import torch"), collection_paused():
             import_apart("compiled_engine.llm_parts")
         from compiled_engine.llm_parts import start_llm

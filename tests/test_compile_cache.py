@@ -19,7 +19,7 @@ from compiled_engine import LLM, SamplingParams
 from compiled_engine.graphs.cache.entry import factors_key, read_factors
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
 from compiled_engine.graphs.cache.lookup import find_or_build
-from compiled_engine.kernels.cache_folder import default_root
+from compiled_engine.process.cache_root import default_root
 
 
 @pytest.fixture

@@ -19,22 +19,18 @@ from left_over import wait_until
 from compiled_engine.process import worker_pool
 from compiled_engine.process.child import start_process
 from compiled_engine.process.worker_pool import WorkerPool
-from compiled_engine.process.worker_process import WorkerEnded, WorkerProcess
+from compiled_engine.process.worker_process import WorkerEnded, WorkerProcesses
 
 
 class Worker:
     """Answers when it is told to."""
 
     asked: list[int]
-    started: list[Worker]
 
-    def __init__(self, module: str, number: int, environment: Any):
-        self.started.append(self)
+    def __init__(self, number: int):
         self.number = number
         self.answers: list[Future[dict[str, Any]]] = []
         self.busy = threading.Semaphore(0)
-
-    def send(self, message: dict[str, Any]) -> None: ...
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         self.asked.append(message["n"])
@@ -43,7 +39,12 @@ class Worker:
         self.busy.release()
         return answer.result(60)
 
-    def close(self) -> None: ...
+
+class Workers:
+    def __init__(self, module: str, count: int, environment: Any):
+        self.workers = [Worker(number) for number in range(count)]
+
+    def begin(self, order: dict[str, Any]) -> None: ...
 
 
 class Turn(Future[Any]):
@@ -58,35 +59,36 @@ class Turn(Future[Any]):
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], tuple[list[Worker], WorkerPool]]:
-    monkeypatch.setattr(worker_pool, "WorkerProcess", Worker)
+    monkeypatch.setattr(worker_pool, "WorkerProcesses", Workers)
     monkeypatch.setattr(worker_pool, "Future", Turn)
     monkeypatch.setattr(Worker, "asked", [], raising=False)
-    monkeypatch.setattr(Worker, "started", [], raising=False)
     monkeypatch.setattr(Turn, "made", [], raising=False)
 
     def start(count: int) -> tuple[list[Worker], WorkerPool]:
         pool = WorkerPool("nowhere", count)
         pool.begin({})
-        return Worker.started, pool
+        return pool._processes.workers if pool._processes else [], pool  # type: ignore[return-value]
 
     return start
 
 
 WORKER = """
 import subprocess
-from compiled_engine.process.worker_process import messages_and_answer
+from compiled_engine.process.worker_program import run_workers
 
-def main():
-    messages, answer = messages_and_answer()
-    answer({"ready": True})
+def work(messages, answer):
     for message in messages:
         subprocess.run(["sleep", "300"])
+
+def main():
+    run_workers(lambda order: work)
 """
 PARENT = """
-import sys
-from compiled_engine.process.worker_process import WorkerProcess
+from compiled_engine.process.worker_process import WorkerProcesses
 
-WorkerProcess("slow_worker", 0).ask({})
+processes = WorkerProcesses("slow_worker", 2)
+processes.begin({})
+processes.workers[0].ask({})
 """
 
 
@@ -147,14 +149,23 @@ def test_without_workers_nobody_waits(started: Any) -> None:
 
 
 ECHO = """
-from compiled_engine.process.worker_process import messages_and_answer
+import os
+from compiled_engine.process.worker_program import run_workers
+
+
+def prepare(order):
+    prepared_by = os.getpid()
+
+    def work(messages, answer):
+        for message in messages:
+            print("not an answer")
+            answer(order | message | {"forked": os.getppid() == prepared_by, "pid": os.getpid()})
+
+    return work
 
 
 def main():
-    messages, answer = messages_and_answer()
-    answer({"ready": True})
-    for message in messages:
-        answer(message)
+    run_workers(prepare)
 """
 
 
@@ -163,9 +174,18 @@ def test_processes_import_from_the_folder_of_a_prompt(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     (tmp_path / "beside_a_prompt.py").write_text(ECHO)
-    worker = WorkerProcess("beside_a_prompt", 0)
-    assert worker.ask({"n": 1}) == {"n": 1}
-    worker.close()
+    processes = WorkerProcesses("beside_a_prompt", 3)
+    processes.begin({"order": 7})
+    answers = [worker.ask({"n": n}) for worker in processes.workers for n in range(2)]
+    pids = [answer.pop("pid") for answer in answers]
+    # Forks of one process that has prepared for all.
+    assert answers == [{"order": 7, "n": n, "forked": True} for n in range(2)] * 3
+    assert len(set(pids)) == 3
+    processes.close()
+    assert not any(map(psutil.pid_exists, pids))  # nor is one left that nobody has waited for
+    with pytest.raises(WorkerEnded, match="worker 1 was closed"):
+        processes.workers[1].ask({})
+    processes.close()
     (tmp_path / "another.py").write_text("def main(): pass")
     with start_process("another", [], []) as process:
         assert process.wait() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -10,6 +11,8 @@ import threading
 import time
 from collections.abc import Mapping
 from typing import IO, Any
+
+from compiled_engine.process.child import as_this_one
 
 WORKER = "compiled_engine.bench.worker"
 LIMIT_S = 1200.0
@@ -53,11 +56,13 @@ def run_worker(
 
 
 def seconds_to_print(program: str, *arguments: str) -> float:
-    """From starting a process with a Python program to its first line on stdout. Raises WorkerError if it fails."""
+    """From starting a process with a Python program to its first line on stdout. It imports as this process does, see
+    `keep_bytecode`. Raises WorkerError if it fails."""
     with tempfile.TemporaryFile("w+") as said:
         start = time.perf_counter()
         command = [sys.executable, "-P", "-c", program, *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True) as process:
+        environment = os.environ | as_this_one()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True, env=environment) as process:
             assert process.stdout is not None
             line = process.stdout.readline()
             seconds = time.perf_counter() - start

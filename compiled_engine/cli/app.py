@@ -16,6 +16,7 @@ from compiled_engine.cli.generate import generate
 from compiled_engine.cli.inspect import inspect
 from compiled_engine.cli.serve import serve
 from compiled_engine.cli.tune import tune
+from compiled_engine.process.bytecode import keep_bytecode
 
 app = typer.Typer(
     cls=OneLineErrors,
@@ -50,4 +51,5 @@ def root(
 
 def main() -> None:
     """The entry point of the `compiled-engine` script."""
+    keep_bytecode()
     app()

@@ -29,7 +29,7 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder
 from compiled_engine.graphs.cache.prune import prune as prune_cache
 from compiled_engine.graphs.cache.report import EntryReport, existing_cache, find_key, nearest, report, short
-from compiled_engine.kernels.cache_folder import default_root
+from compiled_engine.process.cache_root import default_root
 
 cache = typer.Typer(help="Look at the compile cache, and tidy it up.", rich_markup_mode="rich", no_args_is_help=True)
 

@@ -15,7 +15,7 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
-from compiled_engine.process.cuda_context import begin_cuda
+from compiled_engine.process.begin_gpu import begin_gpu
 from compiled_engine.workers.given_devices import core_has_device, given_device
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def generate(
 
       compiled-engine generate --prompt "import" --prompt "class" --mode eager --json | jq .metrics
     """
-    begin_cuda(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
+    begin_gpu(given_device(engine), runs_here=core_has_device(engine))  # while torch is imported
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():

@@ -93,13 +93,13 @@ def serve(
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
     """The engine. Its core's process imports what it needs while this one does."""
     from compiled_engine.core_process.core_child import CoreChild
-    from compiled_engine.process.cuda_context import begin_cuda
+    from compiled_engine.process.begin_gpu import begin_gpu
     from compiled_engine.workers.given_devices import given_device
 
     core = CoreChild.of(engine)
     try:
         with bad_input_is_reported():
-            begin_cuda(given_device(engine), runs_here=False)  # while torch is imported
+            begin_gpu(given_device(engine), runs_here=False)  # while torch is imported
             from compiled_engine.async_llm import AsyncLLM
 
             return AsyncLLM(**engine, progress=not quiet, core=core)

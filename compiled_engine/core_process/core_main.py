@@ -9,7 +9,8 @@ import socket
 import sys
 from pathlib import Path
 
-from compiled_engine.process.cuda_context import cuda_context, index_of
+from compiled_engine.process.begin_gpu import begin_gpu
+from compiled_engine.process.bytecode import keep_bytecode
 from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.process.standard_streams import open_standard_streams
 from compiled_engine.workers.launched_workers import LaunchedWorkers
@@ -25,14 +26,15 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     open_standard_streams()
+    keep_bytecode()
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
     descriptor, folder, device, num_workers = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     workers = None
     try:
         if num_workers:
             workers = LaunchedWorkers(num_workers, device)
-        elif (index := index_of(device)) is not None:
-            cuda_context(index)  # while PyTorch is imported
+        else:
+            begin_gpu(device, runs_here=True)  # while PyTorch is imported
         with socket.socket(fileno=descriptor) as listener:
             with collection_paused():  # as the package does
                 from compiled_engine.core_process.core_serve import serve

@@ -1,4 +1,4 @@
-"""Where what is compiled is kept: the root of the compile cache, and the binaries of the engine's own kernels in it."""
+"""Where the binaries of the engine's own kernels are kept: in the compile cache."""
 
 from __future__ import annotations
 
@@ -10,13 +10,6 @@ from compiled_engine.process.environment_variables import environment_variables
 
 VARIABLE = "TRITON_CACHE_DIR"
 FOLDER = "kernels"
-
-
-def default_root() -> Path:
-    """$COMPILED_ENGINE_CACHE_DIR, else compiled_engine below the XDG cache folder."""
-    if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
-        return Path(override)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compiled_engine"
 
 
 def kernel_folder(cache_dir: Path | None) -> Path | None:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.kernels.cache_folder import default_root, kernel_folder
+from compiled_engine.kernels.cache_folder import kernel_folder
+from compiled_engine.process.cache_root import default_root
 
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpp_vectors.h", "cpp_packed.h"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi")

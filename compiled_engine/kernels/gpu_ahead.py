@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from compiled_engine.process.in_background import InBackground
+from compiled_engine.process.triton_digest import triton_digest
 
 
 @cache
@@ -20,12 +21,13 @@ def triton_digests(device: torch.device) -> InBackground[None]:
 
 
 def _digest(device: torch.device) -> None:
+    triton_digest(device.index or 0).result()
     try:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import make_backend
         from triton.runtime.cache import triton_key
 
-        triton_key()
+        triton_key()  # unless it was made above
         major, minor = torch.cuda.get_device_capability(device)
         make_backend(GPUTarget("cuda", 10 * major + minor, 32)).hash()
     except Exception:  # another version, or a damaged one: the first kernel will do it, and say what is wrong

@@ -1,4 +1,4 @@
-"""A process that compiles Triton kernels into Triton's folder: one JSON line in for each, one JSON line out."""
+"""Processes that compile Triton kernels into Triton's folder."""
 
 from __future__ import annotations
 
@@ -7,27 +7,35 @@ import time
 import traceback
 from typing import Any
 
-from compiled_engine.process.worker_process import messages_and_answer
+from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 
 def main() -> None:
-    """First line: {"modules": [those to import]}; second: {"target": [backend, architecture, warp size]}; then
-    {"module", "name", "specialization"} until the end, the last being what Triton's cache hook is handed.
-
-    Answers {"ready": true}, then {"seconds": s} or {"error": text}.
+    """Order: {"modules": [those to import]}. Messages: {"target": [backend, architecture, warp size], "module", "name",
+    "specialization"}, the last being what Triton's cache hook is handed. Answers: {"seconds": s} or {"error": text}.
     """
-    messages, answer = messages_and_answer()
+    run_workers(_prepare)
+
+
+def _prepare(order: dict[str, Any]) -> Work:
+    from triton.runtime.cache import triton_key
+
+    for module in order["modules"]:
+        importlib.import_module(module)
+    triton_key()  # a digest of hundreds of megabytes
+    return _compile_kernels
+
+
+def _compile_kernels(messages: Messages, answer: Answer) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    for module in next(messages)["modules"]:
-        importlib.import_module(module)
-
-    answer({"ready": True})
-    target = GPUTarget(*next(messages)["target"])
-    triton.runtime.driver.set_active(_CompileOnly(target))
+    known: list[Any] = []
     for message in messages:
         start_s = time.perf_counter()
+        if message["target"] != known:
+            known = message["target"]
+            triton.runtime.driver.set_active(_CompileOnly(GPUTarget(*known)))
         try:
             getattr(importlib.import_module(message["module"]), message["name"]).preload(message["specialization"])
             answer({"seconds": time.perf_counter() - start_s})

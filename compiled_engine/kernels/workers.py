@@ -29,7 +29,7 @@ class KernelWorkers:
         self._count, self._modules = count, list(modules)
         self._environment = {VARIABLE: str(folder)} if folder else {}
         self._pool: WorkerPool | None = None
-        self._target: Any = None
+        self._target: list[Any] = []
         self.closed = False
 
     @property
@@ -40,22 +40,18 @@ class KernelWorkers:
         """Start them, unless they have been."""
         if self._pool is None:
             self._pool = WorkerPool("compiled_engine.kernels.worker", self._count, self._environment)
-            self._pool.tell({"modules": self._modules})
+            self._pool.begin({"modules": self._modules})
 
     def aim(self, target: Any) -> None:
-        """Say for which GPU they compile, before the first kernel; later calls must name the same. By one thread at a
-        time. target: a triton GPUTarget."""
-        if self._pool is None or target == self._target:
-            return
-        assert self._target is None, f"workers for {self._target} are asked to compile for {target}"
-        self._target = target
-        self._pool.begin({"target": [target.backend, target.arch, target.warp_size]})
+        """Say for which GPU they compile what is asked for from now on. target: a triton GPUTarget."""
+        self._target = [target.backend, target.arch, target.warp_size]
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
         """Have a kernel compiled, so that Triton finds it in its folder; whether a worker could."""
         if self._pool is None or self.closed:
             return False
-        answer = self._pool.ask({"module": module, "name": name, "specialization": specialization})
+        kernel = {"target": self._target, "module": module, "name": name, "specialization": specialization}
+        answer = self._pool.ask(kernel)
         if answer is not None and "error" in answer:
             log.debug("%s.%s is compiled in this process: %s", module, name, answer["error"])
         return answer is not None and "error" not in answer

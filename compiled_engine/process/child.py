@@ -7,11 +7,18 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
+from compiled_engine.process.bytecode import bytecode_environment
+
 
 def import_path() -> str:
     """This process's, as PYTHONPATH of one that starts in the same folder: a prompt and a notebook import from there,
     which is "" in sys.path, and which PYTHONPATH needs another name for."""
     return os.pathsep.join(path or os.curdir for path in sys.path)
+
+
+def as_this_one() -> dict[str, str]:
+    """Variables by which a Python process imports what this one does, and as this one does."""
+    return {"PYTHONPATH": import_path(), **bytecode_environment()}
 
 
 def start_process(
@@ -34,5 +41,5 @@ def start_process(
         stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
         pass_fds=descriptors,
         start_new_session=True,
-        env={**os.environ, **(environment or {}), "PYTHONPATH": import_path()},
+        env={**os.environ, **(environment or {}), **as_this_one()},
     )

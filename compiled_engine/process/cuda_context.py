@@ -14,17 +14,6 @@ from compiled_engine.process.in_background import InBackground
 DRIVER = "libcuda.so.1"
 
 
-def begin_cuda(device: str, *, runs_here: bool) -> None:
-    """For the option `device`. runs_here: this process runs on the GPU; else it only asks which there are."""
-    index = index_of(device)
-    if index is None:
-        return
-    if runs_here:
-        cuda_context(index)
-    else:
-        cuda_driver()
-
-
 @cache
 def cuda_driver() -> InBackground[bool]:
     """The driver without a context. The result says whether there is one."""

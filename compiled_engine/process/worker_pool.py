@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from threading import Lock
 from typing import Any
 
-from compiled_engine.process.worker_process import WorkerEnded, WorkerProcess
+from compiled_engine.process.worker_process import Worker, WorkerEnded, WorkerProcesses
 
 log = logging.getLogger("compiled_engine")
 
@@ -17,37 +17,33 @@ log = logging.getLogger("compiled_engine")
 class WorkerPool:
     """Processes that run `main()` of a module. What cannot be started, or ends, is done without; there may be none.
 
-    They start at once, so their imports run beside whatever the caller does before it asks.
+    They start at once; from `begin` on their imports run beside whatever the caller does before it asks.
     """
 
     def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
-        self._workers: list[WorkerProcess] = []
+        self._processes: WorkerProcesses | None = None
         self._lock = Lock()
-        self._idle: deque[WorkerProcess] = deque()
-        self._waiting: deque[Future[WorkerProcess | None]] = deque()  # the first to ask is the first to get one
+        self._idle: deque[Worker] = deque()
+        self._waiting: deque[Future[Worker | None]] = deque()  # the first to ask is the first to get one
         self._left = 0
         self._closed = False
         try:
-            for number in range(count):
-                self._workers.append(WorkerProcess(module, number, environment))
+            self._processes = WorkerProcesses(module, count, environment) if count else None
         except OSError as error:
-            log.warning("%d of %d worker processes are started: %s", len(self._workers), count, error)
+            log.warning("no worker process is started: %s", error)
 
     def __len__(self) -> int:
         """How many were started."""
-        return len(self._workers)
+        return len(self._processes.workers) if self._processes else 0
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send all of them a message that has no answer."""
-        for worker in self._workers:
-            worker.send(message)
-
-    def begin(self, message: dict[str, Any]) -> None:
-        """Tell all of them what holds for every question; to be called once, before `ask`."""
-        self.tell(message)
+    def begin(self, order: dict[str, Any]) -> None:
+        """Tell them what holds for every question; to be called once, before `ask`."""
+        if self._processes is None:
+            return
+        self._processes.begin(order)
         with self._lock:
-            self._left = len(self._workers)
-            self._idle.extend(self._workers)
+            self._left = len(self._processes.workers)
+            self._idle.extend(self._processes.workers)
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any] | None:
         """The answer of whichever is idle first, with its number as "worker"; None if it ended, or if all have.
@@ -66,17 +62,17 @@ class WorkerPool:
         self._give(worker)
         return answer | {"worker": worker.number}
 
-    def _take(self) -> WorkerProcess | None:
+    def _take(self) -> Worker | None:
         with self._lock:
             if not self._left or self._closed:
                 return None
             if self._idle:
                 return self._idle.popleft()
-            turn: Future[WorkerProcess | None] = Future()
+            turn: Future[Worker | None] = Future()
             self._waiting.append(turn)
         return turn.result()
 
-    def _give(self, worker: WorkerProcess) -> None:
+    def _give(self, worker: Worker) -> None:
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().set_result(worker)
@@ -92,5 +88,5 @@ class WorkerPool:
     def close(self) -> None:
         """End them. What is asked meanwhile has no answer."""
         self._closed = True
-        for worker in self._workers:
-            worker.close()
+        if self._processes is not None:
+            self._processes.close()

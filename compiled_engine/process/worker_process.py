@@ -1,49 +1,37 @@
-"""A Python process that answers JSON lines, and the pipes to it.
+"""Worker processes that answer JSON lines: one process imports what they all need, then forks one for each.
 
-It is a fresh process, not a fork, so it inherits no threads, no CUDA context and nothing that the caller's own
-torch.compile has left behind.
+That one is a fresh process, not a fork of this one, so they inherit no threads, no CUDA context and nothing that the
+caller's own torch.compile has left behind.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 import os
-import signal
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import IO, Any
 
-from compiled_engine.process.child import import_path
+from compiled_engine.process.child import as_this_one
 
-log = logging.getLogger("compiled_engine")
+_MOST_LAST_WORDS = 1 << 20
 
 
 class WorkerEnded(RuntimeError):
     """A worker did not start, or died; the message has its last words."""
 
 
-class WorkerProcess:
-    """Runs `main()` of a module, which first answers `{"ready": true}`."""
+class Worker:
+    """The caller's end of one worker, which first answers `{"ready": true}`. For one thread at a time."""
 
-    def __init__(self, module: str, number: int, environment: Mapping[str, str] | None = None):
+    def __init__(self, number: int, connection: socket.socket, last_words: Callable[[], str]):
         self.number = number
-        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", f"from {module} import main; main()"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            # Ctrl-C is the caller's business; it closes the workers.
-            start_new_session=True,
-            env={**os.environ, **(environment or {}), "PYTHONPATH": import_path()},
-        )
+        self._connection, self._last_words = connection, last_words
+        self._answers = connection.makefile("r", encoding="utf-8")
         self._ready = False
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -51,7 +39,8 @@ class WorkerProcess:
         try:
             self._ready = self._ready or "ready" in self._receive()
             if self._ready:
-                self.send(message)
+                with suppress(BrokenPipeError):  # the answer that does not come says it
+                    self._connection.sendall(json.dumps(message).encode() + b"\n")
                 if answer := self._receive():
                     return answer
             last_words = self._last_words()
@@ -59,59 +48,73 @@ class WorkerProcess:
             raise WorkerEnded(f"worker {self.number} was closed") from error
         raise WorkerEnded(f"worker {self.number} {'died' if self._ready else 'did not start'}: {last_words}")
 
-    def send(self, message: dict[str, Any]) -> None:
-        """A line that has no answer of its own."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            log.debug("worker %d has ended", self.number)  # the answer that does not come says it
-
     def close(self) -> None:
-        """May be called again."""
-        if self._process.returncode is None:  # else its number may be another's
-            with suppress(OSError):  # it has ended; else what it has started ends with it, such as a C++ compiler
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._errors):
-            if stream is not None:
-                with suppress(OSError):  # of a line that it never took
-                    stream.close()
+        self._answers.close()
+        self._connection.close()
 
     def _receive(self) -> dict[str, Any]:
         """The next answer; empty when the process has ended."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        try:
+            line = self._answers.readline()
+        except ConnectionResetError:  # it ended before it read everything
+            return {}
         return json.loads(line) if line else {}
 
-    def _last_words(self) -> str:
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "it said nothing"
 
+class WorkerProcesses:
+    """`count` workers, at least one; their program is `main()` of a module, see `worker_program`. They start at once.
 
-def messages_and_answer() -> tuple[Iterator[dict[str, Any]], Callable[[dict[str, Any]], None]]:
-    """In the worker: what it is sent, and how it answers. Whatever else is printed is not an answer.
-
-    When nobody can send anything any more, it ends at once with all that it has started, in the middle of its work too.
+    Raises OSError if there can be none.
     """
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    lines: SimpleQueue[bytes] = SimpleQueue()
 
-    def read() -> None:
-        rest = b""
-        while chunk := os.read(0, 1 << 16):  # sys.stdin has a lock, which the interpreter wants when it ends
-            *whole, rest = (rest + chunk).split(b"\n")
-            for line in whole:
-                lines.put(line)
-        os.killpg(0, signal.SIGKILL)  # a session of its own
+    def __init__(self, module: str, count: int, environment: Mapping[str, str] | None = None):
+        pairs = [socket.socketpair() for _ in range(count)]
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed in close)
+        theirs = [str(their.fileno()) for _, their in pairs]
+        self.workers = [Worker(number, own, self._last_words) for number, (own, _) in enumerate(pairs)]
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", f"from {module} import main; main()", *theirs],
+                stdin=subprocess.PIPE,
+                stdout=self._errors,  # whatever is printed is no answer
+                stderr=self._errors,
+                pass_fds=[their.fileno() for _, their in pairs],
+                # Ctrl-C is the caller's business; it closes the workers.
+                start_new_session=True,
+                # numpy's library would have threads before the fork.
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **(environment or {}), **as_this_one()},
+            )
+        except BaseException:
+            self._close_files()
+            raise
+        finally:
+            for _, their in pairs:
+                their.close()
 
-    threading.Thread(target=read, daemon=True).start()
+    def begin(self, order: dict[str, Any]) -> None:
+        """Say what they are to prepare; to be called once, before anything is asked."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the answers that do not come say it
+            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+            self._process.stdin.flush()
 
-    def answer(value: dict[str, Any]) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
+    def close(self) -> None:
+        """End them, and with them what they have started, such as a C++ compiler. May be called again."""
+        self._process.terminate()
+        self._process.wait()
+        if self._process.stdin is not None:
+            with suppress(OSError):  # of an order that nobody took
+                self._process.stdin.close()
+        self._close_files()
 
-    return (json.loads(line) for line in iter(lines.get, None)), answer
+    def _close_files(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self._errors.close()
+
+    def _last_words(self) -> str:
+        """Of any of them: they share a place for it."""
+        size = os.fstat(self._errors.fileno()).st_size
+        said = os.pread(self._errors.fileno(), _MOST_LAST_WORDS, max(0, size - _MOST_LAST_WORDS))
+        lines = said.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"

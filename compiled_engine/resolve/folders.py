@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compiled_engine.kernels.cache_folder import default_root
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.options import EngineOptions
+from compiled_engine.process.cache_root import default_root
 from compiled_engine.process.progress import Progress
 
 if TYPE_CHECKING:

@@ -86,7 +86,7 @@ def batch_logprobs(
     if most_of_few != NO_LOGPROBS:
         few_SW = logprob_rows(logits_SV, token_ids_S, most_of_few, triton, vocabulary)
     many: dict[int, torch.Tensor] = {}
-    for count in np.unique(counts_S[counts_S > FEW_TOKENS]).tolist():
+    for count in sorted({*counts_S[counts_S > FEW_TOKENS].tolist()}):
         indices = np.flatnonzero(counts_S == count)
         index_R = upload(indices, logits_SV.device)
         chosen_R = token_ids_S.index_select(0, index_R)

@@ -22,7 +22,7 @@ from compiled_engine.bench.device_rates import device_rates
 from compiled_engine.passes.hopper_linear import HopperTiles
 from compiled_engine.passes.hopper_product import ProductTiles
 from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
-from compiled_engine.process.child import import_path
+from compiled_engine.process.child import as_this_one
 from compiled_engine.process.progress import Progress
 from compiled_engine.tune.linear_candidates import LinearCase, candidates
 
@@ -159,7 +159,7 @@ def compile_candidates(workers: int, cases: Sequence[LinearCase], progress: Prog
     source = "import sys; from compiled_engine.tune.linear_tuning import compile_share; compile_share(*sys.argv[1:])"
     encoded = json.dumps([asdict(case) for case in cases])
     command = [sys.executable, "-P", "-c", source, encoded]
-    environment = os.environ | {"PYTHONPATH": import_path()}
+    environment = os.environ | as_this_one()
     with progress.stage("compile candidates", total=workers) as advance:
         processes = [subprocess.Popen([*command, str(i), str(workers)], env=environment) for i in range(workers)]
         for process in processes:

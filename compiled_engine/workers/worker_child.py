@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from compiled_engine.process.child import import_path
+from compiled_engine.process.child import as_this_one
 from compiled_engine.workers.ring import RingDescriptors
 
 log = logging.getLogger("compiled_engine")
@@ -69,7 +69,7 @@ class WorkerChild:
                 stdin=subprocess.DEVNULL,
                 pass_fds=passed,
                 start_new_session=True,  # Ctrl-C is the caller's business
-                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), "PYTHONPATH": import_path()},
+                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), **as_this_one()},
             )
 
     @property

@@ -11,7 +11,8 @@ import sys
 import threading
 from pathlib import Path
 
-from compiled_engine.process.cuda_context import cuda_context
+from compiled_engine.process.begin_gpu import begin_gpu
+from compiled_engine.process.bytecode import keep_bytecode
 from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.process.standard_streams import open_standard_streams
 
@@ -24,11 +25,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     open_standard_streams()
+    keep_bytecode()
     os.dup2(2, 1)  # what is printed here is not the output of the caller's program
     kind, rank, folder = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     descriptors = [int(number) for number in sys.argv[4:]]
-    if kind == "cuda":
-        cuda_context(0)  # while PyTorch is imported
+    begin_gpu(kind, runs_here=True)  # while PyTorch is imported
     with socket.socket(fileno=descriptors[0]) as connection:
         threading.Thread(target=_exit_without_executor, args=(connection, folder), daemon=True).start()
         with collection_paused():  # as the package does

@@ -16,7 +16,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import tempfile
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from typing import Any
 
 from compiled_engine.graphs.cache.entry import write_entry
 from compiled_engine.graphs.cache.work_folder import WorkFolder, is_in_use
+from compiled_engine.process.cache_root import private_folder
 
 log = logging.getLogger("compiled_engine")
 
@@ -155,27 +155,7 @@ def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
     Raises OSError, which says why, where it cannot be made or others could change it.
     """
     uid = os.geteuid() if uid is None else uid
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
-    _require_plain(root, status)
-    if status.st_uid not in (uid, 0):
-        raise PermissionError(f"{root} belongs to another user")
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise PermissionError(f"anybody can write to {root}")
-    path = root / ENTRIES
-    path.mkdir(mode=0o700, exist_ok=True)
-    status = path.lstat()
-    _require_plain(path, status)
-    if status.st_uid != uid:
-        raise PermissionError(f"{path} belongs to another user")
-    if stat.S_IMODE(status.st_mode) & 0o077:
-        path.chmod(0o700)
-    return CacheFolder(path, uid)
-
-
-def _require_plain(path: Path, status: os.stat_result) -> None:
-    if stat.S_ISLNK(status.st_mode):
-        raise PermissionError(f"{path} is a symbolic link; name the folder itself")
+    return CacheFolder(private_folder(root, ENTRIES, uid), uid)
 
 
 def _key_in(name: str) -> str:

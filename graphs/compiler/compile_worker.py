@@ -1,31 +1,39 @@
-"""A process that compiles pieces: one JSON line in for each piece key, one JSON line out."""
+"""Processes that compile pieces."""
 
 from __future__ import annotations
 
 import importlib
 import traceback
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from compiled_engine.process.worker_process import messages_and_answer
+from compiled_engine.process.worker_program import Answer, Messages, Work, run_workers
 
 
 def main() -> None:
-    """First line: {"entry": folder, "modules": [names], "settings": {Inductor's}}; then {"key": ...} until the end.
+    """Order: {"entry": folder, "modules": [names], "settings": {Inductor's}}. Messages: {"key": of a piece}.
 
-    Answers {"ready": true}, then {"seconds": s}, {"unknown": message} for an op that is not known here, or
-    {"error": text}.
+    Answers: {"seconds": s}, {"unknown": message} for an op that is not known here, or {"error": text}.
     """
-    messages, answer = messages_and_answer()
-    order = next(messages)
+    run_workers(_prepare)
+
+
+def _prepare(order: dict[str, Any]) -> Work:
+    importlib.import_module("compiled_engine.graphs.compiler.compile_piece")
+    importlib.import_module("torch._inductor.compile_fx")  # which the first compilation imports
+    return partial(_compile_pieces, order)
+
+
+def _compile_pieces(order: dict[str, Any], messages: Messages, answer: Answer) -> None:
     import torch._inductor.config as inductor_config
 
     from compiled_engine.graphs.compiler.compile_piece import compile_piece
     from compiled_engine.graphs.compiler.piece import UnknownTarget
 
+    # Not before the fork: what a user's module does when it is imported is not for a copy.
     for module in order["modules"]:
         importlib.import_module(module)
-
-    answer({"ready": True})
     # Workers are many already: Inductor starts none of its own.
     with inductor_config.patch(order["settings"] | {"compile_threads": 1}):
         for message in messages:

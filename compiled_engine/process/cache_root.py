@@ -1,0 +1,45 @@
+"""Where the engine keeps files from start to start, and the folders in it that nobody else can change."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+
+def default_root() -> Path:
+    """$COMPILED_ENGINE_CACHE_DIR, else compiled_engine below the XDG cache folder. Raises RuntimeError if the user
+    has no home."""
+    if override := os.environ.get("COMPILED_ENGINE_CACHE_DIR"):
+        return Path(override)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compiled_engine"
+
+
+def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
+    """The folder `name` below a root, both made if they are not there. `uid`: whose it must be; None for this process's
+    user.
+
+    Raises OSError, which says why, where it cannot be made or others could change it.
+    """
+    uid = os.geteuid() if uid is None else uid
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = root.lstat()
+    _require_plain(root, status)
+    if status.st_uid not in (uid, 0):
+        raise PermissionError(f"{root} belongs to another user")
+    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"anybody can write to {root}")
+    path = root / name
+    path.mkdir(mode=0o700, exist_ok=True)
+    status = path.lstat()
+    _require_plain(path, status)
+    if status.st_uid != uid:
+        raise PermissionError(f"{path} belongs to another user")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def _require_plain(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path} is a symbolic link; name the folder itself")
