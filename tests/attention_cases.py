@@ -86,6 +86,15 @@ PREFILLS = tuple(Request(length, length) for length in (1, 2, 15, 16, 17, 70))
 LONG_PREFILLS = (Request(300, 1), Request(260, 260), Request(421, 100), Request(256, 70), Request(0, 5))
 MIXED = (*decodes(1, 33, 150), Request(5, 5), Request(61, 20), Request(32, 1), Request(47, 16), Request(0, 3))
 
+# Windows of Gemma 3, Phi-3, Gemma 2 and StarCoder 2, and Mistral 7B 0.1.
+WINDOWS = (512, 1024, 2047, 2048, 4096)
+
+
+def around(window: int) -> tuple[int, ...]:
+    """Contexts below, at, just above and far above a window."""
+    return window - 1, window, window + 1, window + 31, window * 3 // 2
+
+
 CASES = (
     Case("one token", decodes(1)),
     Case("one decode", decodes(300)),
@@ -144,6 +153,10 @@ CASES = (
     Case("sinks, bound of 4096, block size 256", MIXED, sinks=True, bound=4096, block_size=256),
     Case("sinks and soft cap", MIXED, sinks=True, soft_cap=5.0),
     Case("padding rows alone, sinks", (PADDING, PADDING), sinks=True),
+    *(
+        Case(f"window of {window}, mixed", (*decodes(*around(window)), Request(3, 3)), 2, 1, sliding_window=window)
+        for window in WINDOWS
+    ),
 )
 # Tiles depend on the type too, but not on what is masked or added to scores.
 PLAIN = tuple(
@@ -283,6 +296,33 @@ def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype) -> s
     return f"wrong: {wrong}" if wrong else "right"
 
 
+def wrong_layers(
+    backend_name: str, requests: tuple[Request, ...], window: int, device: str, dtype: torch.dtype, captured: bool
+) -> list[str]:
+    """Mistakes of layers with and without a window that attend with one planned list. captured: in a CUDA graph."""
+    backend = get_backend(backend_name)
+    heads = 8 if len(requests) > 16 else 1
+    cases = [Case("", requests, heads, heads, sliding_window=size, bound=8192) for size in (window, 0, window)]
+    batches = [build(case, dtype, device) for case in cases]
+    facts = cases[0].facts(torch.device(device).type, dtype)
+    length = backend.work_length(len(batches[0].q_THd), len(requests), facts)
+    work_W = torch.full((length,), 77, dtype=torch.int32, device=device)
+    batches = [replace(batch, inputs=replace(batches[0].inputs, work_W=work_W)) for batch in batches]
+
+    def run() -> list[torch.Tensor]:
+        backend.plan(batches[0].inputs, facts)
+        return [step(backend_name, *layer) for layer in zip(cases, batches, strict=True)]
+
+    outputs = run()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs = run()
+        graph.replay()
+    mistakes = (mistake(*layer) for layer in zip(cases, batches, outputs, strict=True))
+    return [wrong for wrong in mistakes if wrong]
+
+
 def depends_on_garbage(backend_name: str, case: Case, device: str = "cpu", dtype: torch.dtype = torch.float32) -> bool:
     """Whether a real row changes in any bit with what stands in padding rows, unused slots and unused blocks."""
     outputs = []
@@ -347,13 +387,8 @@ def wrong_lists(device: str = "cpu") -> list[int]:
         lens = [generator.choice([0, 1, 1, 2, 31, 32, 33, 700]) for _ in range(count)]
         seq_lens = [generator.choice([0, n, n + 5, n + 127, n + 3000]) for n in lens]
         queries, min_keys = generator.choice([1, 16, 64]), generator.choice([32, 128])
-        lengths = [max(math.ceil(math.ceil(n / MAX_LISTED_SPLITS) / 32) * 32, min_keys) for n in seq_lens]
-        expected_splits = [
-            (row, split)
-            for row, n in enumerate(lens)
-            if n == 1
-            for split in range(max(1, -(-seq_lens[row] // lengths[row])))
-        ]
+        most = [min(max(1, math.ceil(n / min_keys)), MAX_LISTED_SPLITS) for n in seq_lens]
+        expected_splits = [(row, split) for row, n in enumerate(lens) if n == 1 for split in range(most[row])]
         expected_tiles = [
             (row, first) for row, n in enumerate(lens) if n > 1 for first in reversed(range(0, n, queries))
         ]
@@ -369,6 +404,8 @@ def main(backend_name: str) -> None:
         for dtype, cases in ((torch.float32, CASES), (torch.float16, PLAIN))
     }
     outcomes["wrong lists"] = wrong_lists()
+    just_above = (Request(2049, 1), Request(3, 3))
+    outcomes["wrong layers"] = wrong_layers(backend_name, just_above, 2048, "cpu", torch.float32, captured=False)
     outcomes["neighbours"] = depends_on_neighbours(backend_name)
     outcomes["garbage"] = {case.name: depends_on_garbage(backend_name, case) for case in WITH_GARBAGE}
     print(json.dumps(outcomes))

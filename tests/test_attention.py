@@ -21,9 +21,11 @@ from attention_cases import (
     CASES,
     PADDING,
     PLAIN,
+    WINDOWS,
     WITH_GARBAGE,
     Case,
     Request,
+    around,
     build,
     decodes,
     depends_on_garbage,
@@ -32,6 +34,7 @@ from attention_cases import (
     obstacle,
     outcome,
     step,
+    wrong_layers,
     wrong_lists,
 )
 from hypothesis import given, settings
@@ -119,6 +122,7 @@ def test_triton_in_the_interpreter() -> None:
     expected = dict.fromkeys(NAMES, "right")
     expected |= {name: f"unsupported: {reason}" for name, reason in LIMITS_OF_TRITON.items()}
     assert outcomes.pop("wrong lists") == []
+    assert outcomes.pop("wrong layers") == []
     assert outcomes.pop("neighbours") is False
     assert outcomes.pop("garbage") == {case.name: False for case in WITH_GARBAGE}
     plain = {case.name: expected[case.name] for case in PLAIN}
@@ -166,6 +170,17 @@ def test_work_lists_on_cuda() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("window", WINDOWS)
+def test_layers_with_and_without_windows_share_a_list_on_cuda(window: int, dtype: torch.dtype, captured: bool) -> None:
+    """Beside a prompt, and so many decodes alone that they have a list."""
+    lens = around(window)
+    for requests in ((*decodes(*lens), Request(40, 3)), decodes(*lens * 4)):
+        assert wrong_layers("triton", requests, window, "cuda", dtype, captured) == []
+
+
+@pytest.mark.gpu
 def test_triton_on_random_batches() -> None:
     """Ragged batches of decodes and prompts in any order, as a graph of any batch has them, padding rows included."""
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +199,7 @@ def test_triton_on_random_batches() -> None:
             (*requests, *padding),
             num_heads=2 * number(1, 9),
             head_dim=(16, 64, 80, 128)[number(0, 4)],
-            sliding_window=(0, 0, 200)[number(0, 3)],
+            sliding_window=(0, 0, 200, 2048)[number(0, 4)],
             bound=4096,
             soft_cap=(0.0, 0.0, 5.0)[number(0, 3)],
             sinks=number(0, 2) == 1,

@@ -207,8 +207,7 @@ def test_soft_cap_and_sinks(check: Callable[..., str], head_dim: int) -> None:
 
 def test_work_list(check: Callable[..., str]) -> None:
     chosen = {"HEADER": HEADER, "QUERIES": 64, "MAX_SPLITS": MAX_LISTED_SPLITS, "NUM_KV_HEADS": 8, "TILE_K": 8}
-    further = {"GRAIN": GRAIN, "DEPENDENT_LAUNCH": True}
-    check(list_kernel, torch.bfloat16, chosen | further, num_warps=1, launch_pdl=True)
+    check(list_kernel, torch.bfloat16, chosen | {"DEPENDENT_LAUNCH": True}, num_warps=1, launch_pdl=True)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])

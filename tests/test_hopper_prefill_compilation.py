@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,8 @@ def test_it_fits(group: int, head_dim: int, window: int, block_size: int, tmp_pa
     assert f"wgmma.mma_async.sync.aligned.m64n{head_dim}k16" in ptx
     boxes = 2 * 128 // box * head_dim // WIDTH.value
     assert ptx.count("cp.async.bulk.tensor") == boxes
+    # One thread arrives for its group of warps. All of the group must be done before, with stores too: the other group
+    # multiplies the rows of values that this one has cleared.
+    ordered = re.findall(r"bar\.sync|st\.shared|wgmma\.mma_async|mbarrier\.arrive\.shared::cta\.b64 _", ptx)
+    arrivals = [before for before, op in pairwise(ordered) if op.startswith("mbarrier")]
+    assert set(arrivals) == {"bar.sync"}

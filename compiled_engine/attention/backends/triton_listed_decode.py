@@ -109,7 +109,7 @@ def listed_decode_kernel(
         length = split_length(num_keys, MAX_SPLITS, min_keys, GRAIN)
         num_splits = tl.maximum(tl.cdiv(num_keys, length), 1)
         first_key += split * length
-        # The list knows of no window: what is beyond it has nothing to do.
+        # The list has splits for any layer; those beyond this layer's own have nothing to do.
         if split < num_splits:
             # The hint lets 16 bytes be read at once: head sizes are multiples of 8.
             acc_MD, max_M, sum_M = attend_keys(

@@ -5,8 +5,8 @@ left. So one captured graph serves any mixture of decodes and prompts. Persisten
 makes: FlashInfer (Ye et al. 2025), FlashAttention-3's scheduler metadata.
 
 Layout, int32: [0] how many splits are listed, [1] how many tiles; arrived [R, K], how many splits of a request's K/V
-head have left their results so far, zero between layers; splits [R * MAX_SPLITS], request * MAX_SPLITS + split; tiles
-[., 2], the request and its first query.
+head have left their results so far, zero between layers; splits [R * MAX_SPLITS], request * MAX_SPLITS + split, as many
+as any layer may need; tiles [., 2], the request and its first query.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
+from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -70,10 +70,13 @@ def _num_items(
     min_keys: tl.tensor,
     QUERIES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
-    GRAIN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many splits and how many tiles requests have: a single query makes a decode."""
-    splits = tl.maximum(tl.cdiv(num_keys, split_length(num_keys, MAX_SPLITS, min_keys, GRAIN)), 1)
+    """How many splits and how many tiles requests have: a single query makes a decode.
+
+    All layers share the list, but a layer with a window splits its last keys alone, which may make more splits than all
+    keys make: 16 of 2,048 keys, 13 of 2,049. So the list has as many as any layer can ask for.
+    """
+    splits = tl.minimum(tl.maximum(tl.cdiv(num_keys, min_keys), 1), MAX_SPLITS)
     return tl.where(query_len == 1, splits, 0), tl.where(query_len > 1, tl.cdiv(query_len, QUERIES), 0)
 
 
@@ -93,7 +96,6 @@ def list_kernel(
     MAX_SPLITS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     TILE_K: tl.constexpr,
-    GRAIN: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
     """One program per request: what the requests before it list says where its own items go."""
@@ -109,12 +111,12 @@ def list_kernel(
         query_len_S = tl.load(query_start_loc_ptr + requests_S + 1, mask=before_S, other=0)
         query_len_S -= tl.load(query_start_loc_ptr + requests_S, mask=before_S, other=0)
         num_keys_S = tl.load(seq_lens_ptr + requests_S, mask=before_S, other=0)
-        splits_S, tiles_S = _num_items(query_len_S, num_keys_S, min_keys, QUERIES, MAX_SPLITS, GRAIN)
+        splits_S, tiles_S = _num_items(query_len_S, num_keys_S, min_keys, QUERIES, MAX_SPLITS)
         first_split += tl.sum(splits_S, 0)
         first_tile += tl.sum(tiles_S, 0)
     query_len = tl.load(query_start_loc_ptr + request + 1) - tl.load(query_start_loc_ptr + request)
     num_keys = tl.load(seq_lens_ptr + request)
-    num_splits, num_tiles = _num_items(query_len, num_keys, min_keys, QUERIES, MAX_SPLITS, GRAIN)
+    num_splits, num_tiles = _num_items(query_len, num_keys, min_keys, QUERIES, MAX_SPLITS)
 
     heads_K = tl.arange(0, TILE_K)
     arrived_ptr = work_ptr + HEADER
@@ -147,7 +149,6 @@ def write_lists(inputs: AttentionInputs, work_W: torch.Tensor, layout: WorkLayou
         MAX_SPLITS=MAX_LISTED_SPLITS,
         NUM_KV_HEADS=layout.num_kv_heads,
         TILE_K=triton.next_power_of_2(layout.num_kv_heads),
-        GRAIN=GRAIN,
         num_warps=1,
         **dependent_launch(work_W.device),
     )
