@@ -73,6 +73,26 @@ def test_greedy_tokens_in_fp32(mode: str, backend: str, bundled_model_path: Path
     assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mode", ["eager", "graphed"])
+def test_a_prefix_that_is_completed_in_the_step_that_shares_it(mode: str, dtype: str, bundled_model_path: Path) -> None:
+    """A decode leaves the first prompt 63 of its 64 tokens; prompts of one token more come while the 64th is computed.
+    A kernel that writes and attends in one must not let them read what it writes."""
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
+    logprobs = {}
+    for cached in (True, False):
+        options = {"max_num_batched_tokens": 64, "max_num_seqs": 16, "enable_prefix_caching": cached}
+        with engine(mode=mode, dtype=dtype, attention_backend="triton", block_size=16, **options) as llm:
+            found = logprobs[cached] = []
+            for piece in prompts(bundled_model_path, 12, longest=200):
+                prompt = (piece * 64)[:64]
+                batch = [prompt[:1], prompt, *([*prompt, token] for token in range(100, 112))]
+                outputs = llm.generate([{"prompt_token_ids": ids} for ids in batch], params)
+                found += [[next(iter(entry.values())).logprob for entry in o.outputs[0].logprobs[:1]] for o in outputs]
+    difference = torch.tensor(logprobs[True]) - torch.tensor(logprobs[False])
+    assert difference.abs().max() < (1e-3 if dtype == "float32" else 0.1)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", MODES)
 def test_bf16_logprobs(mode: str, backend: str, bundled_model_path: Path, oracle: Any) -> None:

@@ -264,6 +264,22 @@ class TestPrefixCache:
         assert engine.scheduler.metrics()["blocks_free"] == 16 - 2 - 3
         engine.run()
 
+    def test_a_block_that_a_single_token_completes_is_found_from_the_next_step_on(self) -> None:
+        """A step of single tokens may write and read the cache in one kernel."""
+        engine = SimulatedEngine(block_size=4, budget=8)
+        engine.add("decode", [10])
+        prompt = list(range(8))
+        engine.add("a", prompt)
+        assert shares(engine.begin_step()) == [("decode", 0, 1, True), ("a", 0, 7, False)]
+        engine.finish_step()
+        engine.add("b", [*prompt, 8])
+        assert shares(engine.begin_step()) == [("decode", 1, 1, True), ("a", 7, 1, True), ("b", 4, 5, True)]
+        engine.finish_step()
+        engine.add("c", [*prompt, 9])
+        assert ("c", 8, 1, True) in shares(engine.begin_step())
+        engine.finish_step()
+        engine.run()
+
     def test_generated_tokens_are_found_by_the_next_turn(self) -> None:
         engine = SimulatedEngine(block_size=4)
         record = engine.add("a", [1, 2, 3], params=outputs_of(10))

@@ -9,7 +9,7 @@ from fake_runner import VOCAB_SIZE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulated_engine import SimulatedEngine
+from simulated_engine import SimulatedEngine, outputs_of
 from token_masks import ByLastToken
 
 from compiled_engine.sampling.params import SamplingParams
@@ -173,4 +173,34 @@ def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, num_l
                 engine.abort(f"r{rng.randrange(i + 1)}")
             if len(engine.in_flight) == steps_in_flight or rng.random() < 0.1:
                 engine.step()
+    engine.run()
+
+
+@pytest.mark.parametrize("lanes", LANES, ids=str)
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    block_size=st.integers(1, 4),
+    budget=st.integers(2, 10),
+    num_decodes=st.integers(0, 2),
+    length=st.integers(1, 24),
+    steps_before=st.integers(0, 4),
+)
+def test_prompts_that_go_on_after_one_that_is_being_computed(
+    lanes: tuple[int, int], block_size: int, budget: int, num_decodes: int, length: int, steps_before: int
+) -> None:
+    """The budget may leave the first prompt a single token, which completes a block in the step that admits others."""
+    steps_in_flight, num_lanes = lanes
+    engine = SimulatedEngine(
+        block_size=block_size, num_blocks=64, budget=budget, steps_in_flight=steps_in_flight, num_lanes=num_lanes
+    )
+    for i in range(num_decodes):
+        engine.add(f"decode {i}", [i], params=outputs_of(12))
+    prompt = [token % VOCAB_SIZE for token in range(length)]
+    engine.add("first", prompt, params=outputs_of(2))
+    for _ in range(steps_before):
+        if len(engine.in_flight) == steps_in_flight:
+            engine.finish_step()
+        engine.try_step()
+    for i in range(3):
+        engine.add(f"longer {i}", [*prompt, i], params=outputs_of(2))
     engine.run()

@@ -1,9 +1,10 @@
 """Which blocks of the KV cache each request holds, and how requests share the blocks of a common prefix.
 
-Only full blocks are shared. A block can be found by others from the moment that the step which fills it is
-scheduled and its tokens are known: in every layer a step writes the K and V of all its tokens before any of its
-queries attends, so requests that are admitted to that same step may read them already (copies of one prompt, for
-example).
+Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
+are known. Requests that are admitted to that same step (copies of one prompt, for example) find the blocks that shares
+of several tokens fill, and no others: a step with such a share writes the K and V of all its tokens before any of its
+queries attends, but a step of single tokens may write and attend in one kernel, whose order among requests is open. So
+a block that a single token completes can be found from the next step on. `Scheduler.schedule` keeps this rule.
 
 Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
 scheduled, so whoever gets such a block writes to it later, and reads only what it wrote. Nor can a write in flight

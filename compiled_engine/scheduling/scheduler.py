@@ -118,6 +118,8 @@ class Scheduler:
         else:
             return None
         self._lanes.took(lane)
+        for request in draft.completed:
+            self._kv_cache.register(request)
         number = self._counts.begin_step(self._kv_cache.pool.num_free)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
@@ -188,7 +190,10 @@ class Scheduler:
         samples = end == request.num_tokens
         draft.add(request, start, num_tokens, samples)
         if end >= request.next_block_end:
-            self._kv_cache.register(request)
+            if num_tokens > 1:
+                self._kv_cache.register(request)
+            else:
+                draft.completed.append(request)
         if samples:
             self._lanes.join(request, draft.lane)
             request.num_tokens += 1

@@ -35,7 +35,7 @@ class StepDraft:
 
     one_token: requests with a share of one token, which starts at `one_token_starts` and samples, but for those whose
     index is in `unsampled`. longer: shares of more tokens, which together have at most `max_prefill_tokens` where
-    others run.
+    others run. completed: requests whose share of one token completes a block, which no request of this step may read.
     """
 
     lane: int = 0
@@ -44,6 +44,7 @@ class StepDraft:
     one_token_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)
     longer: Shares = field(default_factory=Shares)
+    completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
     new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
