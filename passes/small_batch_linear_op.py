@@ -37,7 +37,8 @@ class Tiles:
     """What a program computes, and how it is compiled. `tokens` 1 is the kernel for a single token.
 
     rows: of the weight (with silu * up an even number, half of them gate). A step takes `groups` times block_k
-    columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not one before it.
+    columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not one before it; in float16
+    it is one before it all the same.
     """
 
     tokens: int
@@ -161,7 +162,9 @@ def launch(
     outputs = num_rows // 2 if silu_mul else num_rows
     row_tiles, token_tiles = cdiv(num_rows, tiles.rows), cdiv(num_tokens, tiles.tokens)
     out_TM = x_TK.new_empty((num_tokens, outputs))
-    if norm_weight_K is not None and tiles.tokens > 1 and not tiles.norm_inside:
+    # The kernel for several tokens rounds x times its norm weight before the scale, which may be beyond float16.
+    norm_inside = tiles.tokens == 1 or (tiles.norm_inside and x_TK.dtype != torch.float16)
+    if norm_weight_K is not None and not norm_inside:
         x_TK, norm_weight_K = rms_norm.launch(x_TK, norm_weight_K, eps, norm_offset, norm_wide), None
     options: dict[str, Any] = {
         "K": k,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -69,6 +69,13 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Argumen
         1.0 if case.gemma else 0.0,
         case.gemma,
     )
+
+
+def large_float16(device: str = "cpu") -> Arguments:
+    """Values like the massive activations of Qwen2.5-0.5B: times their norm weight they are beyond float16."""
+    given = arguments_of(Case(4, 64, 896, norm=True), torch.float16, device)
+    assert given.norm_weight_K is not None
+    return replace(given, x_TK=given.x_TK.sign() * 9000, norm_weight_K=torch.full_like(given.norm_weight_K, 8))
 
 
 def expected(given: Arguments) -> torch.Tensor:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
+from small_batch_linear_cases import Case, arguments_of, error, large_float16, nan_in_new_tensors
 
 from compiled_engine.passes.small_batch_linear_op import MAX_TILES, choose_tiles, reference
 
@@ -32,7 +32,7 @@ INTERPRETED = """
 from dataclasses import replace
 
 import torch
-from small_batch_linear_cases import Case, arguments_of, error, nan_in_new_tensors
+from small_batch_linear_cases import Case, arguments_of, error, large_float16, nan_in_new_tensors
 from test_small_batch_linear_values import OPTIONS, SHAPES
 from compiled_engine.passes.small_batch_linear_op import choose_tiles, launch
 
@@ -45,6 +45,11 @@ for shape in SHAPES:
             with nan_in_new_tensors():
                 out = launch(*given.values(), replace(tiles, split_k=1))
             assert error(out, given) < 1e-5, f"{case} with {tiles} is off by {error(out, given)}"
+given = large_float16()
+tiles = choose_tiles(4, 64, 896, False, torch.float16)
+for norm_inside in (False, True):
+    out = launch(*given.values(), replace(tiles, split_k=1, norm_inside=norm_inside))
+    assert error(out, given) < 3e-3, f"large values: off by {error(out, given)}"
 print("right")
 """
 
@@ -115,6 +120,14 @@ def test_on_a_gpu(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
             out, again = (op(*arguments.values()) for _ in range(2))
         assert error(out, arguments) < TOLERANCES[dtype], options
         assert torch.equal(out, again), options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [1, 4])
+def test_large_values_in_float16_on_a_gpu(num_tokens: int) -> None:
+    given = large_float16("cuda")
+    given = replace(given, x_TK=given.x_TK[:num_tokens])
+    assert error(op(*given.values()), given) < TOLERANCES[torch.float16]
 
 
 @pytest.mark.gpu
