@@ -189,3 +189,58 @@ def test_processes_import_from_the_folder_of_a_prompt(tmp_path: Path, monkeypatc
     (tmp_path / "another.py").write_text("def main(): pass")
     with start_process("another", [], []) as process:
         assert process.wait() == 0
+
+
+ASKS_NOTHING = """
+import importlib
+import sys
+
+import torch
+
+
+def asked(*_):
+    sys.exit("CUDA was asked")
+
+
+def main():
+    torch.cuda.is_available = torch.cuda.device_count = asked
+    if hasattr(torch._C, "_cuda_getDeviceCount"):
+        torch._C._cuda_getDeviceCount = asked
+    importlib.import_module({program!r}).main()
+"""
+
+
+@pytest.mark.parametrize(
+    "program", ["compiled_engine.graphs.compiler.compile_worker", "compiled_engine.kernels.worker"]
+)
+def test_what_is_imported_before_a_fork_asks_cuda_nothing(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the forks cannot use CUDA; Inductor asks for a GPU when it is imported."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "asks_nothing.py").write_text(ASKS_NOTHING.format(program=program))
+    processes = WorkerProcesses("asks_nothing", 1)
+    processes.begin({"modules": ["compiled_engine.runner.rehearsal"], "settings": {}, "entry": str(tmp_path)})
+    question = {"key": "none", "target": ["cuda", 90, 32], "module": "none", "name": "none", "specialization": ""}
+    assert "error" in processes.workers[0].ask(question)
+    processes.close()
+
+
+CANNOT_USE_CUDA = """
+import torch
+from compiled_engine.process.worker_program import run_workers
+
+def main():
+    torch.cuda._is_in_bad_fork = lambda: True
+    run_workers(lambda order: lambda messages, answer: None)
+"""
+
+
+def test_a_worker_that_cannot_use_cuda_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "cannot_use_cuda.py").write_text(CANNOT_USE_CUDA)
+    processes = WorkerProcesses("cannot_use_cuda", 1)
+    processes.begin({})
+    with pytest.raises(WorkerEnded, match="worker 0 did not start: RuntimeError: CUDA cannot be used in this worker"):
+        processes.workers[0].ask({})
+    processes.close()

@@ -27,7 +27,7 @@ def run_workers(prepare: Callable[[dict[str, Any]], Work]) -> None:
     """`prepare` gets the order from stdin, imports what the work needs, and returns the work: from messages to answers.
 
     Arguments: a descriptor for each worker, of a socket with JSON lines both ways. Only what a fork may copy may be
-    prepared: no threads, no CUDA context, nothing of a user's. All end together, in the middle of their work.
+    prepared: no threads, no question to CUDA, nothing of a user's. All end together, in the middle of their work.
     """
     order = sys.stdin.buffer.readline()
     if not order:
@@ -75,11 +75,19 @@ def _fork(workers: list[int], descriptors: list[int], work: Work) -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
             for other in descriptors:
                 os.close(other)
+            _require_cuda()
             _run(descriptor, work)
         except BaseException:
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)
+
+
+def _require_cuda() -> None:
+    """Raise RuntimeError if PyTorch is here and CUDA cannot be used: what was prepared has asked CUDA something."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda._is_in_bad_fork():
+        raise RuntimeError("CUDA cannot be used in this worker: an import before the fork has asked it something")
 
 
 def _end(group: int) -> None:

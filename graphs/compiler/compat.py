@@ -14,6 +14,7 @@ import torch
 from torch import fx
 from torch._dynamo.convert_frame import register_bytecode_hook
 from torch._dynamo.decorators import mark_unbacked
+from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa, standalone_compile
 from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
@@ -31,6 +32,17 @@ _IMPORTED_BY_TRACES = (
 for _name in _IMPORTED_BY_TRACES:
     with suppress(ImportError):  # an optional part of torch
         importlib.import_module(_name)
+
+
+def import_compiler() -> None:
+    """Import what the first compilation imports, without asking CUDA anything: CUDA cannot be used in a fork of a
+    process that has.
+
+    torch._inductor.runtime.benchmarking asks for a GPU, to choose how kernels are timed.
+    """
+    with inductor_config.patch(use_experimental_benchmarker=False):
+        importlib.import_module("torch._inductor.compile_fx")
+
 
 _MARKS_RANGES = "min" in inspect.signature(mark_unbacked).parameters
 

@@ -20,8 +20,10 @@ def main() -> None:
 
 
 def _prepare(order: dict[str, Any]) -> Work:
+    from compiled_engine.graphs.compiler.compat import import_compiler
+
     importlib.import_module("compiled_engine.graphs.compiler.compile_piece")
-    importlib.import_module("torch._inductor.compile_fx")  # which the first compilation imports
+    import_compiler()
     return partial(_compile_pieces, order)
 
 
