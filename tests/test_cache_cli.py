@@ -114,7 +114,7 @@ def test_a_folder_in_use_is_not_listed_as_left_over(root: Path) -> None:
 
 def test_an_empty_cache_is_no_error(tmp_path: Path) -> None:
     assert run("ls", root=tmp_path) == f"0 entries, 0 B, in {tmp_path}\n"
-    assert run_json("verify", root=tmp_path) == {"entries": []}
+    assert run_json("verify", root=tmp_path) == {"entries": [], "damaged_kernels": []}
     assert run_json("prune", root=tmp_path)["pruned"] == []
     assert list(tmp_path.iterdir()) == []
 

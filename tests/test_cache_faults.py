@@ -201,11 +201,12 @@ def test_a_lock_that_is_a_link_is_not_used(root: Path, tmp_path: Path, caplog: p
     assert not (tmp_path / "target").exists()
 
 
-def test_a_root_that_anybody_can_write_to_is_not_used(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o775, 0o707])
+def test_a_root_that_others_can_write_to_is_not_used(mode: int, root: Path, caplog: pytest.LogCaptureFixture) -> None:
     root.mkdir()
-    root.chmod(0o777)
+    root.chmod(mode)
     assert find_or_build(root, FACTORS, Builder(), load).status == "off"
-    assert "anybody can write" in caplog.text
+    assert "other users can write to" in caplog.text
     root.chmod(0o1777)  # as /tmp: who does not own a folder cannot replace it
     assert find_or_build(root, FACTORS, Builder(), load).status == "miss"
 

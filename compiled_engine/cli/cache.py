@@ -29,6 +29,7 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.folder import CacheFolder
 from compiled_engine.graphs.cache.prune import prune as prune_cache
 from compiled_engine.graphs.cache.report import EntryReport, existing_cache, find_key, nearest, report, short
+from compiled_engine.kernels.cache_folder import damaged_kernels
 from compiled_engine.process.cache_root import default_root
 
 cache = typer.Typer(help="Look at the compile cache, and tidy it up.", rich_markup_mode="rich", no_args_is_help=True)
@@ -162,7 +163,8 @@ def verify(
     """Read every file of every entry and compare it with its digest. Exit code 1 if something is damaged.
 
     An entry is damaged if a file was changed, is missing, was added, is a link or belongs to another user, or if its
-    factors are not those of its key. `ls`, `show`, `explain` and `prune` look at the same.
+    factors are not those of its key. Kernels that entries share are read too; damaged ones are built again by the next
+    start. `ls`, `show`, `explain` and `prune` look at the same.
 
     Examples:
 
@@ -173,13 +175,16 @@ def verify(
     with bad_input_is_reported():
         folder = existing_cache(_root(cache_dir))
         found = _reports(folder) if key is None else [_entry(folder, key)]
+        kernels = damaged_kernels(_root(cache_dir)) if key is None else []
     if as_json:
-        _print_json({"entries": [entry_record(entry) for entry in found]})
+        _print_json({"entries": [entry_record(entry) for entry in found], "damaged_kernels": kernels})
     else:
         for entry in found:
             typer.echo(f"{short(entry.key)} {f'damaged: {entry.damage}' if entry.damage else 'ok'}")
+        for name in kernels:
+            typer.echo(f"kernel {name} damaged: it is not what its digest says")
         typer.echo(f"{counted(found)} read, {sum(entry.damage is not None for entry in found)} damaged")
-    if any(entry.damage for entry in found):
+    if kernels or any(entry.damage for entry in found):
         raise typer.Exit(1)
 
 

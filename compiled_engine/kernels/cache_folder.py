@@ -1,32 +1,96 @@
-"""Where the binaries of the engine's own kernels are kept: in the compile cache."""
+"""Where the binaries of the engine's own kernels are kept: in the compile cache, each beside its digest.
+
+A file without a digest, or with another one, is not loaded: it is reported and built again. That files are this user's,
+and that no other user can write to them, is a matter of their folder.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 
+from compiled_engine.process.cache_root import private_folder
 from compiled_engine.process.environment_variables import environment_variables
 
+log = logging.getLogger("compiled_engine")
+
 VARIABLE = "TRITON_CACHE_DIR"
+# How Triton reads and writes files of its cache.
+MANAGER = {"TRITON_CACHE_MANAGER": "compiled_engine.kernels.checked_files:CheckedFiles"}
 FOLDER = "kernels"
+DIGEST_SUFFIX = ".sha256"
+# What is run, or says how. Triton keeps sources too, which are only looked at.
+CHECKED_SUFFIXES = (".so", ".cubin", ".json")
 
 
 def kernel_folder(cache_dir: Path | None) -> Path | None:
-    """`cache_dir`/kernels; None without a cache_dir, or where it cannot be made: then Triton's own setting stays.
+    """`cache_dir`/kernels; None without a cache_dir, or where it cannot be made or others could write to it, which is
+    warned of. Then Triton's own setting stays, and libraries are compiled in every process.
 
     Triton's files are named by a digest of source, options and versions, so all models share it.
     """
     if cache_dir is None:
         return None
-    folder = cache_dir / FOLDER
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:
+        folder = private_folder(cache_dir, FOLDER)
+    except OSError as error:
+        _warn(f"kernels are not kept: {error}")
         return None
-    return folder if os.access(folder, os.W_OK) and folder.stat().st_uid == os.geteuid() else None
+    return folder if os.access(folder, os.W_OK) else None
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once a process."""
+    log.warning("%s", text)
 
 
 def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
     """Point Triton at the folder while the engine starts, which is when every kernel is compiled or loaded."""
-    return environment_variables({} if folder is None else {VARIABLE: str(folder)})
+    return environment_variables({} if folder is None else {VARIABLE: str(folder), **MANAGER})
+
+
+def is_checked(name: str) -> bool:
+    """Whether a file has a digest. Triton's lists of files (__grp__) name other files, and are of no use if damaged."""
+    return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
+
+
+def keep_digest(path: Path) -> None:
+    """Write the digest of a file beside it, in one step."""
+    work = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    work.write_text(_digest(path))
+    work.replace(_digest_path(path))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is as it was when its digest was kept; it is reported if not."""
+    if _is_whole(path):
+        return True
+    log.warning("%s is damaged, or has no digest; it is built again", path)
+    return False
+
+
+def damaged_kernels(cache_dir: Path) -> list[str]:
+    """The files below `cache_dir`/kernels, relative to it, that will be built again because they are damaged."""
+    folder = cache_dir / FOLDER
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and is_checked(path.name))
+    return [str(path.relative_to(folder)) for path in files if not _is_whole(path)]
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        return _digest_path(path).read_text() == _digest(path)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_path(path: Path) -> Path:
+    return path.with_name(path.name + DIGEST_SUFFIX)

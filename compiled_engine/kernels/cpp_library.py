@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.kernels.cache_folder import kernel_folder
+from compiled_engine.kernels.cache_folder import is_whole, keep_digest, kernel_folder
 from compiled_engine.process.cache_root import default_root
 
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("cpp_vectors.h", "cpp_packed.h"))
@@ -31,7 +31,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     """The shared library of a C++ file, compiled unless the folder of kernels has it. Raises CannotCompile.
 
     Its name digests source, flags, compiler and processor, so another machine's is never taken. Without a folder that
-    nobody else can write to, it is compiled in every process.
+    no other user can write to, it is compiled in every process.
     """
     torch.get_num_threads()  # torch's OpenMP was loaded first, so the library takes its threads from there
     program = shutil.which(os.environ.get("CXX", "g++"))
@@ -42,7 +42,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
     name = f"{source.stem}_{digest}.so"
     folder = kernel_folder(default_root())
-    if folder is not None and (folder / name).is_file():
+    if folder is not None and (folder / name).is_file() and is_whole(folder / name):
         return ctypes.CDLL(str(folder / name))
     with tempfile.TemporaryDirectory(prefix="compiled_engine_", dir=folder) as work:
         path = Path(work) / name
@@ -56,6 +56,7 @@ def load_library(source: Path) -> ctypes.CDLL:
             raise CannotCompile(f"{program} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
         if folder is not None:
             path = path.replace(folder / name)
+            keep_digest(path)
         return ctypes.CDLL(str(path))  # which stays mapped when its file is gone
 
 

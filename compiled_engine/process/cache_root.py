@@ -6,6 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
 
 def default_root() -> Path:
     """$COMPILED_ENGINE_CACHE_DIR, else compiled_engine below the XDG cache folder. Raises RuntimeError if the user
@@ -27,14 +29,16 @@ def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
     _require_plain(root, status)
     if status.st_uid not in (uid, 0):
         raise PermissionError(f"{root} belongs to another user")
-    if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
-        raise PermissionError(f"anybody can write to {root}")
+    if status.st_mode & OTHERS_WRITE and not status.st_mode & stat.S_ISVTX:
+        raise PermissionError(f"other users can write to {root}; allowed: at most 0755, as chmod go-w makes it")
     path = root / name
     path.mkdir(mode=0o700, exist_ok=True)
     status = path.lstat()
     _require_plain(path, status)
     if status.st_uid != uid:
         raise PermissionError(f"{path} belongs to another user")
+    if status.st_mode & OTHERS_WRITE:  # whatever lies there may be theirs
+        raise PermissionError(f"other users can write to {path}; remove it")
     if stat.S_IMODE(status.st_mode) & 0o077:
         path.chmod(0o700)
     return path

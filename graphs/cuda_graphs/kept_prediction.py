@@ -47,7 +47,9 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
         "config": fields,
         "source": digests_of(CAPTURED_ROOMS),
         "device": _describe(config.device),
-        "variables": {name: variables[name] for name in sorted(variables.keys() - {"TRITON_CACHE_DIR"})},
+        "variables": {
+            name: variables[name] for name in sorted(variables.keys() - {"TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER"})
+        },
     }
 
 

@@ -1,0 +1,115 @@
+"""The folder of kernels: whose it must be, and what becomes of damaged files in it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from compiled_engine.cli.app import app
+from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
+from compiled_engine.kernels.cpp_library import load_library
+
+SOURCE = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("COMPILED_ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def answer_of(source: Path) -> int:
+    """As a new process would load it."""
+    answer: int = load_library.__wrapped__(source).answer()
+    return answer
+
+
+def damage(path: Path) -> None:
+    """In a file of its own: this process may have mapped the one that is there."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("part", [".so", ".sha256"])
+def test_a_damaged_library_is_built_again(
+    part: str, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = tmp_path / "answer.cpp"
+    source.write_text(SOURCE)
+    assert answer_of(source) == 42
+    (library,) = (root / "kernels").glob("answer_*.so")
+    built = library.stat().st_mtime_ns
+    assert answer_of(source) == 42
+    assert library.stat().st_mtime_ns == built
+    (file,) = (root / "kernels").glob(f"answer_*{part}")
+    damage(file)
+    shown = CliRunner().invoke(app, ["cache", "verify", "--json"])
+    assert (shown.exit_code, json.loads(shown.stdout)["damaged_kernels"]) == (1, [library.name])
+    assert caplog.text == ""
+    assert answer_of(source) == 42
+    assert library.stat().st_mtime_ns > built
+    assert "is damaged, or has no digest; it is built again" in caplog.text
+    assert CliRunner().invoke(app, ["cache", "verify"]).exit_code == 0
+
+
+def test_a_damaged_kernel_of_triton_is_not_there(root: Path) -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    folder = kernel_folder(root)
+    assert folder is not None
+    with kernels_in(folder):
+        manager = get_cache_manager("00" * 32)
+        files = {name: manager.put(b"content", name) for name in ("k.cubin", "k.json", "k.ptx", "launcher.so")}
+        manager.put_group("k.json", {name: path for name, path in files.items() if name != "launcher.so"})
+        assert manager.get_group("k.json") == {name: files[name] for name in ("k.cubin", "k.json", "k.ptx")}
+        assert manager.get_file("launcher.so") == files["launcher.so"]
+        for name in ("k.cubin", "k.json"):
+            damage(Path(files[name]))
+            assert manager.get_group("k.json") is None
+            manager.put(b"content", name)
+        assert manager.get_group("k.json") is not None
+        damage(Path(files["launcher.so"]))
+        assert manager.get_file("launcher.so") is None
+
+
+def _of_another(root: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder away")
+    os.chown(root / "kernels", 12345, 12345)
+
+
+def _linked(root: Path) -> None:
+    (root / "kernels").rmdir()
+    (root.parent / "elsewhere").mkdir(mode=0o700)
+    (root / "kernels").symlink_to(root.parent / "elsewhere")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "the root is anybody's": lambda root: root.chmod(0o777),
+    "the root is the group's": lambda root: root.chmod(0o770),
+    "the folder is anybody's": lambda root: (root / "kernels").chmod(0o777),
+    "the folder is the group's": lambda root: (root / "kernels").chmod(0o770),
+    "the folder is another user's": _of_another,
+    "the folder is a link": _linked,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_folder_that_others_can_change_is_not_used(
+    change: Callable[[Path], None], root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert kernel_folder(root) == root / "kernels"
+    change(root)
+    assert kernel_folder(root) is None
+    assert "kernels are not kept: " in caplog.text
+    source = tmp_path / "answer.cpp"
+    source.write_text(SOURCE)
+    assert answer_of(source) == 42
+    assert not list((root / "kernels").glob("*.so"))
