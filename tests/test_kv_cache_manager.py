@@ -21,7 +21,7 @@ def make_cache(num_blocks: int = 16, *, enable_prefix_caching: bool = True) -> K
 
 def make_request(tokens: Sequence[int], *, prompt_logprobs: int | None = None) -> Request:
     params = SamplingParams(prompt_logprobs=prompt_logprobs)
-    return Request.of(EngineRequest("r", tuple(tokens), params), order=(0, 0), max_total_tokens=1000)
+    return Request.of(EngineRequest("r", tuple(tokens), params), order=(0, 0), max_total_tokens=1000, vocab_size=11)
 
 
 def compute(cache: KVCacheManager, request: Request) -> None:

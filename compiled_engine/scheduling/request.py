@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,9 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.scheduling.block_pool import salt_root
 from compiled_engine.scheduling.stop import StopRule
+
+# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
+MOST_PROMPT_LOGPROBS = 1 << 24
 
 
 class RequestStatus(Enum):
@@ -49,6 +53,7 @@ class Request:
     block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
+    max_step_tokens: tokens of its prompt that one step may compute.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
     lane: of the steps that sample its tokens, see lanes.py; None before the first of them.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
@@ -77,6 +82,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
+    max_step_tokens: int = sys.maxsize
     next_prompt_logprob: int = 1
     lane: int | None = None
     steady_until_computed: int = 0
@@ -84,7 +90,12 @@ class Request:
 
     @classmethod
     def of(
-        cls, request: EngineRequest, order: tuple[int, int], max_total_tokens: int, constraint: Constraint | None = None
+        cls,
+        request: EngineRequest,
+        order: tuple[int, int],
+        max_total_tokens: int,
+        vocab_size: int,
+        constraint: Constraint | None = None,
     ) -> Request:
         """`max_total_tokens`: most tokens of prompt and output together."""
         num_prompt_tokens = len(request.prompt_token_ids)
@@ -105,6 +116,8 @@ class Request:
             prefix_root=salt_root(request.cache_salt),
             next_prompt_logprob=request.next_prompt_logprob,
         )
+        if (wanted := request.sampling_params.prompt_logprobs) is not None:
+            made.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (vocab_size if wanted == -1 else wanted + 1), 1)
         made.set_steady_limits()
         return made
 

@@ -76,7 +76,9 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
-        self._requests.add(Request.of(request, order, self._limits.max_total_tokens, constraint))
+        self._requests.add(
+            Request.of(request, order, self._limits.max_total_tokens, self._limits.vocab_size, constraint)
+        )
 
     def check(self, request: EngineRequest) -> None:
         """Raise ValueError if its id is in use, or if it can never be computed."""
@@ -157,7 +159,7 @@ class Scheduler:
             # Those behind it keep a token each, so that no long prompt holds up a decode.
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
-                num_tokens = min(num_tokens, budget - (len(running) - index))
+                num_tokens = min(num_tokens, budget - (len(running) - index), request.max_step_tokens)
                 if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
                     continue
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
@@ -179,7 +181,7 @@ class Scheduler:
             if request.awaits_token or not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start_next()
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget)
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
             budget -= num_tokens
             draft.new.append(request.as_new())
             self._schedule_tokens(draft, request, num_tokens)
