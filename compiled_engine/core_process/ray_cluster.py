@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import sys
+import tempfile
 from contextlib import suppress
 from typing import Any
 
@@ -27,7 +29,8 @@ _CALLS = 3
 
 
 class RayCluster:
-    """The cluster that this process is in or that RAY_ADDRESS names, else one that runs here, else a new one here.
+    """The cluster that this process is in or that RAY_ADDRESS names, else a new one here, in a folder of its own. A
+    cluster that merely runs here may be another user's.
 
     cores: one for each replica, on as many nodes as there are. Raises ValueError if the cluster is too small,
     RuntimeError if what it has is in use.
@@ -36,8 +39,14 @@ class RayCluster:
     def __init__(self, config: EngineConfig, num_workers: int) -> None:
         """num_workers: see CoreChild."""
         self._is_ours = not ray.is_initialized()
+        self._folder: str | None = None
         if self._is_ours:
-            ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
+            quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init(**quiet)
+            else:
+                self._folder = tempfile.mkdtemp(prefix="ray-")
+                ray.init("local", include_dashboard=False, _temp_dir=self._folder, **quiet)
         self._group: Any = None
         try:
             self.cores = self._place(config, num_workers)
@@ -76,6 +85,8 @@ class RayCluster:
                 remove_placement_group(self._group)
         if self._is_ours:
             ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _require_room(count: int, bundle: dict[str, float]) -> None:
