@@ -19,7 +19,7 @@ from compiled_engine.frontend.chat import Conversation, read_chat_template, rend
 from compiled_engine.frontend.core_link import end, leave
 from compiled_engine.frontend.input_processor import PreparedRequest
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.frontend.prompts import Prompt, PromptLike, is_long, parse_prompts
+from compiled_engine.frontend.prompts import Prompt, PromptLike, has_long_text, parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import RequestLimits
@@ -99,7 +99,7 @@ class AsyncLLM:
                 raise ValueError(f"prompt must be a single one, got {len(prompts)}")
             return prompts[0]
 
-        return self._run(parse, is_long(prompt), sampling_params, request_id, output, priority)
+        return self._run(parse, has_long_text(prompt), sampling_params, request_id, output, priority)
 
     def chat(
         self,
@@ -129,7 +129,7 @@ class AsyncLLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
 
-        return self._run(render, is_long(messages), sampling_params, request_id, output, priority)
+        return self._run(render, has_long_text(messages), sampling_params, request_id, output, priority)
 
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
@@ -244,7 +244,8 @@ class AsyncLLM:
             return prepared
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
-        prepared = await asyncio.to_thread(prepare) if is_long or structured else prepare()
+        beside_loop = is_long or structured or has_long_text(getattr(sampling_params, "bad_words", None))
+        prepared = await asyncio.to_thread(prepare) if beside_loop else prepare()
         if structured:
             await self.prepare_structured_outputs()
         prepared = replace(prepared, request_id=self._new_id() if request_id is None else request_id)

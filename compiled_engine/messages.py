@@ -66,19 +66,21 @@ class RequestLimits:
     def max_total_tokens(self) -> int:
         return min(self.max_model_len, self.num_slots + 1)
 
-    def check_length(self, name: str, num_tokens: int, min_tokens: int = 0) -> None:
-        """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one."""
+    def check_length(self, name: str, num_tokens: int, min_tokens: int = 0, *, at_least: bool = False) -> None:
+        """Raise ValueError unless a prompt of num_tokens leaves room for min_tokens of output, and for one. at_least:
+        it may have more."""
+        got = f"at least {num_tokens}" if at_least else f"{num_tokens}"
         longest = self.max_model_len - 1
         if num_tokens == 0:
             raise ValueError(f"{name} must have at least one token")
         if num_tokens > longest:
             raise ValueError(
                 f"{name} must have at most {longest} tokens (max_model_len {self.max_model_len}, less one"
-                f" to generate), got {num_tokens}; SamplingParams(truncate_prompt_tokens=...) keeps the last ones"
+                f" to generate), got {got}; SamplingParams(truncate_prompt_tokens=...) keeps the last ones"
             )
         if num_tokens > self.num_slots:
             raise ValueError(
-                f"{name} must have at most the {self.num_slots} tokens that the KV cache holds, got {num_tokens};"
+                f"{name} must have at most the {self.num_slots} tokens that the KV cache holds, got {got};"
                 " a larger num_blocks holds more"
             )
         most = self.max_total_tokens

@@ -279,7 +279,6 @@ def test_bad_input_is_refused_before_it_is_sent(engine: AsyncLLM) -> None:
         assert "token 0 must be within the vocabulary" in await refused([10**6])
         assert "sampling_params must be SamplingParams" in await refused("a", {"temperature": 1})
         assert "output is 'all'; allowed: cumulative, delta, final" in await refused("a", output="all")
-        assert "priority must be None or 0" in await refused("a", priority=3)
         assert "token_mask must be None unless core is" in await refused("a", SamplingParams(token_mask=Mask()))
         assert "must be valid Unicode" in await refused("\ud800" * 9000)
         async with aclosing(engine.generate("a", SLOW, "taken")) as stream:

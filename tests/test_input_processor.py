@@ -256,8 +256,9 @@ def test_priorities() -> None:
         process(["a"], None, 2**63, processor)
     assert [r.engine_requests[0].priority for r in process(["a", "a"], None, [0, 0])] == [0, 0]
     assert len(process("a", None, 0)) == 1
-    with pytest.raises(ValueError, match="priority must be None or 0 unless scheduling_policy is 'priority', got 1"):
-        process("a", None, 1)
+    with pytest.warns(UserWarning, match="priority has no effect unless scheduling_policy is 'priority'") as warned:
+        assert [r.engine_requests[0].priority for r in process(["a", "a"], None, [1, -1])] == [0, 0]
+    assert len(warned) == 1
 
 
 def test_more_tokens_than_the_model_has_room_for_are_as_many_as_it_has() -> None:

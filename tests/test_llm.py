@@ -234,8 +234,6 @@ def test_other_bad_calls_are_refused(llm: LLM) -> None:
         llm.stream(["a", "b"], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="prompts must have at least one token"):
         llm.stream("", GREEDY)
-    with pytest.raises(ValueError, match="priority must be None or 0 unless scheduling_policy is 'priority', got 3"):
-        llm.generate("a", GREEDY, priority=3)
     with pytest.raises(ValueError, match=r"messages\[0\]\['role'\] must be one of"):
         llm.chat([{"role": "usr", "content": "a"}], GREEDY)
     assert len(tokens(llm.generate("a", GREEDY))[0]) == 12

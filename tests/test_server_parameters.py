@@ -10,10 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import RunningServer, error_of
 
+JSON = {"content-type": "application/json"}
+
 
 def test_numbers_of_more_than_64_bits(server: RunningServer) -> None:
     body = '{"prompt": "x", "max_tokens": 2, "top_k": %d, "temperature": 1.0, "extra_args": {"a": [%d, -1.7e308]}}'
-    response = httpx.post(f"{server.url}/v1/completions", content=body % (2**70, 2**70), timeout=30)
+    response = httpx.post(f"{server.url}/v1/completions", content=body % (2**70, 2**70), headers=JSON, timeout=30)
     assert response.status_code == 200, response.text
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,12 +24,14 @@ from compiled_engine.server.errors import ApiError, without_internals
 from compiled_engine.server.json_body import is_deeper_than
 from compiled_engine.server.options import Limits, ServerOptions
 from compiled_engine.server.request_fields import MOST_UNKNOWN, read_request
+from compiled_engine.server.visitors import visitor_check
 
 COMPLETION = {"model": MODEL, "prompt": "x = 1", "max_tokens": 2}
 KEY = "a key"
 LIMITS = Limits(max_body_bytes=20_000, max_header_bytes=4096, max_json_depth=8, max_in_flight=4, max_logprobs=5,
                 max_stop=4, max_stop_length=16, max_token_list=8, max_completions=4, max_messages=4, max_tools=2,
-                max_answer_tokens=20, receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
+                max_logprob_entries=100, max_answer_tokens=20,
+                receive_timeout=1.0, keep_alive_timeout=1.0, write_timeout=1.0)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +92,8 @@ BOUNDS: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"logprobs": 6}),
     ("logprobs", {"logprobs": -1}),
     ("prompt_logprobs", {"prompt_logprobs": 6}),
+    ("prompt_logprobs", {"prompt_logprobs": 5, "prompt": "x" * 30}),
+    ("logprobs", {"logprobs": 5, "n": 2, "max_tokens": 20}),
     ("stop", {"stop": ["a"] * 5}),
     ("stop", {"stop": "a" * 17}),
     ("stop_token_ids", {"stop_token_ids": [1] * 9}),
@@ -210,8 +215,94 @@ def test_headers_have_a_bound(narrow: RunningServer) -> None:
     assert raw(narrow, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize(
+    ("body", "more"),
+    [
+        (b"1\r\n \r\n0\r\n", b"a: b\r\n"),
+        (b"1\r\n \r\n0\r\na: ", b"b"),
+        (b"1;", b"a=b;"),
+        (b"", b"1;aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa=b\r\n \r\n"),
+    ],
+    ids=["trailers", "a long trailer", "a long extension", "extensions"],
+)
+def test_what_stands_beside_a_body_has_a_bound(narrow: RunningServer, body: bytes, more: bytes) -> None:
+    """Without a key, and after the answer as well: nothing of it is kept, and the connection ends."""
+    host, port = narrow.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    before = psutil.Process().memory_info().rss
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(head + body)
+        with contextlib.suppress(OSError):
+            for _ in range(300):
+                connection.sendall(more * (100_000 // len(more)))
+        with contextlib.suppress(OSError):
+            while connection.recv(65536):
+                pass
+    assert psutil.Process().memory_info().rss - before < 20 << 20
+    assert httpx.get(f"{narrow.url}/health").status_code == 200
+
+
+def test_a_body_in_many_small_chunks_is_read(server: RunningServer) -> None:
+    body = json.dumps({"prompt": "x" * 200, "max_tokens": 1}).encode()
+    answer = httpx.post(
+        f"{server.url}/v1/completions",
+        content=(bytes([byte]) for byte in b" " * 60_000 + body),
+        headers={"content-type": "application/json"},
+        timeout=60,
+    )
+    assert answer.status_code == 200
+
+
+def test_requests_that_are_refused_or_odd_fill_no_log(narrow: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "uvicorn.error"):
+        upgrade = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+        assert raw(narrow, upgrade).startswith(b"HTTP/1.1 200 ")
+        assert raw(narrow, b"nonsense\r\n\r\n").startswith(b"HTTP/1.1 400 ")
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"host": "localhost:8000"}, None),
+        ({"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"}, None),
+        ({"host": "[::1]:8000"}, None),
+        ({"host": "192.168.0.7:8000"}, None),
+        ({"host": "gpu-box:8000"}, None),
+        ({"host": "chat.example", "origin": "https://chat.example"}, None),
+        ({"host": "localhost:8000", "origin": "https://chat.example"}, None),
+        ({}, None),
+        ({"host": "rebound.example:8000"}, "host_not_allowed"),
+        ({"host": "rebound.example:8000", "origin": "http://rebound.example:8000"}, "host_not_allowed"),
+        ({"host": "127.0.0.1.rebound.example"}, "host_not_allowed"),
+        ({"host": "["}, "host_not_allowed"),
+        ({"host": "localhost:8000", "origin": "http://localhost:3000"}, "origin_not_allowed"),
+        ({"host": "localhost:8000", "origin": "https://evil.example"}, "origin_not_allowed"),
+        ({"host": "localhost:8000", "origin": "http://chat.example"}, "origin_not_allowed"),
+        ({"host": "localhost:8000", "origin": "null"}, "origin_not_allowed"),
+        ({"origin": "null"}, "origin_not_allowed"),
+    ],
+)
+def test_web_pages_that_may_use_a_server_without_a_key(headers: dict[str, str], code: str | None) -> None:
+    error = visitor_check(ServerOptions(allowed_origin=("https://chat.example",)))(headers)
+    assert (error.code if error else None) == code
+    assert visitor_check(ServerOptions(api_key=(KEY,)))(headers) is None
+    elsewhere = visitor_check(ServerOptions(host="0.0.0.0", allowed_origin=("https://chat.example",)))(headers)
+    assert (elsewhere.code if elsewhere else None) == (code if code == "origin_not_allowed" else None)
+
+
+def test_a_page_of_another_site_gets_nothing(server: RunningServer) -> None:
+    for headers in ({"host": "rebound.example"}, {"origin": "https://evil.example"}):
+        for method, path in (("GET", "/metrics"), ("POST", "/v1/completions")):
+            response = httpx.request(method, server.url + path, json={"prompt": "x"}, headers=headers)
+            assert (response.status_code, next(iter(headers)) in error_of(response)["message"]) == (403, True)
+    response = httpx.post(f"{server.url}/v1/completions", content=b'{"prompt": "x"}')  # as a page may send unasked
+    assert response.status_code == 415
+
+
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nhost:", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
-                                  b"authorization: Bearer a key\r\ncontent-length: 50\r\n\r\n{"])  # fmt: skip
+                                  b"authorization: Bearer a key\r\ncontent-type: application/json\r\n"
+                                  b"content-length: 50\r\n\r\n{"])  # fmt: skip
 def test_a_connection_that_sends_nothing_more_is_closed(narrow: RunningServer, sent: bytes) -> None:
     assert raw(narrow, sent, wait_s=20).startswith(b"HTTP/1.1 408 ")
 
@@ -219,7 +310,7 @@ def test_a_connection_that_sends_nothing_more_is_closed(narrow: RunningServer, s
 def test_a_reader_that_stops_is_cut_off(narrow: RunningServer, scripted: ScriptedEngine) -> None:
     body = json.dumps({**COMPLETION, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
-    head += f"content-length: {len(body)}\r\n\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
     scripted.chunks, scripted.num_given = ["x" * (1 << 20)] * 200, 0
     host, port = narrow.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -333,7 +424,7 @@ def test_errors_are_valid_unicode() -> None:
     "options",
     [{"port": 70000}, {"tool_call_parser": "x"}, {"reasoning_parser": "x"}, {"uvicorn_log_level": "loud"},
      {"api_key": ("",)}, {"api_key": ("é",)}, {"ssl_keyfile": "x"}, {"shutdown_timeout": -1.0},
-     {"limits": Limits(max_completions=0)}],
+     {"allowed_origin": ("chat.example",)}, {"limits": Limits(max_completions=0)}],
 )  # fmt: skip
 def test_options_are_checked(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options)) if "limits" not in options else "max_completions"):

@@ -31,6 +31,7 @@ def llm(one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         enforce_eager=True,
         tensor_parallel_size=1,
         trust_remote_code=False,
+        enable_chunked_prefill=True,
         dtype="float",
         disable_log_stats=True,
         device="cpu",

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from running_server import RunningServer, ScriptedEngine, running
 
-from compiled_engine.frontend.prompts import is_long
+from compiled_engine.frontend.prompts import has_long_text
 from compiled_engine.server.options import Limits
 
 USER = {"role": "user", "content": "x"}
@@ -71,7 +71,7 @@ def test_what_a_template_says_loses_paths_and_addresses(server: RunningServer) -
 
 
 def test_many_short_texts_are_a_long_one() -> None:
-    assert not is_long([{"content": "x" * 8000}])
-    assert is_long([{"content": "x" * 100}] * 100)
-    assert is_long("x" * 9000)
-    assert not is_long([1] * 10_000)
+    assert not has_long_text([{"content": "x" * 8000}])
+    assert has_long_text([{"content": "x" * 100}] * 100)
+    assert has_long_text("x" * 9000)
+    assert not has_long_text([1] * 10_000)

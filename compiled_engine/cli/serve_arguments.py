@@ -13,6 +13,12 @@ SERVER_ARGUMENTS = (
     Argument("api_server_count", int, "Processes that answer requests; more than one where one cannot keep up."),
     Argument("api_key", list[str], "Key that every request must have; may be repeated.", convert=tuple),
     Argument(
+        "allowed_origin",
+        list[str],
+        "Origin of web pages that may use a server without a key, such as https://chat.example; may be repeated.",
+        convert=tuple,
+    ),
+    Argument(
         "served_model_name",
         list[str],
         "Name under which requests ask for the model; may be repeated. Default: the model's own.",
@@ -50,6 +56,7 @@ LIMIT_ARGUMENTS = (
     Argument("max_body_bytes", int, "Bytes of a request's body."),
     Argument("max_header_bytes", int, "Bytes of a request's line and headers."),
     Argument("max_json_depth", int, "Arrays and objects within each other in a body."),
+    Argument("max_json_values", int, "Values in a body: numbers, texts, arrays, and so on."),
     Argument("receive_timeout", float, "Seconds from a request's first byte to its last."),
     Argument("write_timeout", float, "Seconds for which a client may read nothing of what waits for it."),
     Argument("keep_alive_timeout", float, "Seconds for which a connection may be idle between requests."),
@@ -57,6 +64,7 @@ LIMIT_ARGUMENTS = (
     Argument("max_in_flight", int, "Completions that run or wait; beyond it the server is busy (503)."),
     Argument("max_answer_tokens", int, "Tokens of a completion; -1 for as many as the model's length allows."),
     Argument("max_logprobs", int, "Alternatives for a token; -1 for any number."),
+    Argument("max_logprob_entries", int, "Log-probabilities of an answer, over all its completions and tokens."),
     Argument("max_stop", int, "Stop strings of a request."),
     Argument("max_stop_length", int, "Characters of a stop string."),
     Argument("max_token_list", int, "Entries of stop_token_ids, logit_bias and bad_words each."),

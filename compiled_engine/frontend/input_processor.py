@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
+from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
@@ -115,12 +117,13 @@ class InputProcessor:
             if not -(1 << 63) <= value < 1 << 63:
                 raise ValueError(f"priority[{index}] must be an integer of 64 bits, got {value}")
         if any(values) and not self._limits.has_priorities:
-            raise ValueError(f"priority must be None or 0 unless scheduling_policy is 'priority', got {given!r}")
+            warnings.warn("priority has no effect unless scheduling_policy is 'priority'", UserWarning, stacklevel=4)
+            return [0] * count
         return list(values)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         """The prompt's token ids, truncated if that is asked for, and checked."""
-        token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt)
+        token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
         if not token_ids:
             given: object = prompt.text if prompt.token_ids is None else []
             raise ValueError(f"{prompt.name} must have at least one token, got {given!r}")
@@ -137,11 +140,14 @@ class InputProcessor:
         self._limits.check_length(prompt.name, len(token_ids), params.min_tokens)
         return token_ids
 
-    def _tokenize(self, prompt: Prompt) -> tuple[int, ...]:
+    def _tokenize(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
         text = prompt.text or ""
         if self._tokenizer is None:
             raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
         _require_unicode(prompt.name, text)
+        if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:  # what cannot fit costs no time
+            at_least = max(self._tokenizer.fewest_tokens(text), 1)
+            self._limits.check_length(prompt.name, at_least, params.min_tokens, at_least=True)
         return tuple(self._tokenizer.encode(text))
 
     def _prepare(

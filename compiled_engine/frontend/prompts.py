@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, TypeAlias
 
+from compiled_engine.frontend.tokenizer_words import LONG_TEXT
+
 PromptLike: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a dict with both: the ids are run.
 
@@ -16,8 +18,6 @@ A dict may also have a "cache_salt", text: only prompts of one salt share a pref
 FORMS = "a string, a list of token ids, or a dict with 'prompt' (a string), 'prompt_token_ids' (a list of int), or both"
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 LONGEST_SALT = 256  # characters
-
-_LONG_TEXT = 8192  # characters
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ def _is_integer(value: Any) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def is_long(value: Any) -> bool:
+def has_long_text(value: Any) -> bool:
     """Whether a prompt or conversation has so much text that tokenising it would hold up an event loop."""
-    return _num_characters(value) > _LONG_TEXT
+    return _num_characters(value) >= LONG_TEXT
 
 
 def _num_characters(value: Any) -> int:

@@ -91,6 +91,11 @@ class Tokenizer:
         """Token ids of `text`, with those that the tokenizer puts around a prompt unless told otherwise."""
         return self._words.encode(text, add_special_tokens)
 
+    def fewest_tokens(self, text: str) -> int:
+        """As many tokens the text has at least, found without tokenising it."""
+        longest = self._words.longest_token()
+        return 0 if longest is None else -(-len(text) // longest)
+
     def encode_as_text(self, text: str) -> list[int]:
         """Token ids of `text` in which what looks like a special token is text."""
         return self._words.encode_as_text(text)

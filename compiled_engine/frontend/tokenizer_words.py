@@ -8,8 +8,14 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from tokenizers import Tokenizer
 
+from compiled_engine.process.free_memory import return_free_memory
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Characters from which a text is tokenised as a batch of one, which does not hold Python's lock and keeps no offsets;
+# and from which the memory that this took is returned to the system.
+LONG_TEXT, HUGE_TEXT = 8192, 1 << 20
 
 
 class Words(Protocol):
@@ -23,6 +29,10 @@ class Words(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Special tokens included; ids that are unknown add nothing."""
+        ...
+
+    def longest_token(self) -> int | None:
+        """Most characters of a text that become one token; None if that is not known."""
         ...
 
     def token_to_id(self, token: str) -> int | None: ...
@@ -42,17 +52,25 @@ class FastWords:
         self.token_to_id = backend.token_to_id
         self.id_to_token = backend.id_to_token
         self._as_text: Tokenizer | None = None
+        self._longest_token: int | None = None
         self._lock = threading.Lock()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return _ids(self._backend, text, add_special_tokens)
+
+    def longest_token(self) -> int | None:
+        if self._longest_token is None:
+            longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+            # Canonical composition, and whatever else normalisers do, makes of four characters no fewer than one.
+            self._longest_token = longest * (1 if self._backend.normalizer is None else 4)
+        return self._longest_token
 
     def encode_as_text(self, text: str) -> list[int]:
         with self._lock:
             if self._as_text is None:  # a copy: the setting would hold for texts that others encode meanwhile
                 self._as_text = Tokenizer.from_str(self._backend.to_str())
                 self._as_text.encode_special_tokens = True
-        return self._as_text.encode(text, add_special_tokens=False).ids
+        return _ids(self._as_text, text, False)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
@@ -62,6 +80,15 @@ class FastWords:
 
     def to_json(self) -> str:
         return self._backend.to_str()
+
+
+def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    if len(text) < LONG_TEXT:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    ids = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    if len(text) >= HUGE_TEXT:
+        return_free_memory()
+    return ids
 
 
 class SlowWords:
@@ -79,6 +106,9 @@ class SlowWords:
 
     def encode_as_text(self, text: str) -> list[int]:
         return self._hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+
+    def longest_token(self) -> int | None:
+        return None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text = self._hf.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -12,7 +12,6 @@ NOT_SUPPORTED: dict[str, Row] = {
         decode_context_parallel_size=1,
         nnodes=1,
     ),
-    **only("code that comes with a checkpoint", "use a model of a family that the engine has", trust_remote_code=False),
     **only("choosing a revision", "name a folder that has it", code_revision=()),
     **only(
         "a quantised model",
@@ -87,7 +86,6 @@ NOT_SUPPORTED: dict[str, Row] = {
     ),
     **only("changing the checkpoint's sampling defaults", "give SamplingParams", override_generation_config=({},)),
     **only("a chat template for the whole engine", "give it to chat(chat_template=...)", chat_template=()),
-    **only("prefill without chunks", "raise max_num_batched_tokens above your prompts", enable_chunked_prefill=True),
     **only("log-probabilities other than the model's own", "leave it out", logprobs_mode="raw_logprobs"),
     **only("returning which experts were used", "leave it out", enable_return_routed_experts=False),
     **only(

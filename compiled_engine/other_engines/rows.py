@@ -30,9 +30,10 @@ class Only:
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """The keyword may be given, and changes nothing. reason: why."""
+    """The keyword may be given, and changes nothing. reason: why. anyway: values that ask for what is the case."""
 
     reason: str
+    anyway: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

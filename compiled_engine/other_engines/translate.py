@@ -109,8 +109,8 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
     if value is None:
         return
     match row:
-        case WithoutEffect(reason):
-            if not _asks_for_nothing(value):
+        case WithoutEffect(reason, anyway):
+            if value not in anyway if anyway else not _asks_for_nothing(value):
                 yield Ignored(name, reason)
         case Only(values, feature, instead):
             if not any(is_value(value, allowed) for allowed in values):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from compiled_engine.other_engines.rows import Row, without_effect
+from compiled_engine.other_engines.rows import Row, WithoutEffect, without_effect
 
-WITHOUT_EFFECT: dict[str, Row] = without_effect(
+WITHOUT_EFFECT: dict[str, Row] = {
+    "enable_chunked_prefill": WithoutEffect("prompts are computed in chunks where others run", anyway=(True,))
+} | without_effect(
     {
+        "no code of a checkpoint is ever run: a model is of a family that the engine or transformers has": """
+            trust_remote_code
+        """,
         "the processes of an engine run on one host and need no address": """
             master_addr master_port node_rank distributed_timeout_seconds
             cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus data_parallel_rank

@@ -50,8 +50,8 @@ _CHECKS: dict[str, Check] = {
     "ignore_eos": flag,
     "max_tokens": optional(integer(1)),
     "min_tokens": integer(0),
-    "logprobs": optional(integer(0, or_minus_one=True)),
-    "prompt_logprobs": optional(integer(0, or_minus_one=True)),
+    "logprobs": optional(integer(0, or_minus_one=True, or_flag=True)),
+    "prompt_logprobs": optional(integer(0, or_minus_one=True, or_flag=True)),
     "detokenize": flag,
     "skip_special_tokens": flag,
     "spaces_between_special_tokens": flag,
@@ -124,7 +124,8 @@ class SamplingParams:
     max_tokens: generate at most this many; None for as many as the model's length allows.
     min_tokens: generate this many before an end-of-sequence or stop token may come.
     logprobs: return log-probabilities of the chosen token and of this many most likely ones, for each
-        generated token; -1 for the whole vocabulary. prompt_logprobs: the same for the prompt's tokens.
+        generated token; -1 for the whole vocabulary; True is 1, False 0.
+    prompt_logprobs: the same for the prompt's tokens.
     detokenize: return text. skip_special_tokens, spaces_between_special_tokens: how it looks.
     include_stop_str_in_output: whether the text keeps the stop string.
     logit_bias: added to the logits, by token id.

@@ -29,14 +29,14 @@ def text(name: str, value: Any) -> str:
     return value
 
 
-def integer(low: int, high: int | None = None, *, or_minus_one: bool = False) -> Check:
-    """An integer (not a bool) in [low, high], numpy's included; with `or_minus_one`, -1 as well."""
+def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Check:
+    """An integer in [low, high], numpy's included; with `or_minus_one` -1 as well, with `or_flag` a bool."""
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if or_minus_one:
         allowed += ", or -1"
 
     def check(name: str, value: Any) -> int:
-        if type(value) is not int and (not isinstance(value, Integral) or isinstance(value, bool)):
+        if type(value) is not int and (not isinstance(value, Integral) or (isinstance(value, bool) and not or_flag)):
             raise TypeError(f"{name} must be {allowed}, got {value!r}")
         plain = int(value)
         inside = plain >= low and (high is None or plain <= high)

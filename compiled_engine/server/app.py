@@ -21,6 +21,7 @@ from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
+from compiled_engine.server.form_checks import FormChecks
 from compiled_engine.server.inspection import PATH as INSPECTION
 from compiled_engine.server.inspection import Inspection
 from compiled_engine.server.metrics import ServerMetrics
@@ -86,6 +87,7 @@ def build_app(
         names=options.served_model_name or (model_name,),
         chat=find_chat_format(engine.tokenizer, options),
         admission=Admission(options.limits.max_in_flight, figures),
+        forms=FormChecks(options.limits.render_timeout),
         metrics=ServerMetrics(figures, routes),
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.frontend.chat import read_chat_template, render_chat
-from compiled_engine.frontend.prompts import is_long
+from compiled_engine.frontend.prompts import has_long_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
 from compiled_engine.server.options import ServerOptions
@@ -108,7 +108,7 @@ class ChatFormat:
             return rendered(values)
 
         try:
-            if not is_long(values) and not self.guard.concerns(values):
+            if not has_long_text(values) and not self.guard.concerns(values):
                 return render()
             return await asyncio.wait_for(asyncio.to_thread(render), self.render_timeout)
         except TimeoutError:

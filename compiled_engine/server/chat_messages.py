@@ -78,6 +78,9 @@ def messages_for_template(messages: list[ChatMessage], chat: ChatFormat, limits:
     if not messages:
         raise bad_request("messages", "messages must not be empty, got []")
     require_at_most("messages", messages, limits.max_messages, "messages")
+    parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
+    if parts > limits.max_messages:
+        raise bad_request("messages", f"messages must have at most {limits.max_messages} parts, got {parts}")
     return [_message(f"messages[{index}]", message, chat, limits) for index, message in enumerate(messages)]
 
 

@@ -30,7 +30,7 @@ class ChatPrompt:
 async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "response_format") -> ChatPrompt:
     """form_field: what the request calls response_format. Raises ApiError 400 naming the field that cannot be had."""
     chat = serving.chat_format()
-    asked = await asked_form(fields.response_format, fields.structured_outputs, form_field)
+    asked = await asked_form(serving.forms, fields.response_format, fields.structured_outputs, form_field)
     use = tool_use(fields.tool_choice, fields.tools, one_call=fields.parallel_tool_calls is False)
     tools = None if use is None else fields.tools
     if tools and chat.tools is None:
@@ -52,7 +52,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         add_generation_prompt=not continues and fields.add_generation_prompt is not False,
         continue_final_message=continues,
     )
-    form = await answer_form(chat, text, use, asked)
+    form = await answer_form(serving.forms, chat, text, use, asked)
     try:
         params.structured_outputs = form
     except ValueError as error:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from compiled_engine.server.chat_messages import ChatMessage, Tool
-from compiled_engine.server.logprob_shapes import ChatLogprobs, PromptLogprob
+from compiled_engine.server.logprob_shapes import ChatLogprobs, PromptLogprobs
 from compiled_engine.server.sampling_fields import SamplingFields
 from compiled_engine.server.usage import Usage
 
@@ -82,7 +82,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from compiled_engine.server.errors import bad_request, shown
-from compiled_engine.server.logprob_shapes import CompletionLogprobs, PromptLogprob
+from compiled_engine.server.logprob_shapes import CompletionLogprobs, PromptLogprobs
+from compiled_engine.server.request_fields import require_at_most
 from compiled_engine.server.sampling_fields import SamplingFields
 from compiled_engine.server.usage import Usage
 
@@ -35,7 +36,7 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -51,12 +52,14 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
 
 
-def parse_prompts(prompt: Any) -> list[str] | list[list[int]]:
-    """The prompts of a request. Raises ApiError 400 naming the one that is wrong."""
+def parse_prompts(prompt: Any, most: int) -> list[str] | list[list[int]]:
+    """The prompts of a request, of which there may be so many. Raises ApiError 400 naming the one that is wrong."""
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise _wrong("prompt", prompt)
+    if isinstance(prompt[0], str | list):
+        require_at_most("prompt", prompt, most, "prompts")
     if isinstance(prompt[0], str):
         for index, text in enumerate(prompt):
             if not isinstance(text, str):

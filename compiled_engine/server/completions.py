@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 
 from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
-from compiled_engine.frontend.prompts import is_long
+from compiled_engine.frontend.prompts import has_long_text
 from compiled_engine.frontend.request_stream import OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
@@ -38,7 +38,7 @@ async def completions(request: Request) -> Reply:
     """POST /v1/completions."""
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CompletionRequest)
-    answer = await _answer(serving, fields)
+    answer = await unless_gone(request.receive, _answer(serving, fields))
     prompts = await _prompts(serving, fields)
     kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
@@ -72,7 +72,7 @@ class _Answer:
 
 async def _prompts(serving: Serving, fields: CompletionRequest) -> list[Any]:
     """The prompts as the engine takes them: it tokenises texts itself, but for those without special tokens."""
-    prompts: list[Any] = list(parse_prompts(fields.prompt))
+    prompts: list[Any] = list(parse_prompts(fields.prompt, serving.options.limits.max_completions))
     if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
         return prompts
     tokenizer = serving.tokenizer()
@@ -81,12 +81,12 @@ async def _prompts(serving: Serving, fields: CompletionRequest) -> list[Any]:
         ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
         return [{"prompt": prompt, "prompt_token_ids": each} for prompt, each in zip(prompts, ids, strict=True)]
 
-    return await asyncio.to_thread(encoded) if is_long(prompts) else encoded()
+    return await asyncio.to_thread(encoded) if has_long_text(prompts) else encoded()
 
 
 async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:
     model = serving.model(fields.model)
-    form = await asked_form(fields.response_format, fields.structured_outputs)
+    form = await asked_form(serving.forms, fields.response_format, fields.structured_outputs)
     echo = bool(fields.echo)
     unwanted = fields.max_tokens == 0
     more: dict[str, Any] = {"structured_outputs": form}
@@ -108,14 +108,15 @@ async def _whole(answer: _Answer, outputs: Outputs) -> CompletionResponse:
     async with aclosing(outputs):
         async for prompt, output in outputs:
             usage.add(prompt, output)
-            choices += [_choice(answer, prompt, output, each) for each in output.outputs]
+            of_prompt = output.prompt_logprobs
+            shows_prompt = answer.fields.prompt_logprobs is not None
+            shown = prompt_logprobs(of_prompt or ()) if shows_prompt else UNSET  # once for all its completions
+            for completion in output.outputs:
+                choice = _part(answer, prompt, output, completion, _Place(), of_prompt)
+                choice.prompt_logprobs = shown
+                choices.append(choice)
     choices.sort(key=lambda choice: choice.index)
     return answer.response(choices, usage.usage(len(choices) if answer.unwanted else 0))
-
-
-def _choice(answer: _Answer, prompt: int, output: RequestOutput, completion: CompletionOutput) -> CompletionChoice:
-    """A whole completion, after its prompt if that is to be echoed."""
-    return _part(answer, prompt, output, completion, _Place(), output.prompt_logprobs)
 
 
 @dataclass
@@ -134,7 +135,8 @@ def _part(
     place: _Place,
     of_prompt: Sequence[dict[int, Logprob] | None] | None,
 ) -> CompletionChoice:
-    """What a completion adds at this place; the first part begins with the prompt if that is to be echoed."""
+    """What a completion adds at this place, or the whole of it. The first part begins with the prompt if that is to be
+    echoed."""
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())
     if answer.unwanted:
@@ -150,14 +152,12 @@ def _part(
     if first and fields.echo:
         text = answer.echoed(output) + text
     place.begun = True
-    shows_prompt = fields.prompt_logprobs is not None
     return CompletionChoice(
         index=prompt * answer.params.n + completion.index,
         text=text,
         logprobs=logprobs,
         finish_reason="length" if answer.unwanted and completion.finish_reason else completion.finish_reason,
         stop_reason=completion.stop_reason,
-        prompt_logprobs=prompt_logprobs(of_prompt or ()) if shows_prompt else UNSET,
         token_ids=token_ids if fields.return_token_ids else UNSET,
         prompt_token_ids=output.prompt_token_ids if fields.return_token_ids and first else UNSET,
     )

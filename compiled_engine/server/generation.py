@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias, TypeVar
 
@@ -41,6 +41,7 @@ async def generate(
     completions, most = len(prompts) * params.n, serving.options.limits.max_completions
     if completions > most:
         raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
+    _check_logprobs(prompts, params, serving.max_answer_tokens, serving.options.limits.max_logprob_entries)
     with serving.admission.admit(completions):
         streams = [_of_prompt(serving, salted(prompt, salt), params, output, priority, field) for prompt in prompts]
         if len(streams) > 1:
@@ -51,6 +52,27 @@ async def generate(
             async with aclosing(streams[0]) as stream:
                 async for result in stream:
                     yield 0, result
+
+
+def _check_logprobs(prompts: Sequence[PromptLike], params: SamplingParams, longest: int, most: int) -> None:
+    """Raise ApiError 400 if there would be more than `most` log-probabilities. A text counts a token a character.
+
+    longest: tokens of an answer. The tokens of a single completion do not count: they come one by one.
+    """
+    of_prompts = 0
+    if params.prompt_logprobs is not None:
+        given = [prompt.get("prompt_token_ids") or prompt["prompt"] if isinstance(prompt, Mapping) else prompt
+                 for prompt in prompts]  # fmt: skip
+        of_prompts = params.n * sum(map(len, given)) * (1 + params.prompt_logprobs)
+    if of_prompts > most:
+        what = "n times the prompts' tokens times prompt_logprobs + 1"
+        raise bad_request("prompt_logprobs", f"{what} must be at most {most}, got {of_prompts}")
+    completions = len(prompts) * params.n
+    if params.logprobs is not None and completions > 1:
+        tokens = min(params.max_tokens or longest, longest)
+        if (entries := completions * tokens * (1 + params.logprobs)) > most:
+            what = "n times the number of prompts times max_tokens times logprobs + 1"
+            raise bad_request("logprobs", f"{what} must be at most {most}, got {entries}")
 
 
 async def _of_prompt(

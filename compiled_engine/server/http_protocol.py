@@ -1,4 +1,4 @@
-"""HTTP connections with bounds that uvicorn's own have not: on headers, on slow senders, and on slow readers."""
+"""HTTP connections with bounds that uvicorn's own lack: on what is not body, on slow senders, and on slow readers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from compiled_engine.server.errors import ApiError
@@ -15,6 +16,8 @@ from compiled_engine.server.options import Limits
 # Probes of a connection on which nothing happens: a client that is gone without a word is found out within minutes.
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 20, "TCP_KEEPCNT": 3}
 LINGER_S = 2.0
+# The size before each chunk of a body, and the ends of its lines.
+CHUNK_HEAD_BYTES = 16
 REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
@@ -22,12 +25,15 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
     """The class of a server's connections. count: called with 1 for each that begins, and -1 for each that ends."""
 
     class BoundedProtocol(HttpToolsProtocol):
-        """A request whose headers are too long, or that does not arrive in time, is refused; a connection whose client
-        does not read is cut."""
+        """Refuses a request with too much beside its body, with trailers, or that does not arrive in time. Cuts a
+        connection whose client does not read, or goes on sending a body after the answer.
+
+        The bytes beside a body are headers, the heads of chunks, and their extensions.
+        """
 
         def __init__(self, *arguments: Any, **named: Any) -> None:
             super().__init__(*arguments, **named)
-            self._header_bytes = 0
+            self._bytes_beside_body = 0
             self._reads_headers = True
             self._receiving: asyncio.TimerHandle | None = None
             self._writing: asyncio.TimerHandle | None = None
@@ -46,23 +52,35 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
+            """As uvicorn's own, without a line in the log for what is no HTTP or asks for an upgrade."""
             if self._refused:
                 return
-            if self._reads_headers:
-                self._header_bytes += len(data)
-            super().data_received(data)
-            if self._reads_headers and self._header_bytes > limits.max_header_bytes:
-                self._refuse(ApiError(431, f"headers must have at most {limits.max_header_bytes} bytes"))
+            self._unset_keepalive_if_required()
+            self._bytes_beside_body += len(data)
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserError:
+                self._refuse(ApiError(400, "this is no HTTP/1.1"))
+            except httptools.HttpParserUpgrade:
+                pass  # it is answered like any other
+            if self._bytes_beside_body > limits.max_header_bytes:
+                self._refuse_headers()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self._expect_request()
 
+        def on_header(self, name: bytes, value: bytes) -> None:
+            if self._reads_headers:
+                super().on_header(name, value)
+            else:
+                self._refuse(ApiError(400, "there must be no headers after the body"))
+
         def on_headers_complete(self) -> None:
             self._reads_headers = False
             size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
             if size > limits.max_header_bytes:
-                self._refuse(ApiError(431, f"headers must have at most {limits.max_header_bytes} bytes"))
+                self._refuse_headers()
                 return
             super().on_headers_complete()
 
@@ -70,17 +88,23 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
             if self._receiving is not None:
                 self._receiving.cancel()
                 self._receiving = None
+            if self._linger is not None and not self._refused:
+                self._linger.cancel()
+                self._linger = None
             self._reads_headers = True
-            self._header_bytes = 0
+            self._bytes_beside_body = 0
             if self.cycle is not None:
                 super().on_message_complete()
 
         def on_body(self, body: bytes) -> None:
+            self._bytes_beside_body = max(self._bytes_beside_body - len(body) - CHUNK_HEAD_BYTES, 0)
             if self.cycle is not None:
                 super().on_body(body)
 
-        def send_400_response(self, msg: str) -> None:
-            self._refuse(ApiError(400, "this is no HTTP/1.1"))
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if not self._reads_headers and self._linger is None:
+                self._linger = self.loop.call_later(LINGER_S, self.transport.abort)
 
         def pause_writing(self) -> None:
             super().pause_writing()
@@ -100,6 +124,9 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
         def _took_too_long(self) -> None:
             self._refuse(ApiError(408, f"the request must arrive within {limits.receive_timeout:g} s"))
 
+        def _refuse_headers(self) -> None:
+            self._refuse(ApiError(431, f"headers must have at most {limits.max_header_bytes} bytes"))
+
         def _refuse(self, error: ApiError) -> None:
             """Answer, unless an answer has begun, and close once the client has read it, or does not."""
             if self.transport.is_closing() or self._refused:
@@ -118,6 +145,8 @@ def bounded_protocol(limits: Limits, count: Callable[[int], None] = lambda chang
             head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
             head %= error.status, reason, len(body)
             self.transport.write(head + b"connection: close\r\n\r\n" + body)
+            if self._linger is not None:
+                self._linger.cancel()
             if self.transport.can_write_eof():
                 self.transport.write_eof()  # a close would throw the answer away where more has been sent than read
                 self._linger = self.loop.call_later(LINGER_S, self.transport.abort)

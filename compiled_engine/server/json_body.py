@@ -17,13 +17,15 @@ _BUT_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _STEPS = bytes.maketrans(b"[{]}", np.array([1, 1, -1, -1], np.int8).tobytes())
 
 
-async def read_json(request: Request, *, max_bytes: int, max_depth: int) -> dict[str, Any]:
+async def read_json(request: Request, *, max_bytes: int, max_depth: int, max_values: int) -> dict[str, Any]:
     """The object that the body holds. Raises ApiError 413 for too many bytes, 415 for another type than JSON, 400 for
-    what is no JSON object or too deep; ClientDisconnect if the client goes while it sends."""
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    what is no JSON object, too deep, or has too many values; ClientDisconnect if the client goes while it sends."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"the body must be JSON (content type application/json), got {kind[:80]!r}")
     body = await _read(request, max_bytes)
+    if body.count(b",") >= max_values and _STRINGS.sub(b"", body).count(b",") >= max_values:
+        raise bad_request(None, f"the body must have at most {max_values} values")
     if is_deeper_than(body, max_depth):
         raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
     try:

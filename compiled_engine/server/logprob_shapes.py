@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from compiled_engine.frontend.outputs import Logprob
 
@@ -46,6 +47,12 @@ class ChatLogprobs(msgspec.Struct):
     content: list[TokenLogprob]
 
 
+# As JSON: a prompt's are the same in each of its completions.
+PromptLogprobs = Annotated[
+    msgspec.Raw, Meta(extra_json_schema={"type": "array", "items": {"type": ["object", "null"]}})
+]
+
+
 class PromptLogprob(msgspec.Struct):
     """Of one token; rank 1 is the most likely."""
 
@@ -83,9 +90,9 @@ def chat_logprobs(entries: Entries, top: int) -> ChatLogprobs:
     return ChatLogprobs(content)
 
 
-def prompt_logprobs(entries: Entries) -> list[dict[str, PromptLogprob] | None]:
-    """By token id; null for the first token."""
-    return [
+def prompt_logprobs(entries: Entries) -> PromptLogprobs:
+    """A list with an object for each token, by token id; null for the first token."""
+    shaped = [
         None
         if entry is None
         else {
@@ -93,6 +100,7 @@ def prompt_logprobs(entries: Entries) -> list[dict[str, PromptLogprob] | None]:
         }
         for entry in entries
     ]
+    return msgspec.Raw(msgspec.json.encode(shaped))
 
 
 def finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""Around every request: its id, the API key, and the count of responses."""
+"""Around every request: its id, who may enter, and the count of responses."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from compiled_engine.server.cache_salt import KEY
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.replies import error_response
 from compiled_engine.server.serving import Serving
+from compiled_engine.server.visitors import visitor_check
 
 REQUEST_ID = b"x-request-id"
 OTHER_ROUTE = "other"
@@ -34,6 +35,7 @@ class RequestScope:
         self._app = app
         self._routes = frozenset(routes)
         self._open_paths = frozenset(open_paths)
+        self._refusal_of_visitor = visitor_check(serving.options)
         self._keys = [hashlib.sha256(key.encode()).digest() for key in serving.options.api_key]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -51,30 +53,31 @@ class RequestScope:
                 message["headers"] = [*message.get("headers", ()), (REQUEST_ID, request_id)]
             await send(message)
 
-        app = (
-            self._app
-            if self._may_enter(scope, path)
-            else error_response(
-                ApiError(
-                    401,
-                    "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'",
-                    code="invalid_api_key",
-                    headers={"www-authenticate": "Bearer"},
-                )
-            )
-        )
+        refusal = self._refusal_of_visitor(_named(scope, b"host", b"origin")) or self._refusal_of_key(scope, path)
+        app = self._app if refusal is None else error_response(refusal)
         await app(scope, receive, send_with_id)
 
-    def _may_enter(self, scope: Scope, path: str) -> bool:
+    def _refusal_of_key(self, scope: Scope, path: str) -> ApiError | None:
         """Every key is compared, each in constant time: how long it takes tells nothing of them."""
         if not self._keys or path in self._open_paths:
-            return True
+            return None
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         given = hashlib.sha256(key.strip()).digest()
         scope.setdefault("state", {})[KEY] = given
         matches = [hmac.compare_digest(given, each) for each in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        if scheme.lower() == b"bearer" and any(matches):
+            return None
+        return ApiError(
+            401,
+            "the API key is missing or wrong; give it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
 
 def _header(scope: Scope, name: bytes) -> bytes | None:
     return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def _named(scope: Scope, *names: bytes) -> dict[str, str]:
+    return {key.decode(): value.decode("latin-1") for key, value in scope["headers"] if key in names}

@@ -73,8 +73,6 @@ def bound_schemas(schemas: dict[str, Any], serving: Serving) -> None:
             if branch.get("type") == "object":
                 branch["propertyNames"] = {"pattern": f"^({up_to(last_token)})$"}
                 branch["maxProperties"] = limits.max_token_list
-        if not serving.engine.limits.has_priorities:
-            fields["priority"] = {"enum": [0, None]}
         if "model" in fields:
             fields["model"] = {"enum": [*serving.names, None]}
         if "tool_choice" in fields:

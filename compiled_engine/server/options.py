@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 MOST_API_SERVERS = 64
+_ORIGIN = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
 
 
@@ -21,6 +23,8 @@ class Limits:
     max_completions: prompts times n of a request. max_in_flight: completions of all requests that run or wait; beyond
     it the server is busy (503).
     max_answer_tokens: of a completion; -1 for as many as the model's length allows.
+    max_json_values: of a body. max_logprob_entries: log-probabilities of an answer, each with its token: those of the
+    prompt in each of its completions, and those of the tokens of several completions.
     max_logprobs: alternatives for a token; -1 for any number. max_stop, max_stop_length: stop strings and their
     characters. max_token_list: entries of stop_token_ids, logit_bias, bad_words and bad_words_token_ids each.
     max_messages, max_tools: of a conversation. render_timeout: seconds for template and tokenizer.
@@ -29,6 +33,7 @@ class Limits:
     max_body_bytes: int = 16 << 20
     max_header_bytes: int = 32 << 10
     max_json_depth: int = 64
+    max_json_values: int = 1 << 20
     receive_timeout: float = 60.0
     write_timeout: float = 60.0
     keep_alive_timeout: float = 5.0
@@ -36,6 +41,7 @@ class Limits:
     max_in_flight: int = 4096
     max_answer_tokens: int = -1
     max_logprobs: int = 20
+    max_logprob_entries: int = 1 << 20
     max_stop: int = 64
     max_stop_length: int = 1024
     max_token_list: int = 1024
@@ -50,8 +56,9 @@ class ServerOptions:
 
     host, port: where it listens; port 0 takes a free one. api_server_count: processes that answer requests; there is
     one engine core in any case. api_key: any of these is asked of every request but /health
-    and /ready; none: no key is asked for. served_model_name: the names under which requests may ask for the model,
-    the first of which answers carry; none: what `model` was given as.
+    and /ready; none: no key is asked for. allowed_origin: of web pages elsewhere (https://chat.example) that may use a
+    server without a key. served_model_name: the names under which requests may ask for the model, the first of which
+    answers carry; none: what `model` was given as.
     chat_template: a file or a Jinja template, instead of the checkpoint's. tool_call_parser, reasoning_parser: the
     name of one, "auto" for what the template asks for, "none". chat_template_kwargs: the names of
     `chat_template_kwargs` that requests may give.
@@ -68,6 +75,7 @@ class ServerOptions:
     port: int = 8000
     api_server_count: int = 1
     api_key: tuple[str, ...] = ()
+    allowed_origin: tuple[str, ...] = ()
     served_model_name: tuple[str, ...] = ()
     chat_template: str | None = None
     tool_call_parser: str = "auto"
@@ -102,6 +110,11 @@ class ServerOptions:
                 raise ValueError(f"{name} has an empty entry; allowed: text")
         if any(not key.isascii() or not key.isprintable() for key in self.api_key):
             raise ValueError("api_key holds a character that no header can; allowed: printable ASCII")
+        for origin in self.allowed_origin:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origin is {origin!r}; allowed: scheme and host, such as https://chat.example:8080"
+                )
         given = self.chat_template
         if given is not None and "{" not in given and os.sep in given and not os.path.isfile(given):
             raise ValueError(f"chat_template is {given!r}, which is no Jinja template, and there is no such file")

@@ -33,7 +33,12 @@ async def read_body(
     limits = serving.options.limits
     try:
         async with asyncio.timeout(limits.receive_timeout):
-            body = await read_json(request, max_bytes=limits.max_body_bytes, max_depth=limits.max_json_depth)
+            body = await read_json(
+                request,
+                max_bytes=limits.max_body_bytes,
+                max_depth=limits.max_json_depth,
+                max_values=limits.max_json_values,
+            )
     except TimeoutError:
         raise ApiError(408, f"the body must arrive within {limits.receive_timeout:g} s") from None
     return read_request(body, kind, strict=serving.options.strict, refused=refused, habits=habits)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.errors import bad_request, shortened, shown
+from compiled_engine.server.form_checks import FormChecks
 
 TYPES = ("text", "json_object", "json_schema")
 
 
 async def asked_form(
-    response_format: dict[str, Any] | None, given: dict[str, Any] | None, name: str = "response_format"
+    checks: FormChecks,
+    response_format: dict[str, Any] | None,
+    given: dict[str, Any] | None,
+    name: str = "response_format",
 ) -> StructuredOutputs | None:
     """What one of the two fields asks for; None for any text. name: what the first is called.
 
@@ -22,10 +25,10 @@ async def asked_form(
     """
     values = _of_format(response_format, name)
     if given is None:
-        return None if values is None else await _checked(name, values)
+        return None if values is None else await _checked(checks, name, values)
     if values is not None:
         raise bad_request("structured_outputs", f"structured_outputs must be absent where {name} is not of type 'text'")
-    return await _checked("structured_outputs", given)
+    return await _checked(checks, "structured_outputs", given)
 
 
 def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, Any] | None:
@@ -50,7 +53,7 @@ def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, A
     return {"json": schema}
 
 
-async def _checked(name: str, values: Mapping[str, Any]) -> StructuredOutputs:
+async def _checked(checks: FormChecks, name: str, values: Mapping[str, Any]) -> StructuredOutputs:
     def check() -> StructuredOutputs:
         form = StructuredOutputs.of("structured_outputs", values)
         assert form is not None
@@ -58,7 +61,7 @@ async def _checked(name: str, values: Mapping[str, Any]) -> StructuredOutputs:
         return form
 
     try:
-        return await asyncio.to_thread(check)
+        return await checks.run(check, name)
     except (TypeError, ValueError) as error:
         text = str(error).removeprefix("structured_outputs: ").replace("structured_outputs", name)
         raise bad_request(name, shortened(f"{name}: {text}")) from error

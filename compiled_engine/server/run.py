@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import resource
 import signal
@@ -18,6 +17,7 @@ import uvicorn
 from compiled_engine.server.fair_listener import FairListener
 from compiled_engine.server.http_protocol import bounded_protocol
 from compiled_engine.server.options import ServerOptions
+from compiled_engine.server.visitors import is_loopback
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
@@ -45,14 +45,6 @@ def bind(options: ServerOptions) -> socket.socket:
         bound.close()
         raise OSError(f"cannot listen at {options.host}, port {options.port}: {error}") from error
     return bound
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Server(uvicorn.Server):

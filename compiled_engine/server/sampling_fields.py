@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -18,6 +19,8 @@ from compiled_engine.server.request_fields import require_at_most
 Positive = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+# Entries of allowed_token_ids, which every completion has; and bytes of extra_args, likewise.
+MOST_ALLOWED, MOST_EXTRA_BYTES = 1 << 18, 4096
 Text = Annotated[str, Meta(min_length=1)]
 
 
@@ -110,6 +113,13 @@ def check_bounds(fields: SamplingFields, limits: Limits, longest: int, logprobs:
         require_at_most("bad_words", word, limits.max_stop_length, "characters in a word")
     for tokens in fields.bad_words_token_ids or ():
         require_at_most("bad_words_token_ids", tokens, limits.max_stop_length, "tokens in a word")
+    if fields.allowed_token_ids is not None:
+        fields.allowed_token_ids = list(dict.fromkeys(fields.allowed_token_ids))
+        if (count := len(fields.allowed_token_ids) * (fields.n or 1)) > MOST_ALLOWED:
+            what = "the number of different allowed_token_ids times n"
+            raise bad_request("allowed_token_ids", f"{what} must be at most {MOST_ALLOWED}, got {count}")
+    if fields.extra_args is not None and (size := len(json.dumps(fields.extra_args))) > MOST_EXTRA_BYTES:
+        raise bad_request("extra_args", f"extra_args must have at most {MOST_EXTRA_BYTES} bytes as JSON, got {size}")
     top_logprobs = getattr(fields, "top_logprobs", None)
     asked = (("top_logprobs", top_logprobs), ("logprobs", logprobs), ("prompt_logprobs", fields.prompt_logprobs))
     for name, value in asked:

@@ -14,6 +14,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.admission import Admission
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.errors import ApiError, bad_request, shown
+from compiled_engine.server.form_checks import FormChecks
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import ServerOptions
 
@@ -32,6 +33,7 @@ class Serving:
     chat: ChatFormat | None
     metrics: ServerMetrics
     admission: Admission
+    forms: FormChecks
     max_new_tokens: int | None
     created: int
     stopping: threading.Event = field(default_factory=threading.Event)

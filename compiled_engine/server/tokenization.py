@@ -95,9 +95,10 @@ async def detokenize(request: Request) -> Response:
     fields, ignored = await read_body(request, serving, DetokenizeRequest)
     serving.model(fields.model)
     vocab_size = serving.engine.limits.vocab_size
-    for place, token_id in enumerate(fields.tokens):
-        if token_id >= vocab_size:
-            raise bad_request(
-                "tokens", f"tokens[{place}] must be within the vocabulary, 0 to {vocab_size - 1}, got {token_id}"
-            )
-    return json_response(DetokenizeResponse(serving.tokenizer().decode(fields.tokens)), ignored)
+    if (largest := max(fields.tokens, default=0)) >= vocab_size:
+        place = fields.tokens.index(largest)
+        raise bad_request(
+            "tokens", f"tokens[{place}] must be within the vocabulary, 0 to {vocab_size - 1}, got {largest}"
+        )
+    text = await asyncio.to_thread(serving.tokenizer().decode, fields.tokens)
+    return json_response(DetokenizeResponse(text), ignored)
