@@ -112,7 +112,7 @@ def exact_float32() -> Iterator[None]:
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Triton compiles for a Hopper that is not there; returns where it keeps the binaries."""
     driver = pytest.importorskip("triton").runtime.driver
-    from tests.hopper import Hopper
+    from hopper import Hopper
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(driver, "_active", Hopper())

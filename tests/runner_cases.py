@@ -1,6 +1,6 @@
 """Random batches for the runner's kernels: each kernel against its reference on the CPU.
 
-As a script it runs them under Triton's interpreter: `TRITON_INTERPRET=1 python -m tests.runner_cases`.
+As a script it runs them under Triton's interpreter: `TRITON_INTERPRET=1 python tests/runner_cases.py`.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_batch_linear_cases import Case, arguments_of
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.config import GraphMode
@@ -18,7 +19,6 @@ from compiled_engine.graphs.cpu_graphs.recorder import CannotRecord, recording
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.small_batch_linear_op import on_cpu
 from compiled_engine.resolve.engine import resolve
-from tests.small_batch_linear_cases import Case, arguments_of
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 8, "max_num_batched_tokens": 128}
 # Requests end one after the other, so there are batches of eight sizes, and prompts among decodes.

@@ -10,19 +10,19 @@ from typing import Any
 import pytest
 import torch
 import triton
+from experts_cases import CASES, Case, arguments_of, error
+from small_batch_linear_cases import nan_in_new_tensors
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.passes import experts_grouped, experts_one_token, experts_op, experts_routing
 from compiled_engine.passes.experts_tiles import GroupedTiles, grouped_tiles
-from tests.experts_cases import CASES, Case, arguments_of, error
-from tests.small_batch_linear_cases import nan_in_new_tensors
 
 INTERPRETED = """
 import torch
 from compiled_engine.passes import experts_op
-from tests.experts_cases import CASES, arguments_of, error
-from tests.small_batch_linear_cases import nan_in_new_tensors
+from experts_cases import CASES, arguments_of, error
+from small_batch_linear_cases import nan_in_new_tensors
 
 torch.set_num_threads(1)
 for case in CASES:
@@ -43,7 +43,11 @@ def test_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )

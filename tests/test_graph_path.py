@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from other_padding import prepare_with, replay_with_other_padding
+from recorded_capture import RecordedCapture
 
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
@@ -28,8 +30,6 @@ from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.scheduling import scheduler
 from compiled_engine.workers.start_core import start_core
-from tests.other_padding import prepare_with, replay_with_other_padding
-from tests.recorded_capture import RecordedCapture
 
 MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]
 

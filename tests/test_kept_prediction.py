@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_capture import RecordedCapture
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache.folder import open_cache
@@ -23,7 +24,6 @@ from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
 from compiled_engine.graphs.cuda_graphs.memory import ENOUGH_DRIVER_BYTES, MemoryReading
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from tests.recorded_capture import RecordedCapture
 
 KEY = "0" * 31 + "1"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
-from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
+from compiled_engine.kernels.cache_folder import damaged_kernels, kernel_folder, kernels_in
 from compiled_engine.kernels.cpp_library import load_library
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -77,6 +78,17 @@ def test_a_damaged_kernel_of_triton_is_not_there(root: Path) -> None:
         assert manager.get_group("k.json") is not None
         damage(Path(files["launcher.so"]))
         assert manager.get_file("launcher.so") is None
+
+
+def test_threads_that_build_one_file_at_the_same_time_do_not_damage_it(root: Path) -> None:
+    from triton.runtime.cache import get_cache_manager
+
+    folder = kernel_folder(root)
+    with kernels_in(folder), ThreadPoolExecutor(8) as pool:
+        contents = [f"content {number}".encode() for number in range(64)]
+        list(pool.map(lambda content: get_cache_manager("00" * 32).put(content, "launcher.so"), contents))
+        assert get_cache_manager("00" * 32).get_file("launcher.so") is not None
+    assert damaged_kernels(root) == []
 
 
 def _of_another(root: Path) -> None:

@@ -7,6 +7,8 @@ from collections import deque
 from typing import Any
 
 import pytest
+from lagging_device import lagging_device
+from token_masks import ByLastToken
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.messages import EngineRequest
@@ -14,8 +16,6 @@ from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.workers.start_core import start_core
-from tests.lagging_device import lagging_device
-from tests.token_masks import ByLastToken
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import triton
+from small_batch_linear_cases import Case, arguments_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from compiled_engine.passes import layer_norm, residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles, choose_tiles
-from tests.small_batch_linear_cases import Case, arguments_of
 
 SHAPES = [(1, 8), (2, 64), (7, 100), (64, 1024), (3, 4096), (513, 640), (5, 5120)]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -39,8 +39,8 @@ GEMMA = {"OFFSET": 1.0, "WIDE": True}
 
 INTERPRETED = """
 import torch
-from tests.test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_tiles
-from tests.small_batch_linear_cases import Case, arguments_of
+from test_pass_kernels import LINEAR_KINDS, LINEAR_SHAPES, linear_tiles
+from small_batch_linear_cases import Case, arguments_of
 from compiled_engine.passes import layer_norm, residual_rms_norm, rms_norm, rope_angles, silu_mul
 from compiled_engine.passes import small_batch_linear_op as linear_op
 from compiled_engine.passes.small_batch_linear_op import launch
@@ -80,7 +80,11 @@ def linear_tiles(shape: tuple[int, int, int], kind: dict[str, bool]) -> list[Til
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )

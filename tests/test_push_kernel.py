@@ -153,7 +153,7 @@ def check_waits() -> None:
 
 INTERPRETED = """
 import torch
-from tests import test_push_kernel
+import test_push_kernel
 from compiled_engine.collectives.vocabulary import reference
 for dtype in (torch.float32, torch.float16):
     for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
@@ -170,7 +170,11 @@ print("right")
 
 
 def test_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )

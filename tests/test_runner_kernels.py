@@ -11,17 +11,21 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreter import loops_to_a_loaded_bound
+from runner_cases import check
 
 from compiled_engine.runner.staged_writes import CAPACITY, NUM_BUFFERS, StagedWrites
-from tests.interpreter import loops_to_a_loaded_bound
-from tests.runner_cases import check
 
 
 @loops_to_a_loaded_bound
 def test_kernels_equal_their_references_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
     run = subprocess.run(
-        [sys.executable, "-m", "tests.runner_cases"], env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "runner_cases"], env=environment, capture_output=True, text=True, check=False
     )
     assert run.stdout.strip() == "equal", run.stderr[-2000:]
 

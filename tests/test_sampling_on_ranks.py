@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interpreter import IN_THE_INTERPRETER
 from sampler_cases import EOS, logprob_entries, random_logits
 from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
@@ -175,7 +176,7 @@ def check_kernels(num_ranks: int, rank: int) -> None:
 
 
 INTERPRETED = """
-from tests.test_sampling_on_ranks import check_kernels
+from test_sampling_on_ranks import check_kernels
 for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
     check_kernels(num_ranks, rank)
 print("right")
@@ -183,8 +184,7 @@ print("right")
 
 
 def test_the_kernel_in_the_interpreter() -> None:
-    path = os.pathsep.join((os.getcwd(), os.path.join(os.getcwd(), "tests")))
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = os.environ | IN_THE_INTERPRETER
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from small_batch_linear_cases import Case, arguments_of
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,7 +22,6 @@ from compiled_engine.passes.profile import load_profile
 from compiled_engine.passes.small_batch_linear_gemv import one_token_kernel
 from compiled_engine.passes.small_batch_linear_op import Tiles, choose_tiles, columns_ahead, launch, reference
 from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
-from tests.small_batch_linear_cases import Case, arguments_of
 
 WAYS = {
     "one token, one step": Tiles(1, 4, 128),
@@ -46,8 +46,8 @@ KINDS: list[dict[str, bool]] = [
 
 INTERPRETED = """
 import torch
-from tests.test_small_batch_linear_op import KINDS, SHAPES, WAYS
-from tests.small_batch_linear_cases import Case, arguments_of
+from test_small_batch_linear_op import KINDS, SHAPES, WAYS
+from small_batch_linear_cases import Case, arguments_of
 from compiled_engine.passes.small_batch_linear_op import launch
 from compiled_engine.passes.small_batch_linear_op import reference
 
@@ -67,7 +67,11 @@ print(count)
 
 
 def test_every_way_in_the_interpreter() -> None:
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.path.dirname(__file__),
+    }
     run = subprocess.run(
         [sys.executable, "-c", INTERPRETED], env=environment, capture_output=True, text=True, check=False
     )

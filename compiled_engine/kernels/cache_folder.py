@@ -51,7 +51,12 @@ def _warn(text: str) -> None:
 
 def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
     """Point Triton at the folder while the engine starts, which is when every kernel is compiled or loaded."""
-    return environment_variables({} if folder is None else {VARIABLE: str(folder), **MANAGER})
+    return environment_variables(kernel_variables(folder))
+
+
+def kernel_variables(folder: Path | None) -> dict[str, str]:
+    """The environment of a process whose Triton reads and writes the folder; empty without one."""
+    return {} if folder is None else {VARIABLE: str(folder), **MANAGER}
 
 
 def is_checked(name: str) -> bool:
@@ -59,11 +64,11 @@ def is_checked(name: str) -> bool:
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 
 
-def keep_digest(path: Path) -> None:
-    """Write the digest of a file beside it, in one step."""
-    work = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    work.write_text(_digest(path))
-    work.replace(_digest_path(path))
+def keep_digest(path: Path, content: bytes) -> None:
+    """Add the digest of what will be at `path`. Threads and processes that build one file at the same time may differ in
+    its bytes, so each adds its own."""
+    with _digest_path(path).open("a") as digests:
+        digests.write(_digest(content) + "\n")  # a single write, after whatever others have added
 
 
 def is_whole(path: Path) -> bool:
@@ -83,13 +88,13 @@ def damaged_kernels(cache_dir: Path) -> list[str]:
 
 def _is_whole(path: Path) -> bool:
     try:
-        return _digest_path(path).read_text() == _digest(path)
+        return _digest(path.read_bytes()) in _digest_path(path).read_text().split("\n")
     except (OSError, UnicodeDecodeError):
         return False
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _digest_path(path: Path) -> Path:

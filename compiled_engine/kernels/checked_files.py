@@ -6,26 +6,33 @@ from pathlib import Path
 
 from triton.runtime.cache import FileCacheManager
 
-from compiled_engine.kernels.cache_folder import is_checked, is_whole, keep_digest
+from compiled_engine.kernels.cache_folder import FOLDER, is_checked, is_whole, keep_digest
 
 
 class CheckedFiles(FileCacheManager):
-    """What is damaged is not there: then Triton compiles it again, and writes over it."""
+    """What is damaged is not there: then Triton compiles it again, and writes over it.
+
+    Files of a compiled piece, elsewhere, are in the manifest of its cache entry.
+    """
 
     def put(self, data: bytes | str, filename: str, binary: bool = True) -> str:
+        if self._is_shared and is_checked(filename):
+            content = data if isinstance(data, bytes) else str(data).encode()
+            keep_digest(Path(self.cache_dir) / filename, content)
         path: str = super().put(data, filename, binary)
-        if is_checked(filename):
-            keep_digest(Path(path))
         return path
 
     def get_file(self, filename: str) -> str | None:
         path: str | None = super().get_file(filename)
-        return path if path is None or _may_be_used(path) else None
+        return path if path is None or self._may_be_used(path) else None
 
     def get_group(self, filename: str) -> dict[str, str] | None:
         paths: dict[str, str] | None = super().get_group(filename)
-        return paths if paths is None or all(map(_may_be_used, paths.values())) else None
+        return paths if paths is None or all(map(self._may_be_used, paths.values())) else None
 
+    @property
+    def _is_shared(self) -> bool:
+        return Path(self.cache_dir).parent.name == FOLDER
 
-def _may_be_used(path: str) -> bool:
-    return not is_checked(Path(path).name) or is_whole(Path(path))
+    def _may_be_used(self, path: str) -> bool:
+        return not self._is_shared or not is_checked(Path(path).name) or is_whole(Path(path))

@@ -55,8 +55,8 @@ def load_library(source: Path) -> ctypes.CDLL:
         if done.returncode:
             raise CannotCompile(f"{program} cannot compile {source.name}: {done.stderr.strip()[-500:]}")
         if folder is not None:
+            keep_digest(folder / name, path.read_bytes())
             path = path.replace(folder / name)
-            keep_digest(path)
         return ctypes.CDLL(str(path))  # which stays mapped when its file is gone
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from compiled_engine.kernels.cache_folder import VARIABLE
+from compiled_engine.kernels.cache_folder import kernel_variables
 from compiled_engine.process.worker_pool import WorkerPool
 
 log = logging.getLogger("compiled_engine")
@@ -27,7 +27,7 @@ class KernelWorkers:
 
     def __init__(self, count: int, folder: Path | None, modules: Sequence[str] = ()):
         self._count, self._modules = count, list(modules)
-        self._environment = {VARIABLE: str(folder)} if folder else {}
+        self._environment = kernel_variables(folder)
         self._pool: WorkerPool | None = None
         self._target: list[Any] = []
         self.closed = False
