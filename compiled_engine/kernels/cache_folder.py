@@ -65,8 +65,8 @@ def is_checked(name: str) -> bool:
 
 
 def keep_digest(path: Path, content: bytes) -> None:
-    """Add the digest of what will be at `path`. Threads and processes that build one file at the same time may differ in
-    its bytes, so each adds its own."""
+    """Add the digest of what will be at `path`. Threads and processes that build one file at the same time may make
+    different bytes, so each adds its own."""
     with _digest_path(path).open("a") as digests:
         digests.write(_digest(content) + "\n")  # a single write, after whatever others have added
 
