@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fake_runner import shares_of
+from fake_runner import VOCAB_SIZE, shares_of
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
@@ -298,6 +298,21 @@ class TestPrefixCache:
 
 
 class TestPromptLogprobs:
+    def test_a_step_computes_as_much_of_a_prompt_as_there_is_memory_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The log-probabilities of its tokens are in host memory at once: of each, as many as the vocabulary has."""
+        monkeypatch.setattr("compiled_engine.scheduling.request.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
+        engine = SimulatedEngine(budget=20)
+        engine.add("all", list(range(10)), params=outputs_of(1, prompt_logprobs=-1))
+        engine.add("few", list(range(10)), params=outputs_of(1, prompt_logprobs=0))
+        steps = []
+        while engine.live:
+            steps.append(shares(engine.begin_step()))
+            engine.finish_step()
+        assert [[share for share in step if share[0] == "all"] for step in steps] == [
+            [("all", 0, 4, False)], [("all", 4, 4, False)], [("all", 8, 2, True)]
+        ]  # fmt: skip
+        assert ("few", 0, 10, True) in steps[0]
+
     def test_chunks_deliver_them_in_pieces(self) -> None:
         engine = SimulatedEngine(budget=4)
         engine.add("a", list(range(10)), params=outputs_of(1, prompt_logprobs=0))

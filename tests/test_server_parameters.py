@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
 import httpx
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from running_server import RunningServer, error_of
+
+from compiled_engine.frontend.outputs import Logprob
+from compiled_engine.server.logprob_shapes import chat_logprobs
 
 JSON = {"content-type": "application/json"}
 
@@ -61,3 +66,41 @@ def test_no_combination_of_parameters_is_an_error_of_the_server(
     assert response.status_code in (200, 400), response.text
     if response.status_code == 400 and error_of(response)["code"] != "no_token_allowed":
         assert re.split(r"[.\[]", error_of(response)["param"])[0] in body
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_in_every_chunk_and_in_none(path: str, server: RunningServer) -> None:
+    asked = {"prompt": "x"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "x"}]}
+
+    def usages(**options: bool) -> list[dict[str, int] | None]:
+        body = {**asked, "max_tokens": 3, "ignore_eos": True, "stream": True, "stream_options": options}
+        lines = httpx.post(server.url + path, json=body, timeout=30).text.split("\n\n")
+        return [json.loads(line.removeprefix("data: ")).get("usage") for line in lines if line.startswith("data: {")]
+
+    each = usages(include_usage=True, continuous_usage_stats=True)
+    assert all(usage is not None and usage["prompt_tokens"] > 0 for usage in each)
+    assert [usage["completion_tokens"] for usage in each if usage][-1] == 3
+    assert set(map(str, usages(include_usage=False, continuous_usage_stats=True))) == {"None"}
+    *before, last = usages(include_usage=True)
+    assert last is not None
+    assert set(map(str, before)) == {"None"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "nothing"),
+    [
+        ("truncation_side", "right", "left"),
+        ("return_tokens_as_token_ids", True, False),
+        ("vllm_xargs", {"a": 1}, {}),
+    ],
+)
+def test_what_would_change_the_answer_is_refused(name: str, value: Any, nothing: Any, server: RunningServer) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    response = httpx.post(f"{server.url}/v1/completions", json={**body, name: value}, timeout=30)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
+    assert httpx.post(f"{server.url}/v1/completions", json={**body, name: nothing}, timeout=30).status_code == 200
+
+
+def test_all_of_the_most_likely_tokens_are_shown() -> None:
+    entry = {token: Logprob(-float(token), token + 1, str(token)) for token in range(7)}
+    assert [len(chat_logprobs([entry], top).content[0].top_logprobs) for top in (0, 3, -1)] == [0, 3, 7]

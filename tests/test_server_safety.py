@@ -65,8 +65,9 @@ def test_every_path_but_health_asks_for_the_key(narrow: RunningServer) -> None:
             assert (response.status_code, error_of(response)["code"]) == (401, "invalid_api_key")
             assert response.headers["www-authenticate"] == "Bearer"
         assert httpx.get(narrow.url + path, headers={"authorization": f"bearer {KEY}"}).status_code != 401
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ping", "/ready"):
         assert httpx.get(narrow.url + path).status_code == 200
+    assert httpx.get(f"{narrow.url}/load", headers={"authorization": f"Bearer {KEY}"}).json() == {"server_load": 0}
 
 
 def test_a_proxys_prefix_is_no_part_of_a_path(server: RunningServer) -> None:

@@ -26,7 +26,7 @@ from compiled_engine.server.inspection import PATH as INSPECTION
 from compiled_engine.server.inspection import Inspection
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
-from compiled_engine.server.model_list import health, model, models, ready, version
+from compiled_engine.server.model_list import health, load, model, models, ready, version
 from compiled_engine.server.openapi import openapi
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.replies import Reply, error_response
@@ -45,7 +45,9 @@ GET: dict[str, Handler] = {
     "/v1/models/{model:path}": model,
     "/version": version,
     "/health": health,
+    "/ping": health,
     "/ready": ready,
+    "/load": load,
     "/metrics": metrics,
     "/openapi.json": openapi,
 }

@@ -180,12 +180,14 @@ async def _events(
     answer: _Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
     options = answer.fields.stream_options
-    continuous = options is not None and bool(options.continuous_usage_stats)
+    continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()
+    usage.begin(0, len(answer.prompt.prompt["prompt_token_ids"]))
     parts = [_Part(answer) for _ in range(answer.prompt.params.n)]
     async with aclosing(outputs):
         for index in range(len(parts)):
-            begin = answer.chunk([ChunkChoice(index=index, delta=Delta(role="assistant", content=""))])
+            first = ChunkChoice(index=index, delta=Delta(role="assistant", content=""))
+            begin = answer.chunk([first], usage.usage() if continuous else UNSET)
             if answer.fields.return_token_ids:
                 begin.prompt_token_ids = list(answer.prompt.prompt["prompt_token_ids"])
             yield event(begin)

@@ -23,7 +23,7 @@ class ChatRequest(SamplingFields, kw_only=True):
 
     messages: list[ChatMessage]
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     tools: list[Tool] | None = None
     tool_choice: Any = None

@@ -167,7 +167,7 @@ async def _events(
     answer: _Answer, outputs: AsyncGenerator[tuple[int, RequestOutput], None]
 ) -> AsyncGenerator[bytes, None]:
     options = answer.fields.stream_options
-    continuous = options is not None and bool(options.continuous_usage_stats)
+    continuous = options is not None and options.shows_usage_so_far
     usage = UsageCounter()
     # A completion begins with the prompt, which another one may bring: until it is whole, all of them wait.
     shows_prompt = bool(answer.fields.echo) and answer.fields.logprobs is not None

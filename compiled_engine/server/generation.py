@@ -41,7 +41,7 @@ async def generate(
     completions, most = len(prompts) * params.n, serving.options.limits.max_completions
     if completions > most:
         raise bad_request("n", f"n times the number of prompts must be at most {most}, got {completions}")
-    _check_logprobs(prompts, params, serving.max_answer_tokens, serving.options.limits.max_logprob_entries)
+    _check_logprobs(serving, prompts, params)
     with serving.admission.admit(completions):
         streams = [_of_prompt(serving, salted(prompt, salt), params, output, priority, field) for prompt in prompts]
         if len(streams) > 1:
@@ -54,25 +54,28 @@ async def generate(
                     yield 0, result
 
 
-def _check_logprobs(prompts: Sequence[PromptLike], params: SamplingParams, longest: int, most: int) -> None:
-    """Raise ApiError 400 if there would be more than `most` log-probabilities. A text counts a token a character.
-
-    longest: tokens of an answer. The tokens of a single completion do not count: they come one by one.
-    """
+def _check_logprobs(serving: Serving, prompts: Sequence[PromptLike], params: SamplingParams) -> None:
+    """Raise ApiError 400 if there would be more log-probabilities than the server allows. A text counts a token a
+    character. The tokens of a single completion do not count: they come one by one."""
+    most, longest = serving.options.limits.max_logprob_entries, serving.max_answer_tokens
     of_prompts = 0
     if params.prompt_logprobs is not None:
         given = [prompt.get("prompt_token_ids") or prompt["prompt"] if isinstance(prompt, Mapping) else prompt
                  for prompt in prompts]  # fmt: skip
-        of_prompts = params.n * sum(map(len, given)) * (1 + params.prompt_logprobs)
+        of_prompts = params.n * sum(map(len, given)) * _per_token(serving, params.prompt_logprobs)
     if of_prompts > most:
         what = "n times the prompts' tokens times prompt_logprobs + 1"
         raise bad_request("prompt_logprobs", f"{what} must be at most {most}, got {of_prompts}")
     completions = len(prompts) * params.n
     if params.logprobs is not None and completions > 1:
         tokens = min(params.max_tokens or longest, longest)
-        if (entries := completions * tokens * (1 + params.logprobs)) > most:
+        if (entries := completions * tokens * _per_token(serving, params.logprobs)) > most:
             what = "n times the number of prompts times max_tokens times logprobs + 1"
             raise bad_request("logprobs", f"{what} must be at most {most}, got {entries}")
+
+
+def _per_token(serving: Serving, wanted: int) -> int:
+    return serving.engine.limits.vocab_size if wanted == -1 else wanted + 1
 
 
 async def _of_prompt(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, TypeAlias
 
@@ -78,12 +79,13 @@ def completion_logprobs(
 
 
 def chat_logprobs(entries: Entries, top: int) -> ChatLogprobs:
-    """`top`: how many of the most likely tokens are shown."""
+    """`top`: how many of the most likely tokens are shown; -1 for all."""
     content = []
+    most = sys.maxsize if top == -1 else top
     for entry in entries:
         assert entry is not None
         chosen = next(iter(entry.values()))
-        best = sorted((each for each in entry.values() if each.rank <= top), key=lambda each: each.rank)
+        best = sorted((each for each in entry.values() if each.rank <= most), key=lambda each: each.rank)
         text = chosen.decoded_token or ""
         shown = [TopLogprob(each.decoded_token or "", finite(each.logprob), _bytes(each)) for each in best]
         content.append(TokenLogprob(text, finite(chosen.logprob), _bytes(chosen), shown))

@@ -18,7 +18,7 @@ from compiled_engine.server.visitors import visitor_check
 
 REQUEST_ID = b"x-request-id"
 OTHER_ROUTE = "other"
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready"})
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 

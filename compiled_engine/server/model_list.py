@@ -1,4 +1,4 @@
-"""/v1/models, and what the server says of itself: /version, /health, /ready."""
+"""/v1/models, and what the server says of itself: /version, /health, /ready, /load."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ class Version(msgspec.Struct):
     version: str
 
 
+class Load(msgspec.Struct):
+    """Completions that run or wait, in all processes of the server."""
+
+    server_load: int
+
+
 def _card(serving: Serving, name: str) -> ModelCard:
     return ModelCard(
         id=name,
@@ -66,8 +72,13 @@ async def version(request: Request) -> Response:
     return json_response(Version(__version__))
 
 
+async def load(request: Request) -> Response:
+    """GET /load."""
+    return json_response(Load(serving_of(request).admission.in_flight))
+
+
 async def health(request: Request) -> Response:
-    """GET /health: 200 while the engine lives."""
+    """GET /health, and /ping as some platforms call it: 200 while the engine lives."""
     reason = serving_of(request).engine.errored
     if reason is not None:
         error = engine_failure(reason)

@@ -12,7 +12,8 @@ from starlette.responses import Response
 from compiled_engine.server.chat_protocol import ChatChunk, ChatRequest, ChatResponse
 from compiled_engine.server.completion_protocol import CompletionRequest, CompletionResponse
 from compiled_engine.server.errors import ErrorResponse
-from compiled_engine.server.model_list import ModelCard, ModelList, Version
+from compiled_engine.server.middleware import OPEN_PATHS
+from compiled_engine.server.model_list import Load, ModelCard, ModelList, Version
 from compiled_engine.server.openapi_bounds import bound_schemas
 from compiled_engine.server.replies import json_response
 from compiled_engine.server.responses_protocol import ResponseObject, ResponsesRequest
@@ -69,6 +70,8 @@ OPERATIONS = (
     Operation("/v1/models/{model}", "get", "One name of the model.", None, ModelCard, None, (404,)),
     Operation("/version", "get", "The engine's version.", None, Version),
     Operation("/health", "get", "Whether the engine lives.", None, None, None, (503,)),
+    Operation("/ping", "get", "Whether the engine lives.", None, None, None, (503,)),
+    Operation("/load", "get", "Completions that run or wait.", None, Load),
     Operation("/ready", "get", "Whether requests are taken.", None, None, None, (503,)),
     Operation("/metrics", "get", "Figures for Prometheus.", None, str, None, (503,)),
 )  # fmt: skip
@@ -100,7 +103,7 @@ def document(serving: Serving) -> dict[str, Any]:
     if serving.options.api_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         result["security"] = [{"key": []}]
-        for path in ("/health", "/ready"):
+        for path in OPEN_PATHS:
             paths[path]["get"]["security"] = []
     return result
 

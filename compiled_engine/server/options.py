@@ -55,10 +55,11 @@ class ServerOptions:
     """The server's options beside the engine's.
 
     host, port: where it listens; port 0 takes a free one. api_server_count: processes that answer requests; there is
-    one engine core in any case. api_key: any of these is asked of every request but /health
-    and /ready; none: no key is asked for. allowed_origin: of web pages elsewhere (https://chat.example) that may use a
-    server without a key. served_model_name: the names under which requests may ask for the model, the first of which
-    answers carry; none: what `model` was given as.
+    one engine core in any case.
+    api_key: any of these is asked of every request but /health, /ping and /ready; none: no key is asked for.
+    allowed_origin: of web pages elsewhere (https://chat.example) that may use a server without a key.
+    served_model_name: the names under which requests may ask for the model, the first of which answers carry; none:
+    what `model` was given as.
     chat_template: a file or a Jinja template, instead of the checkpoint's. tool_call_parser, reasoning_parser: the
     name of one, "auto" for what the template asks for, "none". chat_template_kwargs: the names of
     `chat_template_kwargs` that requests may give.

@@ -57,6 +57,9 @@ REFUSED: dict[str, Refused] = {
     "mm_processor_kwargs": Refused("input is text", ({},)),
     "prompt_embeds": Refused("prompts are text or token ids"),
     "token_mask": Refused("it is an object of Python; only LLM takes one"),
+    "truncation_side": Refused("truncate_prompt_tokens keeps the last tokens", ("left",)),
+    "return_tokens_as_token_ids": Refused("token ids come with return_token_ids", (False,)),
+    "vllm_xargs": Refused("give extra_args", ({},)),
     **{name: Refused(STRUCTURED) for name in OTHER_FORMS},
     "guided_json_object": Refused(STRUCTURED, (False,)),
 }

@@ -34,7 +34,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     input: Any
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    top_logprobs: Annotated[int, Meta(ge=0)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=-1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None

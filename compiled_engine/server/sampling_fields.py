@@ -25,10 +25,15 @@ Text = Annotated[str, Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct):
-    """include_usage: a last chunk with the usage. continuous_usage_stats: the usage so far in every chunk."""
+    """include_usage: a last chunk with the usage. continuous_usage_stats: with include_usage, the usage so far in every
+    chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+
+    @property
+    def shows_usage_so_far(self) -> bool:
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):

@@ -29,6 +29,10 @@ class UsageCounter:
         self._prompts: dict[int, tuple[int, int]] = {}
         self._completion_tokens = 0
 
+    def begin(self, prompt: int, tokens: int) -> None:
+        """A prompt of so many tokens, of which nothing has come yet."""
+        self._prompts[prompt] = (tokens, 0)
+
     def add(self, prompt: int, output: RequestOutput) -> None:
         self._prompts[prompt] = (len(output.prompt_token_ids), output.num_cached_tokens or 0)
         self._completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
