@@ -104,3 +104,11 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any, nothing:
 def test_all_of_the_most_likely_tokens_are_shown() -> None:
     entry = {token: Logprob(-float(token), token + 1, str(token)) for token in range(7)}
     assert [len(chat_logprobs([entry], top).content[0].top_logprobs) for top in (0, 3, -1)] == [0, 3, 7]
+
+
+def test_entries_of_the_vocabulary(server: RunningServer) -> None:
+    asked = {"prompt": "def a b", "return_token_strs": True}
+    answer = httpx.post(f"{server.url}/tokenize", json=asked, timeout=30).json()
+    hf = server.engine.tokenizer.hf
+    assert answer["token_strs"] == hf.convert_ids_to_tokens(answer["tokens"])
+    assert any(entry.startswith("\u0120") for entry in answer["token_strs"])

@@ -108,6 +108,10 @@ class Tokenizer:
         """The tokenizer as tokenizer.json has it. Raises ValueError if it runs in Python's code of transformers."""
         return self._words.to_json()
 
+    def entry(self, token_id: int) -> str:
+        """What the vocabulary has for a token, such as Ġdef; empty for an unknown one."""
+        return self._words.id_to_token(token_id) or ""
+
     def decode_token(self, token_id: int) -> str:
         """The text of one token within a text, where it keeps its leading space; a special token's alone."""
         text = self._decoded_tokens.get(token_id)

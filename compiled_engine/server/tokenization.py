@@ -19,7 +19,7 @@ from compiled_engine.server.serving import serving_of
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Either `prompt` or `messages`. add_special_tokens: those that the tokenizer puts around a prompt.
 
-    return_token_strs: the text of each token as well. The rest is about messages, as in a chat.
+    return_token_strs: the vocabulary's entries as well. The rest is about messages, as in a chat.
     """
 
     model: str | None = None
@@ -85,7 +85,7 @@ async def tokenize(request: Request) -> Response:
             ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
             raise bad_request("prompt", "prompt must be valid Unicode") from error
-    texts = [tokenizer.decode_token(each) for each in ids] if fields.return_token_strs else None
+    texts = [tokenizer.entry(each) for each in ids] if fields.return_token_strs else None
     return json_response(TokenizeResponse(len(ids), serving.max_model_len, ids, texts), ignored)
 
 
