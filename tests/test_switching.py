@@ -50,6 +50,16 @@ def test_the_keywords_took_effect(llm: LLM) -> None:
     assert str(llm.config.model.dtype) == "torch.float32"
 
 
+def test_habits_of_scripts(llm: LLM) -> None:
+    """Flags for numbers, a priority that has no effect, and log-probabilities without text."""
+    params = SamplingParams(temperature=0.0, max_tokens=2, logprobs=True, prompt_logprobs=True, detokenize=False)
+    with pytest.warns(UserWarning, match="priority has no effect"):
+        (output,) = llm.generate(PROMPT, params, priority=1)
+    entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
+    assert {len(entry) for entry in entries} <= {1, 2}
+    assert {each.decoded_token for entry in entries for each in entry.values()} == {None}
+
+
 def test_generate_as_scripts_call_it(llm: LLM) -> None:
     prompts = [PROMPT, {"prompt": PROMPT, "prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": [5, 6, 7]}]
     outputs = llm.generate(prompts, [GREEDY] * 3, use_tqdm=False)

@@ -34,7 +34,8 @@ class GrowingLogprobs:
         first: Sequence[dict[int, Logprob] | None] = (),
     ) -> None:
         self._row_bytes = 0 if num_top == -1 else 4 * row_width(num_top)
-        self._tokenizer, self._context, self._params = tokenizer, context, params
+        self._tokenizer = tokenizer if params.detokenize else None
+        self._context, self._params = context, params
         self._data = bytearray()
         self._first = list(first)
         self._texts: TokenTexts | None = None

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 class Logprob:
     """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely.
 
-    `decoded_token` is None when the engine has no tokenizer. Those of consecutive tokens join to the text: a token that
-    ends within a character has "", and the one that completes it the character; a special token has its own text.
+    `decoded_token` is None when the engine has no tokenizer, and with detokenize=False. Those of consecutive tokens
+    join to the text: a token that ends within a character has "", and the one that completes it the character; a
+    special token has its own text.
     """
 
     logprob: float
