@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_tokenizers import byte_fallback, byte_level
@@ -67,13 +66,20 @@ def test_they_join_to_any_text_and_show_no_part_of_a_character(text: str) -> Non
     assert "\N{REPLACEMENT CHARACTER}" in text or "\N{REPLACEMENT CHARACTER}" not in "".join(texts)
 
 
-@pytest.mark.parametrize("detokenize", [True, False])
-def test_the_token_that_completes_a_character_has_it(detokenize: bool) -> None:
+def test_the_token_that_completes_a_character_has_it() -> None:
     tokenizer = byte_level()
     ids = ids_of(tokenizer, "a", *EMOJI, "a")
-    params = SamplingParams(logprobs=2, detokenize=detokenize)
+    params = SamplingParams(logprobs=2)
     assert decoded_tokens(complete(tokenizer, ids[:1], ids, params)) == ["a", "", "", "", "😁", "a"]
     assert decoded_tokens(complete(tokenizer, ids[:3], ids[3:], params)) == ["", "😁", "a"]
+
+
+def test_without_detokenize_there_are_no_texts() -> None:
+    tokenizer = byte_level()
+    ids = ids_of(tokenizer, "a", *EMOJI, "a")
+    output = complete(tokenizer, ids[:1], ids, SamplingParams(logprobs=2, detokenize=False))
+    assert output.logprobs is not None
+    assert {found.decoded_token for entry in output.logprobs for found in entry.values()} == {None}
 
 
 def test_what_is_incomplete_at_the_end_is_the_last_tokens() -> None:
