@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -152,7 +153,7 @@ def test_generate_prints_several_completions() -> None:
 
 
 def test_json_holds_outputs_and_metrics_and_nothing_else_is_on_stdout() -> None:
-    program = [sys.executable, "-c", "from compiled_engine.cli.app import main; main()"]
+    program = [sys.executable, "-c", "from compiled_engine.cli import main; main()"]
     arguments = ["generate", *SMALL[:-1], "--prompt", PROMPT, "--prompt", "import", "--temperature", "0"]
     arguments += ["--max-tokens", "5", "--ignore-eos", "--logprobs", "2", "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -178,6 +179,22 @@ def test_demo_writes_python() -> None:
     assert result.exit_code == 0
     assert "class Stack:" in result.stdout
     assert "tok/s" in result.stderr
+
+
+def test_an_interrupt_while_commands_are_imported_shows_no_traceback() -> None:
+    program = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from compiled_engine.cli import main
+main()
+"""
+    result = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, "", "")
 
 
 BAD_INPUT = [

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(not FULL.exists(), reason="there is no /dev/full
     ids=lambda command: " ".join(part for part in command if part in ("generate", "inspect", "bench", "--json", "ls")),
 )
 def test_stdout_on_a_full_disk(command: tuple[str, ...]) -> None:
-    call = [sys.executable, "-c", "from compiled_engine.cli.app import main; main()", *command]
+    call = [sys.executable, "-c", "from compiled_engine.cli import main; main()", *command]
     with FULL.open("w") as full:
         done = subprocess.run(call, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2, done.stderr

@@ -135,6 +135,27 @@ class TestQueue:
         assert str(failed[0].stop_reason).startswith("structured_outputs: ")
         queue.close()
 
+    def test_what_nobody_waits_for_any_more_is_not_compiled(self, vocabulary: GrammarVocabulary) -> None:
+        """It is for the others that wait with it."""
+        queue = GrammarQueue()
+        queue.set_vocabulary(vocabulary)
+        compiler = queue._compiler
+        assert compiler is not None
+        compiler._vocabulary.result()
+        free = threading.Event()
+        busy = [compiler._threads.submit(free.wait) for _ in range(compiler._threads._max_workers)]
+        for index, text in enumerate(["gone", "shared", "shared"]):
+            queue.add(request(str(index), choice(text)))
+        assert queue.remove("0")
+        assert queue.remove("1")
+        free.set()
+        for each in busy:
+            each.result()
+        ready, failed = queue.take(10.0)
+        queue.close()
+        assert ([given.request_id for given, _ in ready], failed) == (["2"], [])
+        assert queue.metrics()["grammar_compiles"] == 1
+
     def test_who_waits_too_long_is_told(self, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(grammar_queue, "LONGEST_COMPILE_S", 0.05)
         queue = GrammarQueue()

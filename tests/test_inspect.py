@@ -185,7 +185,7 @@ def test_depyfs_folder_and_torchs_structured_trace(tmp_path: Path, bundled_model
     config = json.loads((bundled_model_path / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "layer_types": config["layer_types"][:2]}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    program = [sys.executable, "-c", "from compiled_engine.cli.app import main; main()", "inspect"]
+    program = [sys.executable, "-c", "from compiled_engine.cli import main; main()", "inspect"]
     arguments = [*COMPILED, "--model", str(tmp_path), "--load-format", "dummy", "--no-cache"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_TRACE": str(tmp_path / "trace")}
     subprocess.run([*program, *arguments, "--depyf", str(tmp_path / "depyf")], check=True, env=environment)

@@ -42,6 +42,18 @@ def test_what_does_not_fit_is_an_error(
         size_cache(config, 0, 0, 0)
 
 
+def test_on_a_cpu_blocks_take_memory_from_their_first_use_on() -> None:
+    process = psutil.Process()
+    config = config_of()
+    before = process.memory_info().rss
+    caches = allocate(config, (1 << 29) // block_bytes(config))
+    assert sum(cache.nbytes for cache in caches) > 500 << 20
+    assert process.memory_info().rss - before < 50 << 20
+    assert all(not cache[:: len(cache) // 8].any() for cache in caches)
+    caches[-1][-1] = 1.0
+    assert int((caches[-1] != 0).sum()) == caches[-1][-1].numel()
+
+
 def test_a_block_has_the_bytes_that_it_is_said_to_have() -> None:
     config = config_of()
     assert sum(cache.nbytes for cache in allocate(config, 3)) == 3 * block_bytes(config)

@@ -159,6 +159,16 @@ def test_extra_sampling_parameters(client: openai.OpenAI, expected: RequestOutpu
     assert answer.choices[0].text != expected.outputs[0].text[: len(answer.choices[0].text)]
 
 
+def test_fields_that_nobody_asked_for_can_be_read(client: openai.OpenAI) -> None:
+    """As null in whole answers; scripts for vLLM read them as attributes."""
+    chat: Any = client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=2)
+    message, choice = chat.choices[0].message, chat.choices[0]
+    assert (chat.prompt_logprobs, chat.prompt_token_ids, choice.token_ids, choice.stop_reason) == (None,) * 4
+    assert (message.reasoning, message.reasoning_content, message.tool_calls) == (None,) * 3
+    completion: Any = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2).choices[0]
+    assert (completion.prompt_logprobs, completion.prompt_token_ids, completion.token_ids) == (None,) * 3
+
+
 def test_prompt_logprobs(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=1, extra_body={"prompt_logprobs": 0})
     first, *rest = answer.choices[0].model_extra["prompt_logprobs"]  # type: ignore[index]

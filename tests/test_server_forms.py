@@ -117,7 +117,7 @@ def test_streams_and_the_parsing_helper_of_the_client(engine: AsyncLLM) -> None:
     asked(engine, ask)
 
 
-@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral"])
+@pytest.mark.parametrize("tools", ["hermes", "llama3_json", "mistral", "none"])
 def test_tools_that_have_to_be_called(engine: AsyncLLM, tools: str) -> None:
     named: Any = {"type": "function", "function": {"name": "add"}}
 
@@ -180,7 +180,7 @@ def test_the_form_begins_where_the_reasoning_ends(engine: AsyncLLM) -> None:
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a"}, "response_format": SCHEMA}, "structured_outputs", "must be absent"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "ignore_eos must be False"),
-        ({"structured_outputs": {"choice": ["a"]}, "min_tokens": 9}, None, "no token may come next"),
+        ({"structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [9]}, None, "no token may come next"),
         (
             {"structured_outputs": {"grammar": 'start: x\nx: x x | "a" | "b" | '}},
             "structured_outputs",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import MODEL, RunningServer
 
+from compiled_engine.server.exposition import exposition
 from compiled_engine.server.metrics import Histogram
 from compiled_engine.server.shared_figures import SharedFigures
 
@@ -22,8 +24,12 @@ def samples(server: RunningServer, **headers: str) -> dict[str, float]:
     """Name of a sample, with its labels but for the model's name -> value."""
     response = httpx.get(f"{server.url}/metrics", headers=headers, timeout=30)
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return parsed(response.text)
+
+
+def parsed(text: str) -> dict[str, float]:
     found = {}
-    for family in text_string_to_metric_families(response.text):
+    for family in text_string_to_metric_families(text):
         for sample in family.samples:
             labels = [f"{key}={value}" for key, value in sorted(sample.labels.items()) if key != "model_name"]
             found[",".join([sample.name, *labels])] = sample.value
@@ -100,6 +106,24 @@ def test_the_dashboard_shows_what_the_compiler_did() -> None:
     names += ("graph_fallbacks_total", "start_up_seconds", "num_compiles_total", "api_processes")
     text = (DOCS / "grafana_dashboard.json").read_text()
     assert [name for name in names if f"compiled_engine:{name}" not in text] == []
+
+
+def test_figures_of_vllm_under_its_names_too(server: RunningServer) -> None:
+    """With equal values; without the option there are none."""
+    body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 2}
+    httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    assert not any(name.startswith("vllm:") for name in samples(server))
+    engine = {"running": 3, "kv_usage": 0.25, "prefix_hits": 7, "generated_tokens": 11}
+    both = replace(server.serving, options=replace(server.serving.options, vllm_metric_names=True))
+    found = parsed(exposition(both, engine).decode())
+    copies = [name for name in found if name.startswith("vllm:")]
+    for name in copies:
+        own, *labels = name.replace("vllm:", "compiled_engine:", 1).split(",")
+        assert found[name] == found[",".join([own, *(label for label in labels if label != "engine=0")])]
+    assert found["vllm:num_requests_running,engine=0"] == 3
+    assert found["vllm:prefix_cache_hits_total,engine=0"] == 7
+    assert found["vllm:e2e_request_latency_seconds_count,engine=0"] >= 1
+    assert found["vllm:request_success_total,engine=0,finished_reason=length"] >= 1
 
 
 def test_every_metric_is_documented(server: RunningServer) -> None:

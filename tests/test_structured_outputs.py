@@ -118,8 +118,18 @@ def test_the_length_and_stop_strings_end_it_as_ever(llm: LLM) -> None:
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("alpha", "stop", " beta")
 
 
-def test_more_tokens_than_the_form_allows_is_an_error_of_the_request(llm: LLM) -> None:
-    impossible, other = generate(llm, [structured({"choice": ["ab"]}, min_tokens=20), SamplingParams(**PLAIN)])
+def test_min_tokens_beyond_the_form_end_with_it(llm: LLM) -> None:
+    params = [structured({"choice": ["ab"]}, min_tokens=20), SamplingParams(**PLAIN)]
+    before = llm.metrics()
+    complete, other = generate(llm, params)
+    after = llm.metrics()
+    assert (complete.text, complete.finish_reason, complete.stop_reason) == ("ab", "stop", None)
+    assert other.finish_reason in ("stop", "length")
+    assert [after[name] - before[name] for name in ("finished", "aborted")] == [2, 0]
+
+
+def test_no_token_within_the_form_is_an_error_of_the_request(llm: LLM) -> None:
+    impossible, other = generate(llm, [structured({"choice": ["ab"]}, allowed_token_ids=[17]), SamplingParams(**PLAIN)])
     assert impossible.finish_reason == "error"
     assert str(impossible.stop_reason).startswith("no token may come next")
     assert other.finish_reason in ("stop", "length")
@@ -233,6 +243,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"grammar": "start: undefined"}, "structured_outputs: "),
         ({"grammar": "root ::= ("}, "structured_outputs.grammar cannot be read"),
         ({"grammar": '{"grammars": [{}]}'}, "structured_outputs: "),
+        ({"json": {"$ref": "#"}}, "structured_outputs: no text has this form"),
+        ({"grammar": "start: start"}, "structured_outputs: no text has this form"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(llm: LLM, given: dict[str, Any], message: str) -> None:
@@ -241,6 +253,19 @@ def test_what_cannot_be_is_refused_before_anything_runs(llm: LLM, given: dict[st
         llm.generate(PROMPTS[0], structured(given), use_tqdm=False)
     assert llm.metrics()["steps"] == steps
     assert len(str(caught.value)) < 2000
+
+
+def test_objects_are_closed_where_that_is_asked_for() -> None:
+    """Those with properties that do not say; what only looks like a schema stays."""
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    open_one = {"type": "object", "properties": {}, "additionalProperties": True}
+    schema = {"type": "object", "properties": {"a": inner, "o": open_one}, "$defs": {"d": inner}, "default": inner}
+    given = StructuredOutputs(json=schema, disable_additional_properties=True)
+    closed = inner | {"additionalProperties": False}
+    properties = {"a": closed, "o": open_one}
+    expected = schema | {"properties": properties, "$defs": {"d": closed}, "additionalProperties": False}
+    assert json.loads(str(given.json)) == expected
+    assert json.loads(str(StructuredOutputs(json=schema).json)) == schema
 
 
 def test_what_rules_each_other_out() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine import LLM, Logprob, SamplingParams
 from compiled_engine.other_engines.keywords import KEYWORDS
 from compiled_engine.other_engines.methods import ARGUMENTS, MISSING
 from compiled_engine.other_engines.rows import Honoured, Nested, Only, Row, WithoutEffect
@@ -58,6 +58,24 @@ def test_habits_of_scripts(llm: LLM) -> None:
     entries = [*output.prompt_logprobs[1:], *output.outputs[0].logprobs]
     assert {len(entry) for entry in entries} <= {1, 2}
     assert {each.decoded_token for entry in entries for each in entry.values()} == {None}
+
+
+def test_log_probabilities_are_made_by_scripts_too() -> None:
+    """For tests of their own."""
+    assert (Logprob(-0.1).rank, Logprob(-0.1).decoded_token) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("structured_outputs_config", {"disable_any_whitespace": True}, "one form of JSON for all requests"),
+        ("structured_outputs_config", {"disable_additional_properties": True}, "give it to SamplingParams"),
+        ("vllm_config", object(), "give its fields as keywords"),
+    ],
+)
+def test_what_would_change_an_answer_is_refused(name: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(**{name: value}, progress=False)
 
 
 def test_generate_as_scripts_call_it(llm: LLM) -> None:

@@ -1,0 +1,21 @@
+"""The command line.
+
+Its entry point is here, and imports nothing heavy: until the commands are imported, which takes a tenth of a second,
+Ctrl-C ends the process without a traceback.
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+def main() -> None:
+    """Run the command that the process was started with."""
+    interrupted = signal.getsignal(signal.SIGINT)
+    if interrupted is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from compiled_engine.cli.app import main as run
+
+    if interrupted is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupted)
+    run()

@@ -44,6 +44,12 @@ SERVER_ARGUMENTS = (
     Argument(
         "debug_inspect", bool, "Show at /debug/inspect what the compiler did to the model.", flag="--debug-inspect"
     ),
+    Argument(
+        "vllm_metric_names",
+        bool,
+        "Show the figures that vLLM has under its names too, for dashboards made for it.",
+        flag="--vllm-metric-names",
+    ),
     Argument("strict", bool, "Refuse unknown fields of requests instead of ignoring them.", flag="--strict"),
     Argument("shutdown_timeout", float, "Seconds for which requests under way may go on after SIGTERM."),
     Argument("uvicorn_log_level", str, "critical, error, warning, info, debug or trace."),

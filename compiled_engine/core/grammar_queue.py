@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class GrammarQueue:
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
         self._waiting: dict[str, _Waiting] = {}
+        self._num_waiting: Counter[Future[CompiledGrammar]] = Counter()
         self._num_requests = 0
 
     def __len__(self) -> int:
@@ -48,10 +50,25 @@ class GrammarQueue:
         compiled = self._compiler.compile(request.grammar)
         deadline_s = time.monotonic() + LONGEST_COMPILE_S
         self._waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
+        self._num_waiting[compiled] += 1
 
     def remove(self, request_id: str) -> bool:
-        """Whether it waited. What is being compiled for it is kept for others."""
-        return self._waiting.pop(request_id, None) is not None
+        """Whether it waited. A compilation for it alone that has not begun is dropped."""
+        if request_id not in self._waiting:
+            return False
+        gone = self._pop(request_id)
+        if gone.compiled not in self._num_waiting:
+            assert self._compiler is not None
+            assert gone.request.grammar is not None
+            self._compiler.cancel(gone.request.grammar, gone.compiled)
+        return True
+
+    def _pop(self, request_id: str) -> _Waiting:
+        found = self._waiting.pop(request_id)
+        self._num_waiting[found.compiled] -= 1
+        if not self._num_waiting[found.compiled]:
+            del self._num_waiting[found.compiled]
+        return found
 
     def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
         """Those whose grammar is ready, and the ends of those for which there is none.
@@ -65,7 +82,7 @@ class GrammarQueue:
         for request_id, each in list(self._waiting.items()):
             if not each.compiled.done() and time.monotonic() < each.deadline_s:
                 continue
-            del self._waiting[request_id]
+            self._pop(request_id)
             try:
                 ready.append((each.request, self._constraint(each)))
             except Exception as error:  # whatever it is, it is of this request alone

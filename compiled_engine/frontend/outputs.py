@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely.
+    """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely. All of the engine's
+    have one.
 
     `decoded_token` is None when the engine has no tokenizer, and with detokenize=False. Those of consecutive tokens
     join to the text: a token that ends within a character has "", and the one that completes it the character; a
@@ -16,8 +17,8 @@ class Logprob:
     """
 
     logprob: float
-    rank: int
-    decoded_token: str | None
+    rank: int | None = None
+    decoded_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,11 +56,15 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             self._hits += 1
             return found
-        self._compiles += 1
         compiled = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
         if len(self._compiled) > self._kept:
             self._compiled.popitem(last=False)
         return compiled
+
+    def cancel(self, grammar: str, compiled: Future[CompiledGrammar]) -> None:
+        """Nobody waits for it any more: it is not compiled unless that has begun."""
+        if compiled.cancel() and self._compiled.get(grammar) is compiled:
+            del self._compiled[grammar]
 
     def constraint(self, compiled: Future[CompiledGrammar]) -> GrammarConstraint:
         """For one request, from what is compiled. Raises ValueError if that failed."""
@@ -77,6 +81,7 @@ class GrammarCompiler:
         matcher = on_large_stack(lambda: LLMatcher(tokenizer, grammar, log_level=0, limits=parser_limits()))
         failed = matcher.is_error()
         with self._lock:
+            self._compiles += 1
             self._seconds += time.perf_counter() - start
             self._failures += failed
         if failed:

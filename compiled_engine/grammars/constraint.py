@@ -8,9 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from compiled_engine.grammars.string_masks import StringMasks
+from compiled_engine.sampling.constraint import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+# llguidance's words: a grammar that allows no byte and does not allow the end, and the end of an error without a dump.
+_NOTHING_MAY_COME = "NoExtensionBias"
+_SUFFIX = "\n<non-verbose/>"
+NO_TEXT = "no text has this form: its rules contradict each other, or lead to each other without end"
 
 
 class GrammarConstraint:
@@ -44,9 +50,20 @@ class GrammarConstraint:
         return failure_text(self.matcher)
 
 
+def is_complete(constraint: Constraint | None) -> bool:
+    """Whether it is a grammar's, and the text as far as it is has the form."""
+    return isinstance(constraint, GrammarConstraint) and constraint.matcher.is_accepting()
+
+
 def failure_text(matcher: LLMatcher) -> str:
     """The error of a matcher that has one, as errors of requests begin."""
-    return f"structured_outputs: {matcher.get_error()}"
+    return f"structured_outputs: {error_of(matcher)}"
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """The error of a matcher; empty if there is none."""
+    error = matcher.get_error().removesuffix(_SUFFIX)
+    return NO_TEXT if error == _NOTHING_MAY_COME else error
 
 
 def fill_together(constraints: Mapping[int, GrammarConstraint], words_MW: np.ndarray) -> dict[int, str]:

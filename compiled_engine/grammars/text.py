@@ -7,6 +7,7 @@ import re
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING
 
+from compiled_engine.grammars.constraint import error_of
 from compiled_engine.grammars.large_stack import on_large_stack
 from compiled_engine.grammars.limits import KEPT_GRAMMARS, parser_limits
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
@@ -68,10 +69,17 @@ def _text(given: StructuredOutputs) -> str:
 
 @lru_cache(maxsize=KEPT_GRAMMARS)
 def _error(text: str) -> str:
-    """What is wrong with a grammar; empty if nothing is. It is compiled for a vocabulary of bytes, without the GIL."""
+    """What is wrong with a grammar; empty if nothing is. It is compiled for a vocabulary of bytes, without the GIL, and
+    asked for the bytes that may come first: rules that lead to each other without end compile, but allow none."""
     from llguidance import LLMatcher
 
-    return on_large_stack(lambda: LLMatcher(_bytes(), text, log_level=0, limits=parser_limits()).get_error())
+    def error() -> str:
+        matcher = LLMatcher(_bytes(), text, log_level=0, limits=parser_limits())
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        return error_of(matcher)
+
+    return on_large_stack(error)
 
 
 @cache

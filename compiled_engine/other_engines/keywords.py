@@ -133,6 +133,23 @@ HONOURED: dict[str, Row] = {
             ),
         }
     ),
+    "structured_outputs_config": Nested(
+        {
+            **only(
+                "one form of JSON for all requests",
+                "give it to SamplingParams(structured_outputs=...)",
+                disable_any_whitespace=False,
+                disable_additional_properties=False,
+            ),
+            **without_effect(
+                {
+                    "grammars are llguidance's": "backend disable_fallback",
+                    "reasoning is taken apart by the server, see --reasoning-parser": "reasoning_parser "
+                    "reasoning_parser_plugin enable_in_reasoning",
+                }
+            ),
+        }
+    ),
     "disable_log_stats": given_anyway("nothing is logged; `metrics()` and `RequestOutput.metrics` are always there"),
     "max_logprobs": given_anyway("any number of logprobs is allowed"),
     "disable_cascade_attn": given_anyway("there is no cascade attention"),

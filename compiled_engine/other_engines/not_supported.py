@@ -74,6 +74,7 @@ NOT_SUPPORTED: dict[str, Row] = {
         disable_sliding_window=False,
         config_format=("auto", "hf"),
     ),
+    **only("a configuration object of vLLM", "give its fields as keywords", vllm_config=()),
     **only("another end-of-sequence token", "give SamplingParams(stop_token_ids=...)", eos=-1),
     **only("weights in another folder than the configuration", "put them into one", model_weights=""),
     **only("another implementation of a model", "leave it out", model_class_overrides=({},)),

@@ -71,9 +71,9 @@ WITHOUT_EFFECT: dict[str, Row] = {
             max_num_queued_tokens prefix_cache_retention_interval prefix_match_unit swa_bounded_replay
         """,
         "a CUDA graph serves any sequence length": "max_seq_len_to_capture",
-        "structured output is SamplingParams(structured_outputs=...)": """
-            structured_outputs_config reasoning_parser reasoning_parser_plugin reasoning_config guided_decoding_backend
-            enable_reasoning
+        "structured output is SamplingParams(structured_outputs=...)": "guided_decoding_backend",
+        "reasoning is taken apart by the server, see --reasoning-parser": """
+            reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning
         """,
         "see metrics(), get_metrics() and start_profile()": """
             aggregate_engine_logging show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces

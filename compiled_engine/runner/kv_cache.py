@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import mmap
 from dataclasses import dataclass
 
 import psutil
@@ -103,9 +104,19 @@ def size_cache(
 
 
 def allocate(config: EngineConfig, num_blocks: int, layers: range | None = None) -> list[torch.Tensor]:
-    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros."""
-    shapes = _shapes(config, num_blocks, layers)
-    return [torch.zeros(shape, dtype=config.local_model.dtype, device=config.device) for shape in shapes]
+    """One tensor for each of these layers, [num_blocks, 2, block_size, num_kv_heads, head_dim], zeros.
+
+    On a CPU a block takes memory from its first use on.
+    """
+    shapes, dtype = _shapes(config, num_blocks, layers), config.local_model.dtype
+    if config.device.type != "cpu":
+        return [torch.zeros(shape, dtype=dtype, device=config.device) for shape in shapes]
+    return [_untouched(math.prod(shape) * dtype.itemsize).view(dtype).view(shape) for shape in shapes]
+
+
+def _untouched(size: int) -> torch.Tensor:
+    """Zeros, uint8 [size], of pages that the system hands out when they are first used; torch.zeros writes them all."""
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def _shapes(config: EngineConfig, num_blocks: int, layers: range | None) -> list[tuple[int, int, int, int, int]]:

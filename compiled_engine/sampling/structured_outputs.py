@@ -28,8 +28,10 @@ class StructuredOutputs:
     choice: texts, one of which is generated.
     grammar: a context-free grammar: Lark as llguidance reads it, or GBNF.
     json_object: True: any JSON object.
-    disable_any_whitespace: JSON without whitespace. whitespace_pattern: a regular expression for it; by default a
-        space, or a line end and up to 24 characters of indentation, so that no model writes whitespace without end.
+    disable_any_whitespace: JSON without whitespace. disable_additional_properties: objects of the JSON schema that have
+        `properties` have no others, unless the schema says additionalProperties. whitespace_pattern: a regular
+        expression for whitespace; by default a space, or a line end and up to 24 characters of indentation, so that no
+        model writes whitespace without end.
 
     Raises TypeError or ValueError, naming the field and what is allowed. Whether a schema, expression or grammar can be
     compiled is found out when a request with it is made.
@@ -41,6 +43,7 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
@@ -49,14 +52,15 @@ class StructuredOutputs:
             raise ValueError(
                 f"structured_outputs must have exactly one of {', '.join(KINDS)}, got {', '.join(given) or 'none'}"
             )
-        for name in ("json_object", "disable_any_whitespace"):
+        for name in ("json_object", "disable_any_whitespace", "disable_additional_properties"):
             if not isinstance(getattr(self, name), bool | None):
                 raise TypeError(f"structured_outputs.{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             if (text := getattr(self, name)) is not None:
                 _check_text(f"structured_outputs.{name}", text)
         if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+            schema = _schema_text(self.json)
+            object.__setattr__(self, "json", _closed(schema) if self.disable_additional_properties else schema)
         if self.choice is not None:
             object.__setattr__(self, "choice", _choices(self.choice))
 
@@ -107,6 +111,25 @@ def _schema_text(schema: Any) -> str:
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} must be a JSON object, got {type(parsed).__name__}")
     return schema
+
+
+def _closed(schema: str) -> str:
+    """The schema with additionalProperties false in each object that has properties and does not say either."""
+
+    def close(value: Any) -> None:
+        if isinstance(value, dict):
+            if isinstance(value.get("properties"), dict):
+                value.setdefault("additionalProperties", False)
+            for name, inner in value.items():
+                if name not in ("const", "enum", "default", "examples"):
+                    close(inner)
+        elif isinstance(value, list):
+            for inner in value:
+                close(inner)
+
+    parsed = json_text.loads(schema)
+    close(parsed)
+    return json_text.dumps(parsed, ensure_ascii=False)
 
 
 def _depth(text: str) -> int:

@@ -24,14 +24,13 @@ from compiled_engine.messages import (
     TokenMasks,
 )
 from compiled_engine.sampling.constraint import Constraint
-from compiled_engine.sampling.no_token import WHY_NO_TOKEN
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.lanes import Lanes
 from compiled_engine.scheduling.request import Request, RequestStatus
 from compiled_engine.scheduling.request_table import RequestTable
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
-from compiled_engine.scheduling.step_outputs import error_output, prompt_outputs, step_outputs, token_output
+from compiled_engine.scheduling.step_outputs import end_output, prompt_outputs, step_outputs, token_output
 from compiled_engine.scheduling.token_masks import MaskMaker
 
 # Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
@@ -247,11 +246,11 @@ class Scheduler:
     def _take_token(self, request: Request, index: int, result: RunnerOutput) -> EngineOutput:
         """Token number `index` of a step, which may end its request, or comes with more than itself."""
         token_id = result.token_ids[index]
-        why = request.failure or WHY_NO_TOKEN.get(token_id)
-        if why is not None:
+        if (ended := end_output(request, token_id, result)) is not None:
             self._requests.drop(request)
-            self._counts.aborted += 1
-            return error_output(request, why, result)
+            self._counts.finished += ended.finish_reason == "stop"
+            self._counts.aborted += ended.finish_reason == "error"
+            return ended
         request.token_ids.append(token_id)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import compress
 
+from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.messages import EngineOutput, RunnerOutput, StepOutputs
+from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.scheduling.request import Request, RequestStatus
 from compiled_engine.scheduling.step_in_flight import StepInFlight, all_but
@@ -52,10 +54,19 @@ def token_output(request: Request, index: int, result: RunnerOutput) -> EngineOu
     return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached, at)
 
 
-def error_output(request: Request, why: str, result: RunnerOutput) -> EngineOutput:
-    """The end of a request that cannot go on: it gets no token."""
+def end_output(request: Request, token_id: int, result: RunnerOutput) -> EngineOutput | None:
+    """The end of a request that gets no token: its constraint or its logits failed, or no token is allowed.
+
+    The last is a "stop" where the text of a grammar is complete: only an end-of-sequence token could come, and
+    min_tokens or the like forbids it. None for a request that goes on.
+    """
+    why = request.failure or WHY_NO_TOKEN.get(token_id)
+    if why is None:
+        return None
+    complete = request.failure is None and token_id == NOTHING_ALLOWED and is_complete(request.constraint)
+    reason, stop_reason = ("stop", None) if complete else ("error", why)
     cached = request.num_cached_tokens or 0
-    return EngineOutput(request.request_id, (), None, _prompt_logprobs(request, result), "error", why, cached)
+    return EngineOutput(request.request_id, (), None, _prompt_logprobs(request, result), reason, stop_reason, cached)
 
 
 def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:

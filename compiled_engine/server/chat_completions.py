@@ -93,8 +93,8 @@ async def _whole(answer: _Answer, outputs: Outputs) -> ChatResponse:
         model=answer.model,
         choices=[_choice(answer, completion) for completion in output.outputs],
         usage=usage.usage(),
-        prompt_logprobs=UNSET if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
-        prompt_token_ids=output.prompt_token_ids if fields.return_token_ids else UNSET,
+        prompt_logprobs=None if output.prompt_logprobs is None else prompt_logprobs(output.prompt_logprobs),
+        prompt_token_ids=output.prompt_token_ids if fields.return_token_ids else None,
     )
 
 
@@ -108,14 +108,14 @@ def _choice(answer: _Answer, completion: CompletionOutput) -> ChatChoice:
         logprobs=answer.logprobs(completion),
         finish_reason=finish_reason(completion, message.tool_calls is not UNSET),
         stop_reason=completion.stop_reason,
-        token_ids=completion.token_ids if answer.fields.return_token_ids else UNSET,
+        token_ids=completion.token_ids if answer.fields.return_token_ids else None,
     )
 
 
 def message_of(pieces: list[Piece], make_call_id: Callable[[], str]) -> AnswerMessage:
     """The message that all pieces of an answer make."""
     content = "".join(piece.text for piece in pieces if isinstance(piece, Content))
-    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) or UNSET
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) or None
     calls: list[ToolCall] = []
     for piece in pieces:
         if isinstance(piece, CallStart):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compiled_engine.sampling.params import SamplingParams
@@ -12,9 +12,13 @@ from compiled_engine.server.chat_messages import Tool, messages_for_template, to
 from compiled_engine.server.chat_protocol import ChatRequest
 from compiled_engine.server.errors import bad_request, blamed_on_request, shown
 from compiled_engine.server.parsers.answer import AnswerParser
+from compiled_engine.server.parsers.registry import TOOL_FORMATS
 from compiled_engine.server.response_format import asked_form
 from compiled_engine.server.sampling_fields import sampling_params
 from compiled_engine.server.serving import Serving
+
+# A call that is demanded follows a grammar, so it needs no habit of the model's: plain JSON.
+DEMANDED = "llama3_json"
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,14 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
     asked = await asked_form(serving.forms, fields.response_format, fields.structured_outputs, form_field)
     use = tool_use(fields.tool_choice, fields.tools, one_call=fields.parallel_tool_calls is False)
     tools = None if use is None else fields.tools
-    if tools and chat.tools is None:
-        raise bad_request(
-            "tools", "tools are not supported: it is not known how this model calls them (option --tool-call-parser)"
-        )
+    if use is not None and chat.tools is None:
+        if not use.required:
+            raise bad_request(
+                "tools",
+                "tools are not supported: it is not known how this model calls them (option --tool-call-parser); "
+                "allowed: a tool_choice that demands a call",
+            )
+        chat = replace(chat, tools=TOOL_FORMATS[DEMANDED])
     more = _more(fields)
     if tools and chat.tools is not None and chat.tools.has_special_tokens and fields.skip_special_tokens is None:
         more["skip_special_tokens"] = False

@@ -57,8 +57,8 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] = "assistant"
     content: str | None
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
@@ -70,11 +70,12 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: str | int | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
-    """The whole answer."""
+    """The whole answer. Fields that OpenAI's answers do not have are null where nothing was asked for, so that clients
+    can read them; events leave them out."""
 
     id: str
     object: Literal["chat.completion"] = "chat.completion"
@@ -82,8 +83,8 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class Delta(msgspec.Struct, kw_only=True):

@@ -29,7 +29,8 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
-    """One completion, or the next part of one. index: of the prompt times n, plus that of the completion."""
+    """One completion, or the next part of one. index: of the prompt times n, plus that of the completion.
+    Fields that OpenAI's answers do not have are null in whole answers where nothing was asked for, absent in events."""
 
     index: int
     text: str
@@ -37,8 +38,8 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     finish_reason: str | None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from compiled_engine.server.completion_protocol import (
 )
 from compiled_engine.server.event_stream import EventStream, event, unless_gone, with_errors
 from compiled_engine.server.generation import Outputs, begun, generate
-from compiled_engine.server.logprob_shapes import CompletionLogprobs, completion_logprobs, prompt_logprobs
+from compiled_engine.server.logprob_shapes import CompletionLogprobs, Entries, completion_logprobs, prompt_logprobs
 from compiled_engine.server.replies import Reply, json_response, read_body, warned
 from compiled_engine.server.response_format import asked_form
 from compiled_engine.server.sampling_fields import sampling_params
@@ -65,6 +65,14 @@ class _Answer:
         if whole or self.tokenizer is None:
             return output.prompt or ""
         return self.tokenizer.decode(output.prompt_token_ids)
+
+    def echoed_logprobs(self, output: RequestOutput, entries: Entries) -> CompletionLogprobs | None:
+        """Those of the prompt, where they come before those of its completions."""
+        if not self.fields.echo or self.fields.logprobs is None or not entries:
+            return None
+        ids = output.prompt_token_ids
+        begin = "" if self.tokenizer is None else self.tokenizer.decode_token(ids[0])
+        return completion_logprobs(entries, ids, first_text=begin)
 
     def response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None = UNSET) -> CompletionResponse:
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
@@ -110,10 +118,14 @@ async def _whole(answer: _Answer, outputs: Outputs) -> CompletionResponse:
             usage.add(prompt, output)
             of_prompt = output.prompt_logprobs
             shows_prompt = answer.fields.prompt_logprobs is not None
-            shown = prompt_logprobs(of_prompt or ()) if shows_prompt else UNSET  # once for all its completions
+            # Once for all its completions.
+            shown = prompt_logprobs(of_prompt or ()) if shows_prompt else None
+            echoed = answer.echoed_logprobs(output, of_prompt or ())
             for completion in output.outputs:
-                choice = _part(answer, prompt, output, completion, _Place(), of_prompt)
+                choice = _part(answer, prompt, output, completion, _Place(), echoed)
                 choice.prompt_logprobs = shown
+                if not answer.fields.return_token_ids:
+                    choice.token_ids = choice.prompt_token_ids = None
                 choices.append(choice)
     choices.sort(key=lambda choice: choice.index)
     return answer.response(choices, usage.usage(len(choices) if answer.unwanted else 0))
@@ -133,22 +145,23 @@ def _part(
     output: RequestOutput,
     completion: CompletionOutput,
     place: _Place,
-    of_prompt: Sequence[dict[int, Logprob] | None] | None,
+    echoed: CompletionLogprobs | None,
 ) -> CompletionChoice:
     """What a completion adds at this place, or the whole of it. The first part begins with the prompt if that is to be
-    echoed."""
+    echoed. echoed: its log-probabilities."""
     fields = answer.fields
     text, token_ids, entries = completion.text, list(completion.token_ids), list(completion.logprobs or ())
     if answer.unwanted:
         text, token_ids, entries = "", [], []
     logprobs: CompletionLogprobs | None = None
     first = not place.begun
-    echoed: list[dict[int, Logprob] | None] = list(of_prompt or ()) if first and fields.echo else []
     if fields.logprobs is not None:
-        ids = [*output.prompt_token_ids, *token_ids] if echoed else token_ids
-        begin = "" if answer.tokenizer is None else answer.tokenizer.decode_token(output.prompt_token_ids[0])
-        logprobs = completion_logprobs([*echoed, *entries], ids, place.characters, begin)
+        if first and echoed is not None:
+            place.characters = sum(map(len, echoed.tokens))
+        logprobs = completion_logprobs(entries, token_ids, place.characters)
         place.characters += sum(map(len, logprobs.tokens))
+        if first and echoed is not None:
+            logprobs = echoed + logprobs
     if first and fields.echo:
         text = answer.echoed(output) + text
     place.begun = True
@@ -174,6 +187,7 @@ async def _events(
     waiting: dict[int, list[CompletionOutput]] = {}
     places: dict[tuple[int, int], _Place] = {}
     of_prompts: dict[int, list[dict[int, Logprob] | None]] = {}
+    echoed: dict[int, CompletionLogprobs | None] = {}
     async with aclosing(outputs):
         async for prompt, output in outputs:
             usage.add(prompt, output)
@@ -182,9 +196,11 @@ async def _events(
             waiting[prompt] = waiting.get(prompt, []) + output.outputs
             if shows_prompt and len(of_prompt) < len(output.prompt_token_ids):
                 continue
+            if prompt not in echoed:
+                echoed[prompt] = answer.echoed_logprobs(output, of_prompt)
             for completion in waiting.pop(prompt):
                 place = places.setdefault((prompt, completion.index), _Place())
-                choice = _part(answer, prompt, output, completion, place, of_prompt)
+                choice = _part(answer, prompt, output, completion, place, echoed[prompt])
                 if choice.text or choice.finish_reason or choice.logprobs or choice.token_ids:
                     yield event(answer.response([choice], usage.usage() if continuous else UNSET))
     if options is not None and options.include_usage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.frontend.metric_list import PREFIX
+from compiled_engine.server.metrics import HISTOGRAMS, PROMPT_TOKENS
 from compiled_engine.server.serving import Serving, serving_of
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -66,6 +67,15 @@ OF_REPLICAS = {
     "prefix_hits": ("replica_prefix_cache_hits", "Prompt tokens found in its prefix cache.", CounterMetricFamily),
 }
 
+# Figures that vLLM has, by their names after the prefix.
+VLLM_PREFIX = "vllm:"
+OF_VLLM = {
+    *HISTOGRAMS,
+    *PROMPT_TOKENS,
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions"),
+    *("prefix_cache_queries", "prefix_cache_hits", "generation_tokens", "request_success"),
+}
+
 
 async def metrics(request: Request) -> Response:
     """GET /metrics."""
@@ -77,6 +87,8 @@ def exposition(serving: Serving, engine: Mapping[str, Any]) -> bytes:
     """The text, given what `AsyncLLM.metrics` returned."""
     labels = {"model_name": serving.names[0]}
     families = [*engine_families(engine, labels), *serving.metrics.collect(labels), *_admission(serving)]
+    if serving.options.vllm_metric_names:
+        families += _as_vllm(families)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Families(families))
     return generate_latest(registry)
@@ -108,6 +120,22 @@ def engine_families(engine: Mapping[str, Any], labels: Mapping[str, str]) -> lis
     cache = InfoMetricFamily(PREFIX + "compile_cache", "Whether the compiled model came from the cache.", labels=names)
     cache.add_metric(values, {"status": str(engine.get("cache", "off")), "why": str(engine.get("cache_why", ""))})
     return [*families, matches, stages, cache]
+
+
+def _as_vllm(families: Iterable[Metric]) -> list[Metric]:
+    """The figures that vLLM has as well, under its names and with its label "engine"."""
+    copies = []
+    for family in families:
+        if family.name.removeprefix(PREFIX) in OF_VLLM:
+            copy = Metric(VLLM_PREFIX + family.name.removeprefix(PREFIX), family.documentation, family.type)
+            copy.samples = [
+                sample._replace(
+                    name=VLLM_PREFIX + sample.name.removeprefix(PREFIX), labels={"engine": "0", **sample.labels}
+                )
+                for sample in family.samples
+            ]
+            copies.append(copy)
+    return copies
 
 
 def _of_replicas(engine: Mapping[str, Any], labels: Mapping[str, str]) -> list[Metric]:

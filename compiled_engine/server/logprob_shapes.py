@@ -24,6 +24,14 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
+    def __add__(self, after: CompletionLogprobs) -> CompletionLogprobs:
+        return CompletionLogprobs(
+            tokens=self.tokens + after.tokens,
+            token_logprobs=self.token_logprobs + after.token_logprobs,
+            top_logprobs=self.top_logprobs + after.top_logprobs,
+            text_offset=self.text_offset + after.text_offset,
+        )
+
 
 class TopLogprob(msgspec.Struct):
     """One of the most likely tokens."""
@@ -85,7 +93,7 @@ def chat_logprobs(entries: Entries, top: int) -> ChatLogprobs:
     for entry in entries:
         assert entry is not None
         chosen = next(iter(entry.values()))
-        best = sorted((each for each in entry.values() if each.rank <= most), key=lambda each: each.rank)
+        best = sorted((each for each in entry.values() if _rank(each) <= most), key=_rank)
         text = chosen.decoded_token or ""
         shown = [TopLogprob(each.decoded_token or "", finite(each.logprob), _bytes(each)) for each in best]
         content.append(TokenLogprob(text, finite(chosen.logprob), _bytes(chosen), shown))
@@ -97,9 +105,7 @@ def prompt_logprobs(entries: Entries) -> PromptLogprobs:
     shaped = [
         None
         if entry is None
-        else {
-            str(key): PromptLogprob(finite(each.logprob), each.rank, each.decoded_token) for key, each in entry.items()
-        }
+        else {str(key): PromptLogprob(finite(one.logprob), _rank(one), one.decoded_token) for key, one in entry.items()}
         for entry in entries
     ]
     return msgspec.Raw(msgspec.json.encode(shaped))
@@ -116,6 +122,11 @@ def _by_text(entry: dict[int, Logprob]) -> dict[str, float]:
         text = each.decoded_token or ""
         best[text] = max(finite(each.logprob), best.get(text, LOWEST))
     return best
+
+
+def _rank(entry: Logprob) -> int:
+    assert entry.rank is not None
+    return entry.rank
 
 
 def _bytes(entry: Logprob) -> list[int] | None:

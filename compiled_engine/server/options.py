@@ -67,6 +67,7 @@ class ServerOptions:
     find out by the clock how another key's prompts begin.
     web_page: there is a page at /, to chat with the model and to watch the engine.
     debug_inspect: there is /debug/inspect, the report of `compiled-engine inspect`, which names folders of the server.
+    vllm_metric_names: /metrics has the figures that vLLM has under its names too.
     strict: a field that nobody knows is an error, not a warning. shutdown_timeout: seconds for which requests under
     way may go on after SIGTERM.
     ssl_keyfile, ssl_certfile: serve HTTPS with these. root_path: what a proxy has cut off paths.
@@ -85,6 +86,7 @@ class ServerOptions:
     prefix_cache_salt_per_key: bool = False
     web_page: bool = True
     debug_inspect: bool = False
+    vllm_metric_names: bool = False
     strict: bool = False
     shutdown_timeout: float = 30.0
     uvicorn_log_level: str = "info"
