@@ -54,7 +54,7 @@ class Forwards:
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for so many tokens, if there is one."""
-        return next((forward for r, forward in self.small if r.low <= num_tokens <= r.high), None)
+        return next((forward for r, forward in self.small if num_tokens in r), None)
 
 
 @dataclass(frozen=True)

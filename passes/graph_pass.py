@@ -25,6 +25,9 @@ class CompileRange:
     def name(self) -> str:
         return f"{self.low}-{self.high}"
 
+    def __contains__(self, num_tokens: int) -> bool:
+        return self.low <= num_tokens <= self.high
+
 
 @dataclass(frozen=True)
 class Replacement:

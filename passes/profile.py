@@ -39,9 +39,7 @@ class DeviceProfile:
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
         """None where the pass pays or was not measured, otherwise the measurement that speaks against it."""
         measured = {
-            tokens: gain
-            for tokens, gain in self.gains_us.get(pass_name, {}).items()
-            if compile_range.low <= tokens <= compile_range.high
+            tokens: gain for tokens, gain in self.gains_us.get(pass_name, {}).items() if tokens in compile_range
         }
         if not measured or max(measured.values()) > self.noise_us:
             return None

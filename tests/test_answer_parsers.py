@@ -152,6 +152,27 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
         assert content(pieces) == text
 
 
+def test_a_call_that_fails_after_its_beginning_keeps_its_index() -> None:
+    """The arguments of the next one do not go to it."""
+    text = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, x}][TOOL_CALLS][{"name": "add", "arguments": {"b": 2}}]'
+    pieces = parse(tools("mistral"), text)
+    assert [piece.index for piece in pieces if isinstance(piece, CallStart)] == [0, 1]
+    assert calls(pieces) == [("add", {"a": 1}), ("add", {"b": 2})]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        '"name": "add", "name": "mul", "arguments": {"a": 1}',
+        '"arguments": "{\\"a\\": 1}", "arguments": "{\\"b\\": 2}", "name": "add"',
+        '"name": "add", "arguments": {"a": 1}, "arguments": {"b": 2}, "name": "mul"',
+    ],
+)
+def test_of_equal_keys_the_first_counts(keys: str) -> None:
+    both = TOOL_FORMATS["hermes"].parser(["add", "mul"])
+    assert calls(parse(both, f"<tool_call>{{{keys}}}</tool_call>")) == [("add", {"a": 1})]
+
+
 def test_arguments_come_while_they_are_written() -> None:
     parser = tools("hermes")
     first = parser.push('<tool_call>{"name": "add", "arguments": {"text": "once up')
@@ -167,6 +188,8 @@ def test_arguments_come_while_they_are_written() -> None:
         ("user:<think>\n\n</think>\n\n", "</think> is a tag", "", "</think> is a tag"),
         ("user:", "no <think>hm</think>", "", "no <think>hm</think>"),
         ("user:", "<think>it never ends", "it never ends", ""),
+        ("user:<think>\n", "<thi", "<thi", ""),
+        ("user:", "<thi", "", "<thi"),
     ],
 )
 def test_reasoning(prompt: str, text: str, reasoning: str, answer: str) -> None:

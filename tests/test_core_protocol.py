@@ -19,7 +19,7 @@ from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.foreign_core import ForeignCore
 from compiled_engine.core_process.frames import FrameReader, MessageTooLargeError, frame
 from compiled_engine.core_process.started import wait_started
-from compiled_engine.core_process.wire import Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
+from compiled_engine.core_process.wire import Abort, Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -125,6 +125,28 @@ def test_a_request_that_the_core_refuses_ends(engine: AsyncLLM) -> None:
     assert "is already in use" in str(ends["b"][0].stop_reason)
     assert [end.finish_reason for end in (*ends["a"], *ends["b"])] == ["error", "error", "length"]
     connection.close()
+
+
+def test_a_request_is_aborted_by_its_owner_alone(engine: AsyncLLM, llm: LLM) -> None:
+    """Whatever another process says of it."""
+    (owner, started), (other, _) = other_end(engine), other_end(engine)
+    request_id = f"{started.client}:mine"
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    owner.send(frame(encode(Add(EngineRequest(request_id, (5, 6, 7), params)))))
+    taken: list[int] = []
+    reason = None
+    while reason is None:
+        other.send(frame(encode(Abort((request_id,)))))
+        for message in receive(owner):
+            assert isinstance(message, Stepped)
+            pairs = zip(message.outputs.request_ids, message.outputs.token_ids, strict=True)
+            taken += [token_id for name, token_id in pairs if name == request_id]
+            for output in message.outputs.others:
+                taken += output.new_token_ids
+                reason = reason or output.finish_reason
+    assert (reason, len(taken)) == ("length", 40)
+    owner.close()
+    other.close()
 
 
 @given(st.lists(st.binary(max_size=300)), st.randoms(use_true_random=False))

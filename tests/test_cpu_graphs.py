@@ -45,6 +45,22 @@ def test_replays_give_the_bits_of_calls() -> None:
     assert 0 <= graphed["recorded_replays"] - sum(count - 2 for count in decodes.values() if count > 1) <= 1
 
 
+def test_another_number_of_threads_is_recorded_again(one_thread: None) -> None:
+    """Each of the calls divides its work among them."""
+    with LLM(**OPTIONS) as llm:
+
+        def answer() -> list[int]:
+            return list(llm.generate(PROMPTS[0], PARAMS[2], use_tqdm=False)[0].outputs[0].token_ids)
+
+        expected = answer()
+        before = llm.metrics()["recordings"]
+        assert answer() == expected
+        assert llm.metrics()["recordings"] == before
+        torch.set_num_threads(2)
+        assert answer() == expected
+        assert llm.metrics()["recordings"] > before
+
+
 def test_what_inductor_compiled_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
     expected, _ = outputs_and_metrics(mode="compiled", disable_passes=["silu_mul", "small_batch_linear", "rms_norm"])
     with caplog.at_level(logging.WARNING, "compiled_engine"):

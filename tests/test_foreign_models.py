@@ -29,7 +29,8 @@ from compiled_engine.graphs.compiler.example_inputs import example_inputs, witho
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
-from compiled_engine.models.foreign import compat
+from compiled_engine.models.foreign import compat, description
+from compiled_engine.models.foreign.description import description_file
 from compiled_engine.models.foreign.transformers_model import build_foreign_model
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport
@@ -37,6 +38,16 @@ from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.keywords import make_options
 
 TEXTBOOK_PASSES = ("merge_linears", "residual_rms_norm", "rms_norm", "rope_angles", "rope_kv_write", "silu_mul")
+
+
+def test_another_version_of_transformers_has_descriptions_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = description_file("{}", torch.float32, tmp_path)
+    monkeypatch.setattr(description, "transformers_version", lambda: "5.99.0")
+    assert description_file("{}", torch.float32, tmp_path) != before
+    monkeypatch.undo()
+    assert description_file("{}", torch.float32, tmp_path) == before
 
 
 @pytest.fixture(scope="module", params=IN_TESTS)

@@ -10,11 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import Transpose, WeightConverter
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.families import family, load_oracle, write_checkpoint
 from compiled_engine.bench.family_comparison import difference_after_passes, fused_model
+from compiled_engine.models.foreign import compat
 from compiled_engine.models.foreign.conversion import plan_weights
 from compiled_engine.models.foreign.placement import WeightPlan
 
@@ -47,6 +49,29 @@ def test_experts_of_a_checkpoint_are_written_into_their_places(tmp_path: Path) -
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
     assert read == sum(tensor.numel() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_what_has_its_shape_already_is_not_transposed(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the converter looks at the shape, as for checkpoints of either layout."""
+
+    class Model(torch.nn.Module):
+        base_model_prefix = ""
+        _keys_to_ignore_on_load_unexpected = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = torch.nn.Parameter(torch.zeros(2, 3, 5))
+
+    converter = WeightConverter("experts", "experts", operations=[Transpose(1, 2, check_dims=True)])
+    monkeypatch.setattr(compat, "get_model_conversion_mapping", lambda model: [converter])
+    read = torch.arange(30.0).view((2, 5, 3) if transposed else (2, 3, 5))
+    plan = plan_weights(Model(), {"experts": tuple(read.shape)})
+    found = {"experts": torch.full((2, 3, 5), torch.nan)}
+    for placement in plan.placements:
+        source, target = placement.pair({"experts": read}, found)
+        target.copy_(source)
+    assert torch.equal(found["experts"], read.transpose(1, 2) if transposed else read)
 
 
 @pytest.fixture(scope="module")

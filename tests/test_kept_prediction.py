@@ -135,7 +135,8 @@ def test_other_factors_are_another_prediction(
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
     monkeypatch.setattr(kept_prediction, "_describe", lambda device: {"driver": "another"})
     found.append(predicted_bytes(config, lookup_in(tmp_path), graphs))
-    assert found == list(range(1001, 1008))
+    found += [predicted_bytes(config, lookup_in(tmp_path), graphs, stage=stage) for stage in (0, 1, 1)]
+    assert found == [*range(1001, 1008), 1007, 1008, 1008]
 
 
 DAMAGE: dict[str, Callable[[dict[str, Any]], Any]] = {

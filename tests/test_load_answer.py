@@ -79,8 +79,8 @@ def test_what_is_no_whole_answer_is_counted_by_kind(body: bytes, status: int, ki
     assert record.message
 
 
-def report(*records: Record, cpu_s: float = 0.1, lag_s: float = 0.0) -> Report:
-    return Report(list(records), cpu_s=cpu_s, wall_s=1.0, lags_s=[lag_s], late_s=[0.0])
+def report(*records: Record, cpu_s: float = 0.1, lag_s: float = 0.0, late_s: float = 0.0) -> Report:
+    return Report(list(records), cpu_s=cpu_s, wall_s=1.0, lags_s=[lag_s], late_s=[late_s])
 
 
 def test_figures_are_what_their_names_say() -> None:
@@ -115,10 +115,13 @@ def test_a_run_without_an_answer_has_no_latencies() -> None:
     assert (found["completed"], found["output_throughput"], found["ttft_ms"], found["goodput"]) == (0, 0, None, None)
 
 
-@pytest.mark.parametrize(("cpu_s", "lag_s", "suspect"), [(0.5, 0.001, False), (0.95, 0.001, True), (0.1, 0.5, True)])
-def test_a_client_at_its_limits_says_so(cpu_s: float, lag_s: float, suspect: bool) -> None:
+@pytest.mark.parametrize(
+    ("cpu_s", "lag_s", "late_s", "suspect"),
+    [(0.5, 0.001, 0.001, False), (0.95, 0.001, 0.0, True), (0.1, 0.5, 0.0, True), (0.1, 0.001, 0.5, True)],
+)
+def test_a_client_at_its_limits_says_so(cpu_s: float, lag_s: float, late_s: float, suspect: bool) -> None:
     record = Record(0, 0.0, 0.0, 1.0, [0.5], 1, 1, "chunks")
-    found = figures_of([report(record), report(record, cpu_s=cpu_s, lag_s=lag_s)], {}, ())
+    found = figures_of([report(record), report(record, cpu_s=cpu_s, lag_s=lag_s, late_s=late_s)], {}, ())
     assert found["client"]["is_suspect"] == suspect
     said = notes([found | {"name": "run"}])
     assert any("the client may be the limit" in note for note in said) == suspect

@@ -198,6 +198,14 @@ def test_of_two_spellings_the_one_with_a_value_counts(tmp_path: Path) -> None:
     assert config.dtype is torch.float16
 
 
+def test_the_length_of_gemma_3_has_the_linear_factor_in_it(tmp_path: Path) -> None:
+    """Only its full layers are scaled."""
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    folder = write(tmp_path, "Gemma3ForCausalLM", model_type="gemma3_text", rope_scaling=scaling)
+    assert read(folder)[0].max_model_len == 512
+    expect_error(folder, "max_model_len", "1 to 512", max_model_len=513)
+
+
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "ntk"])
 def test_an_unknown_rope_type_is_refused_with_the_known_ones(kind: str, tmp_path: Path) -> None:
     known = "default, linear, llama3, yarn"

@@ -143,6 +143,16 @@ def test_batches_of_prompts_and_several_completions(client: openai.OpenAI, strea
     assert of_prompts == dict(enumerate(prompts))
 
 
+def test_tokens_are_streamed_whose_text_is_held_back(client: openai.OpenAI, server: RunningServer) -> None:
+    """They are parts of a character."""
+    vocabulary = server.engine.tokenizer.hf.get_vocab()
+    body = {"return_token_ids": True, "allowed_token_ids": [vocabulary["\u00f0"]], "ignore_eos": True}
+    stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, stream=True, extra_body=body)
+    parts: list[Any] = [chunk.choices[0] for chunk in stream]
+    assert [token for part in parts for token in part.token_ids or ()] == [vocabulary["\u00f0"]] * 5
+    assert any(part.token_ids and not part.text for part in parts)
+
+
 def test_extra_sampling_parameters(client: openai.OpenAI, expected: RequestOutput) -> None:
     token = expected.outputs[0].token_ids[0]
     extra = {"allowed_token_ids": [token], "ignore_eos": True, "min_tokens": 2, "top_k": 5, "bad_words": None}

@@ -95,9 +95,11 @@ HONOURED: list[tuple[str, Any, dict[str, Any]]] = [
     ),
     ("cudagraph_capture_sizes", [1, 2], {"capture_sizes": (1, 2), "capture_token_sizes": (1, 2)}),
     ("cuda_graph_sizes", [4], {"capture_sizes": (1, 2, 4), "capture_token_sizes": (1, 2, 4)}),
+    ("cuda_graph_sizes", [8], {"capture_sizes": (1, 2, 4, 8), "capture_token_sizes": (1, 2, 4, 8)}),
     ("cuda_graph_sizes", [20], {"capture_sizes": (1, 2, 4, 8, 16), "capture_token_sizes": (1, 2, 4, 8, 16)}),
     ("cuda_graph_sizes", [2, 20], {"capture_sizes": (2, 20), "capture_token_sizes": (2, 20)}),
     ("cuda_graph_sizes", [], {}),
+    ("structured_outputs_config", {"disable_any_whitespace": False}, {}),
 ]
 
 

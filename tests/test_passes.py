@@ -9,11 +9,30 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from pass_cases import count, graph_of, packed_sources, random_tensors, rewrite, run, targets
+from pass_cases import (
+    CPU,
+    GLM4_MOE,
+    GPT_OSS,
+    Family,
+    count,
+    graph_of,
+    packed_sources,
+    random_tensors,
+    rewrite,
+    run,
+    targets,
+    traced,
+)
 
 from compiled_engine.passes.expand_references import expand_references
+from compiled_engine.passes.gated_linear import GatedLinear
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.layer_norm import LayerNorm
+from compiled_engine.passes.lowering import lower
+from compiled_engine.passes.manager import run_passes
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
+from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.residual_rms_norm import ResidualRMSNorm
 from compiled_engine.passes.rms_norm import RMSNorm
 from compiled_engine.passes.rope_angles import RopeAngles
@@ -347,3 +366,46 @@ def test_angles_of_unlike_halves_are_a_near_miss() -> None:
     result = rewrite(RopeAngles(), module)
     assert (result.matches, len(result.near_misses)) == (0, 1)
     assert "halves" in result.near_misses[0]
+
+
+def deviation_norm(squared: str) -> Callable[..., torch.Tensor]:
+    """LayerNorm without a bias, or what divides by the root of other squares."""
+
+    def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        squares = (centred if squared == "deviation" else x).pow(2)
+        return centred * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6) * weight
+
+    return norm
+
+
+@pytest.mark.parametrize(("squared", "matches"), [("deviation", 1), ("value", 0)])
+def test_a_layer_norm_divides_by_the_root_of_squared_deviations(squared: str, matches: int) -> None:
+    module = graph_of(deviation_norm(squared), random_tensors(x=(5, 24)), random_tensors(weight=(24,)))
+    result = rewrite(LayerNorm(), module)
+    assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
+
+
+@pytest.mark.parametrize(("beta", "alpha", "matches"), [(1, 1, 1), (2, 1, 0), (1, 0.5, 0)])
+def test_a_scaled_product_is_not_what_a_linear_computes(beta: float, alpha: float, matches: int) -> None:
+    def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return ours.silu_mul(torch.addmm(bias, x, weight.t(), beta=beta, alpha=alpha))
+
+    module = graph_of(scaled, random_tensors(x=(5, 8)), random_tensors(weight=(12, 8), bias=(12,)))
+    result = rewrite(GatedLinear(), module)
+    assert (result.matches, len(result.near_misses)) == (matches, 1 - matches)
+
+
+@pytest.mark.parametrize("family", [GPT_OSS, GLM4_MOE], ids=str)
+@pytest.mark.parametrize("largest", [True, False])
+def test_a_router_may_take_the_smallest(family: Family, largest: bool) -> None:
+    """The routing is taken into the kernel only where the kernel chooses as the router does."""
+    compile_range = CompileRange(1, 64)
+    graph = traced(family, torch.float32)[1].for_range(compile_range).graph
+    lower(graph, compile_range, CPU)
+    chosen = graph.find_nodes(op="call_function", target=aten.topk.default)
+    for node in chosen:
+        node.args = (*node.args[:2], -1, largest, *node.args[4:])
+    (experts,) = [graph_pass for graph_pass in registered_passes() if graph_pass.name == "experts"]
+    assert chosen
+    run_passes(graph, (experts,), ["experts"], compile_range, CPU, strict=False, verify=True)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections.abc import Iterable
 from functools import cache
+from queue import Queue
 
 import pytest
 from hypothesis import settings
@@ -12,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_engine import EngineDeadError, SamplingParams
 from compiled_engine.config import EngineConfig
+from compiled_engine.core_process import replicas
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.replica import Replica
@@ -266,6 +271,68 @@ def test_who_comes_first_is_sent_first_once_there_is_room() -> None:
     rest = order[AHEAD * MOST :]
     assert rest == sorted(rest, key=names.index)
     assert set(order) == set(names)
+    engine.close()
+
+
+def test_a_late_answer_is_not_one_to_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the cache would be said to be reset before it is."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    asked: Queue[int] = Queue()
+    reset = threading.Event()
+
+    def answer(core: FakeCore, questions: Iterable[int]) -> None:
+        for number in questions:
+            assert core.connection.wait_readable(20)
+            core.connection.receive()
+            if core is cores[0] or number == 1:
+                core.say(Answered(number, {"running": 0}))
+            elif number == 2:
+                asked.put(number)
+            else:
+                core.say(Answered(asked.get(), {"running": 0}))
+                time.sleep(0.2)
+                reset.set()
+                core.say(Answered(number, {"running": 0}))
+
+    threads = [threading.Thread(target=answer, args=(core, (1, 2, 3)), daemon=True) for core in cores]
+    for thread in threads:
+        thread.start()
+    engine.check_integrity()
+    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    engine.check_integrity()  # without the second one, which has answered before
+    monkeypatch.setattr(replicas, "_ANSWER_S", 20.0)
+    engine.reset_prefix_cache()
+    assert reset.is_set()
+    engine.close()
+
+
+def test_prompt_logprobs_go_on_where_they_ended() -> None:
+    """A prompt of which a dead replica has given a part: each row comes once."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    params = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=0)
+    engine.add(EngineRequest("a", tuple(range(10, 18)), params))
+    for core in cores:
+        core.listen()
+    first, second = sorted(cores, key=lambda core: not core.requests)
+    places: list[int] = []
+
+    def take() -> None:
+        for output in engine.step().others:
+            if output.prompt_logprobs is not None:
+                places.extend(
+                    range(output.prompt_logprobs[0], output.prompt_logprobs[0] + len(output.prompt_logprobs[1]))
+                )
+
+    for _ in range(4):
+        first.step(1)
+        take()
+    first.connection.close()
+    while engine.has_unfinished():
+        second.step(1)
+        take()
+    assert places == list(range(1, 8))
     engine.close()
 
 

@@ -112,6 +112,16 @@ def test_answers_are_taken_to_be_as_long_as_those_before() -> None:
     assert 3 + 9 * GENERATED < sent(router, unknown).work < 3 + 12 * GENERATED
 
 
+def test_what_was_cut_off_says_nothing_about_answers() -> None:
+    router = make_router()
+    unknown = EngineRequest("x", (1, 2, 3), SamplingParams(max_tokens=100_000))
+    expected = sent(router, unknown).work
+    for _ in range(300):
+        route = sent(router, unknown)
+        router.end(route, unknown, [1], finished=False)
+    assert sent(router, unknown).work == expected
+
+
 def test_a_replica_that_is_gone_gets_nothing() -> None:
     router = make_router(3)
     router.remove(1)

@@ -73,7 +73,7 @@ class FusedModel:
 
     def _logits(self, num_tokens: int, arguments: tuple[Any, ...]) -> torch.Tensor:
         for compile_range, forward in self.forwards:
-            if compile_range.small and num_tokens <= compile_range.high:
+            if compile_range.small and num_tokens in compile_range:
                 return forward(*arguments)
         return self.logits(self.forwards[-1][1](*arguments))
 

@@ -82,7 +82,7 @@ def measure(
         keys = {key for plan in plans.values() for key in plan.piece_keys()}
         pieces = {key: load_piece(entry, key, config.device.type) for key in keys}
         for num_tokens in token_counts:
-            compile_range = next(r for r in compile_ranges(config) if num_tokens <= r.high)
+            compile_range = next(r for r in compile_ranges(config) if num_tokens in r)
             inputs = make_step_inputs(config, num_tokens, CONTEXT, decodes=compile_range.small)
             steps = {
                 variant.name: _step(stitch(plans[variant, compile_range], pieces, named), model, compile_range, inputs)

@@ -1,0 +1,48 @@
+"""Lanes of a pipeline's stages: who is admitted to which, and who waits where a lane is full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from simulated_engine import SimulatedEngine, new_ids, outputs_of
+
+from compiled_engine.messages import SchedulerOutput
+from compiled_engine.scheduling.lanes import Lanes
+
+
+def pipeline(**options: int) -> SimulatedEngine:
+    """Two stages, without scheduling ahead."""
+    rest = {"num_blocks": 200, "max_num_seqs": 4, "max_model_len": 200}
+    return SimulatedEngine(steps_in_flight=2, num_lanes=2, **rest | options)
+
+
+def rounds(engine: SimulatedEngine, steps: int) -> Iterator[SchedulerOutput]:
+    """The next steps, with both stages busy."""
+    for _ in range(steps):
+        if len(engine.in_flight) == 2:
+            engine.finish_step()
+        if (step := engine.try_step()) is not None:
+            yield step
+
+
+def test_who_comes_while_more_run_is_admitted_at_once() -> None:
+    """Lanes are to be equally full once all have been admitted: those that run count."""
+    engine = pipeline()
+    for number in range(6):
+        engine.add(f"first {number}", [number], params=outputs_of(60))
+    assert sum(len(new_ids(step)) for step in rounds(engine, 4)) == 6
+    for number in range(2):
+        engine.add(f"later {number}", [number, number], params=outputs_of(5))
+    admitted = [new_ids(step) for step in rounds(engine, 2)]
+    assert admitted == [["later 0"], ["later 1"]]
+    engine.run()
+
+
+def test_where_a_lane_is_full_the_newest_prompts_wait() -> None:
+    """Several prompts are under way where log-probabilities bound their chunks."""
+    requests: Any = [SimpleNamespace(lane=lane) for lane in (0, None, 1, None, 0, None)]
+    lanes = Lanes(2, most_requests=4, steps_in_flight=2)
+    assert lanes.of_step(requests, 0) == [requests[index] for index in (0, 1, 3, 4)]
+    assert lanes.of_step(requests, 1) == [requests[index] for index in (1, 2, 3, 5)]
