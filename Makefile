@@ -1,5 +1,6 @@
 # make demo   install into .venv and generate text with the bundled model
 # make test   install into .venv and run lint, type check and tests
+# make test-gpu   the tests that need an NVIDIA GPU
 # Needs only Python 3.11 or newer, make and a C++ compiler (g++).
 
 PYTHON ?= python3
@@ -12,7 +13,7 @@ TORCH := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/n
 # Two processes, a core each. Tests of a GPU would get in each other's way, so with one they run one after the other.
 PARALLEL := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then :; else echo '-n 2 --dist loadfile'; fi)
 
-.PHONY: demo test lint typecheck unit clean
+.PHONY: demo test test-gpu lint typecheck unit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/compiled-engine demo
@@ -32,6 +33,9 @@ typecheck: $(VENV)/.installed
 
 unit: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python tests/gpu_tests.py
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

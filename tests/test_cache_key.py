@@ -269,6 +269,15 @@ def test_a_pass_that_is_not_run_does_not_count(base: EngineConfig) -> None:
     assert cache_factors(config, ENVIRONMENT)["passes"].keys() == {"merge_linears"}
 
 
+def test_what_divides_a_model_counts_where_it_is_divided(base: EngineConfig) -> None:
+    """The code of shares and sums, and of the checkpoint's slices."""
+    divided = replace(base, parallel=replace(base.parallel, tensor_parallel_size=2))
+    alone, files = cache_factors(base)["source"], cache_factors(divided)["source"]
+    for name in ("parallel/layout.py", "collectives/group.py", "models/checkpoint/loader.py"):
+        assert name in files
+        assert name not in alone
+
+
 def test_the_order_of_passes_counts(base: EngineConfig) -> None:
     turned = with_value(base, "compile.passes", base.compile.passes[::-1])
     assert cache_factors(turned, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -51,6 +52,16 @@ def test_default_sizes() -> None:
     assert default_token_sizes(700)[-4:] == (480, 512, 640, 700)
     assert default_token_sizes(9000)[-3:] == (7680, 8192, 9000)
     assert default_capture_sizes(300) == (*default_capture_sizes(256), 288, 300)
+
+
+def test_the_order_of_sizes_is_of_no_account() -> None:
+    graph = GraphConfig(GraphMode.FULL, (8, 1), (64, 2), short_decodes=((8, 512), (1, 512), (8, 128)))
+    found = Dispatcher(graph, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
+    ordered = replace(graph, decode_sizes=(1, 8), token_sizes=(2, 64), short_decodes=((1, 512), (8, 128), (8, 512)))
+    expected = Dispatcher(ordered, SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs"))
+    for batch in ((1, 1, 1, 100), (5, 5, 1, 100), (5, 5, 1, 300), (5, 5, 1, 600), (20, 5, None, 100), (2, 1, 2, 9)):
+        assert found.dispatch(*batch) == expected.dispatch(*batch) != ()
+    assert [key.max_seq_len for key in found.dispatch(5, 5, 1, 100)] == [128, 512, MAX_SEQ_LEN]
 
 
 @given(limit=st.integers(1, 1 << 20))

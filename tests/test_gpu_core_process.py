@@ -15,7 +15,7 @@ OPTIONS: dict[str, Any] = {
     "device": "cuda",
     "dtype": "float32",
     "progress": False,
-    "gpu_memory_utilization": 0.3,
+    "num_blocks": 4096,
     "max_num_seqs": 16,
 }
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\n"]

@@ -23,7 +23,7 @@ BF16_TOLERANCE = (0.35, 0.02)
 
 
 def engine(**options: Any) -> LLM:
-    return LLM(device="cuda", progress=False, gpu_memory_utilization=0.3, **options)
+    return LLM(device="cuda", **{"progress": False, "num_blocks": 4096} | options)
 
 
 def require_backend(backend: str) -> None:

@@ -195,6 +195,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@pytest.mark.gpu_alone
 def test_the_default_graphs_are_captured_and_take_the_memory_predicted(tmp_path: Path) -> None:
     """23 graphs of decodes, 16 for short contexts where there are such, and 59 of other batches, in a process of its
     own: the driver keeps what others gave back. The second process takes the prediction from the first. The seconds are

@@ -218,6 +218,7 @@ def wait_until_free(before: list[int]) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
 @pytest.mark.parametrize(
     ("num_gpus", "fault", "message"),
     # What all ranks of a step raise alike leaves the engine usable: one rank alone has no such fault.
@@ -236,15 +237,21 @@ def test_a_worker_that_fails_in_a_step_leaves_the_gpu_free(num_gpus: int, fault:
 
 
 @pytest.mark.gpu
+@pytest.mark.gpu_alone
+@pytest.mark.parametrize("function", ["compile_pieces", "capture_all"])
 @pytest.mark.parametrize("num_gpus", GPU_COUNTS)
-def test_a_worker_that_is_killed_while_it_captures_leaves_the_gpu_free(
-    num_gpus: int, monkeypatch: pytest.MonkeyPatch
+def test_a_worker_that_is_killed_while_it_compiles_or_captures_leaves_the_gpu_free(
+    num_gpus: int, function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(INSIDE, "capture_all")
+    """Compiled by Inductor, which takes long enough to be killed in it."""
+    monkeypatch.setenv(INSIDE, function)
     monkeypatch.setenv(DEED, "SIGKILL")
-    free = free_memory(num_gpus)
     options = ON_GPU | {"tensor_parallel_size": num_gpus}
-    with pytest.raises(WorkerError, match=rf"rank {num_gpus - 1} of {num_gpus} was killed by SIGKILL"):
+    if function == "compile_pieces":
+        monkeypatch.setenv("COMPILED_ENGINE_CACHE_DIR", str(tmp_path / "cache"))
+        options |= {"disable_passes": ["silu_mul"]}
+    free = free_memory(num_gpus)
+    with pytest.raises(WorkerError, match=rf"rank \d of {num_gpus} was killed by SIGKILL"):
         LLM(**options, logits_processors=[FAILS_INSIDE])
     wait_until_free(free)
     with LLM(**options) as again:

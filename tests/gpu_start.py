@@ -1,0 +1,36 @@
+"""A start in a process of its own, as a user's script has it: python gpu_start.py FOLDER OPTIONS PROMPTS, all but the
+folder as JSON. Prints what came out, with the counts of the start, as a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from compiled_engine import LLM, SamplingParams
+
+OUTPUT_LEN = 12
+COUNTS = ("traces", "compiles", "captures", "graph_replays", "cache")
+
+
+def main(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> None:
+    given = [{"prompt_token_ids": prompt} for prompt in prompts]
+    params = SamplingParams(
+        temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
+    )
+    with LLM(folder, progress=False, skip_tokenizer_init=True, **options) as llm:
+        outputs = llm.generate(given, params, use_tqdm=False)
+        metrics = llm.metrics()
+    found = []
+    for output in outputs:
+        completion = output.outputs[0]
+        assert output.prompt_logprobs is not None
+        assert completion.logprobs is not None
+        entries = [*output.prompt_logprobs[1:], *completion.logprobs]
+        logprobs = [next(iter(entry.values())).logprob for entry in entries if entry is not None]
+        found.append({"token_ids": list(completion.token_ids), "logprobs": logprobs})
+    print(json.dumps({"outputs": found} | {name: metrics[name] for name in COUNTS}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
