@@ -88,8 +88,6 @@ def _obstacle(group: list[_Linear]) -> str | None:
         return "only some have a bias"
     if any(len(arg(linear.node, -1).users) > 1 for linear in group):
         return "a transposed weight is used elsewhere too"
-    if len({parameter.meta["val"].dtype for parameter in parameters}) > 1:
-        return "their dtypes differ"
     if len({source_of(linear.weight).name.count(".") for linear in group}) > 1:
         return "their names differ in depth"
     return None

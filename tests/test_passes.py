@@ -6,6 +6,7 @@ rope_kv_write has tests of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -289,6 +290,49 @@ def test_biases_of_only_some_linears_keep_them_apart() -> None:
     parameters = random_tensors(a=(4, 8), b=(4, 8), bias=(4,))
     result = rewrite(MergeLinears(), graph_of(some, random_tensors(x=(5, 8)), parameters))
     assert (result.matches, result.near_misses) == (0, ("a, b: only some have a bias",))
+
+
+def test_a_transposed_weight_that_is_used_elsewhere_keeps_linears_apart() -> None:
+    def shared(x: torch.Tensor, y: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        transposed = b.t()
+        return x @ a.t(), x @ transposed, y @ transposed
+
+    inputs, parameters = random_tensors(x=(5, 8), y=(3, 8)), random_tensors(a=(4, 8), b=(4, 8))
+    module = graph_of(shared, inputs, parameters)
+    result = rewrite(MergeLinears(), module)
+    assert (result.matches, result.near_misses) == (0, ("a, b: a transposed weight is used elsewhere too",))
+    for got, expected in zip(run(module, inputs | parameters), shared(**inputs, **parameters), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_derived_weight_keeps_linears_apart() -> None:
+    """It is computed when the others are read, so it cannot be packed with them."""
+    module = graph_of(
+        lambda x, a, b: (x @ a.t(), x @ b.t()), random_tensors(x=(5, 8)), random_tensors(a=(4, 8), b=(4, 8))
+    )
+    (derived,) = [node for node in module.graph.find_nodes(op="placeholder") if node.meta["source"].name == "b"]
+    derived.meta["source"] = replace(derived.meta["source"], derivation=("scaled",))
+    result = rewrite(MergeLinears(), module)
+    assert (result.matches, result.near_misses) == (0, ("a, b: a parameter is derived from another",))
+
+
+def test_scaled_products_and_sums_with_values_are_not_merged() -> None:
+    def scaled(x: torch.Tensor, **parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b, c, d = parameters.values()
+        return torch.addmm(c, x, a.t(), beta=2), torch.addmm(d, x, b.t(), alpha=3)
+
+    def of_values(
+        x: torch.Tensor, y: torch.Tensor, z: torch.Tensor, **parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        a, b = parameters.values()
+        return torch.addmm(y, x, a.t()), torch.addmm(z, x, b.t())
+
+    weights = random_tensors(a=(4, 8), b=(4, 8))
+    of_scaled = graph_of(scaled, random_tensors(x=(5, 8)), weights | random_tensors(c=(4,), d=(4,)))
+    of_sums = graph_of(of_values, random_tensors(x=(5, 8), y=(5, 4), z=(5, 4)), weights)
+    for module in (of_scaled, of_sums):
+        assert rewrite(MergeLinears(), module).matches == 0
+        assert packed_sources(module) == []
 
 
 NO_OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -20,7 +20,7 @@ from compiled_engine.core_process import replicas
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.replica import Replica
-from compiled_engine.core_process.replicas import AHEAD, Replicas
+from compiled_engine.core_process.replicas import AHEAD, MOST_LOST, Replicas
 from compiled_engine.core_process.wire import (
     Abort,
     Add,
@@ -333,6 +333,28 @@ def test_prompt_logprobs_go_on_where_they_ended() -> None:
         second.step(1)
         take()
     assert places == list(range(1, 8))
+    engine.close()
+
+
+def test_what_was_under_way_in_too_many_deaths_goes_on_nowhere() -> None:
+    """It may be their cause. What only waited goes on."""
+    cores = [FakeCore() for _ in range(MOST_LOST + 1)]
+    engine = make(cores)
+    engine.add(EngineRequest("suspect", (1, 2, 3), SamplingParams(max_tokens=5, seed=1)))
+    for deaths in range(MOST_LOST):
+        for core in cores:
+            core.listen()
+        (having,) = [core for core in cores if "suspect" in core.requests]
+        cores.remove(having)
+        having.connection.close()
+        outputs = engine.step().others
+        assert [output.finish_reason for output in outputs] == (["error"] if deaths == MOST_LOST - 1 else [])
+    assert "has ended" in str(outputs[0].stop_reason)
+    cores[0].listen()
+    assert not cores[0].requests
+    engine.add(EngineRequest("next", (1, 2, 3), SamplingParams(max_tokens=1, seed=1)))
+    cores[0].step(1)
+    assert [output.finish_reason for output in engine.step().others] == ["length"]
     engine.close()
 
 
