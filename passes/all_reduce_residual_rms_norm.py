@@ -25,7 +25,7 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
+from compiled_engine.passes.matching import arg, emit_named, is_call, named, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.tensor_parallel import all_reduce
@@ -161,19 +161,21 @@ class AllReduceResidualRMSNorm(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
-    x, residual, weight, eps = (arg(norm, index) for index in range(4))
+    arguments = named(norm)
+    x, residual = arguments["x_TD"], arguments["residual_TD"]
     if not is_call(x, all_reduce):
         x, residual = residual, x
     if not is_call(x, all_reduce):
         return None
     if only_user(x) is not norm:
         return "something else reads the sum"
-    if norm.args[6:] and arg(norm, 6) is not None:
+    if arguments["inner_weight_D"] is not None:
         return None  # a norm of the sum comes first
-    if any(norm.args[4:6]):
+    if arguments["offset"] or arguments["wide"]:
         return "the norm has an offset"
     with graph.inserting_before(norm):
-        fused = emit(graph, all_reduce_residual_rms_norm, arg(x, 0), residual, weight, eps)
+        arguments |= {"x_TD": arg(x, 0), "residual_TD": residual}
+        fused = emit_named(graph, all_reduce_residual_rms_norm, arguments)
     items: list[Any] = list(norm.users)
     norm.replace_all_uses_with(fused)
     return [Replacement(item.name, item) for item in items]

@@ -25,7 +25,7 @@ from compiled_engine.passes import (
     silu_mul,
     small_batch_linear_op,
 )
-from compiled_engine.passes.matching import fake_mode_of, is_call
+from compiled_engine.passes.matching import fake_mode_of, is_call, named
 
 REFERENCES = {
     torch.ops.compiled_engine.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm.reference,
@@ -61,24 +61,31 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))
     for fused in graph.find_nodes(op="call_function", target=rope_attend.FUSED):
-        q, k, v, *norm_and_angles, cache, out = fused.args[:10]
-        norm, others = fused.args[10 : rope_attend.LEADING], fused.args[rope_attend.LEADING :]
+        arguments = named(fused)
         with graph.inserting_before(fused):
-            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles, *norm))
-            rotated_q, rotated_k = (graph.call_function(operator.getitem, (rotated, i)) for i in range(2))
-            graph.call_function(rope_kv_write.ATTENTION, (rotated_q, rotated_k, v, cache, out, *others))
+            rotated_q, rotated_k = _rotated(graph, arguments)
+            _attention(graph, arguments | {"q_THd": rotated_q, "k_TKd": rotated_k})
         graph.erase_node(fused)
     found = (rope_kv_write.FUSED, rope_kv_write.FUSED_FORM)
     for fused in (node for op in found for node in graph.find_nodes(op="call_function", target=op)):
         attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))
-        q, k, v, *norm_and_angles = fused.args[:8]
-        norm = fused.args[10:]
         with graph.inserting_before(fused):
-            rotated = graph.call_function(rope_kv_write.reference, (q, k, *norm_and_angles, *norm))
-            rotated_q, rotated_k = (graph.call_function(operator.getitem, (rotated, i)) for i in range(2))
+            rotated_q, rotated_k = _rotated(graph, named(fused))
         with graph.inserting_before(attend):
-            graph.call_function(rope_kv_write.ATTENTION, (rotated_q, rotated_k, v, *attend.args[1:]))
+            _attention(graph, named(fused) | named(attend) | {"q_THd": rotated_q, "k_TKd": rotated_k})
         graph.erase_node(attend)
         fused.replace_all_uses_with(rotated_q)
         graph.erase_node(fused)
     return fx.GraphModule({}, graph)
+
+
+def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
+    """q and k as the fused op with these arguments rotates them."""
+    taken = {name: arguments[name] for name in rope_kv_write.OF_ROTATION if name in arguments}
+    both = graph.call_function(rope_kv_write.reference, (), taken)
+    return [graph.call_function(operator.getitem, (both, index)) for index in range(2)]
+
+
+def _attention(graph: fx.Graph, arguments: dict[str, Any]) -> None:
+    declared: Any = rope_kv_write.ATTENTION
+    graph.call_function(declared, tuple(arguments[each.name] for each in declared._schema.arguments))

@@ -24,6 +24,7 @@ from compiled_engine.passes.matching import (
     arg,
     aten,
     emit,
+    emit_named,
     factors,
     is_call,
     only_user,
@@ -82,9 +83,14 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
             emit(graph, aten.transpose.int, product.parameter, 1, 2) if product.transposed else product.parameter
             for product in (gate_up, down)
         ]
-        operands = x, routing.logits, *matrices, gate_up.bias, down.bias
-        how = routing.top_k, routing.renormalise, gate.activation, gate.alpha, gate.limit, gate.interleaved
-        fused = emit(graph, experts, *operands, *how, None, 0.0, 0.0, False, None, routing.chosen)
+        arguments = {
+            **{"x_TD": x, "logits_TE": routing.logits, "gate_up_END": matrices[0], "down_EDI": matrices[1]},
+            **{"gate_up_bias_EN": gate_up.bias, "down_bias_ED": down.bias},
+            **{"top_k": routing.top_k, "renormalise": routing.renormalise, "chosen_TX": routing.chosen},
+            **{"activation": gate.activation, "alpha": gate.alpha, "limit": gate.limit},
+            "interleaved": gate.interleaved,
+        }
+        fused = emit_named(graph, experts, arguments)
     total.replace_all_uses_with(fused)
     return [Replacement(total.name, fused)]
 

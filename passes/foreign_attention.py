@@ -13,7 +13,7 @@ from torch import fx
 
 from compiled_engine.attention.value_op import ATTENTION, ATTENTION_VALUE
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
-from compiled_engine.passes.matching import arg, aten, emit, fake_mode_of
+from compiled_engine.passes.matching import arg, aten, emit_named, fake_mode_of, named
 from compiled_engine.passes.structure import Structure
 
 
@@ -28,7 +28,7 @@ class ForeignAttention(GraphPass):
         for node in matches:
             with graph.inserting_before(node):
                 out = _buffer_like(graph, arg(node, 0))
-                emit(graph, ATTENTION, *node.args[:4], out, *node.args[4:])
+                emit_named(graph, ATTENTION, named(node) | {"out_THd": out})
             node.replace_all_uses_with(out)
             graph.erase_node(node)
         return PassResult(len(matches))

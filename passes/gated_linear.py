@@ -14,7 +14,7 @@ from compiled_engine.passes import hopper_linear, hopper_product
 from compiled_engine.passes.gated_linear_op import gated_linear
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, rewrite_calls
+from compiled_engine.passes.matching import arg, aten, emit_named, is_call, named, only_user, rewrite_calls
 from compiled_engine.passes.structure import Structure
 
 
@@ -46,6 +46,7 @@ def _rewrite(graph: fx.Graph, activation: fx.Node) -> list[Replacement] | str:
     if only_user(product) is not activation:
         return "the linear's result has other users"
     with graph.inserting_before(activation):
-        fused = emit(graph, gated_linear, arg(product, -2), arg(transposed, 0), bias, *activation.args[1:])
+        arguments = {"x_TK": arg(product, -2), "weight_NK": arg(transposed, 0), "bias_N": bias}
+        fused = emit_named(graph, gated_linear, named(activation) | arguments)
     activation.replace_all_uses_with(fused)
     return [Replacement(activation.name, fused)]

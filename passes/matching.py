@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,27 @@ def rewrite_calls(
 def arg(node: fx.Node, index: int) -> Any:
     """A call's argument; FX declares it as a union too wide to work with."""
     return node.args[index]
+
+
+def named(call: fx.Node) -> dict[str, Any]:
+    """A call's arguments by the names in its op's schema, with defaults where the call leaves them out."""
+    op: Any = call.target
+    names = [argument.name for argument in op._schema.arguments]
+    return _defaults(op) | dict(zip(names, call.args, strict=False)) | call.kwargs
+
+
+def change(call: fx.Node, **arguments: Any) -> None:
+    """Give a call other arguments, by the names in its op's schema."""
+    call.args, call.kwargs = _in_order(call.target, named(call) | arguments), {}
+
+
+def _defaults(op: Any) -> dict[str, Any]:
+    return {each.name: each.default_value for each in op._schema.arguments if each.has_default_value()}
+
+
+def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Positional arguments of a call. Raises KeyError for one that is missing."""
+    return tuple(arguments[each.name] for each in op._schema.arguments)
 
 
 def fake_mode_of(value: Any) -> FakeTensorMode:
@@ -93,6 +114,12 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
     with fake_mode_of(values):
         node.meta["val"] = target(*values)
     return node
+
+
+def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
+    """`emit` with arguments by the names in the op's schema, defaults for those that are not there. Names that the op
+    does not have are left out, so that one op may be given what others had."""
+    return emit(graph, op, *_in_order(op, _defaults(op) | dict(arguments)))
 
 
 def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:

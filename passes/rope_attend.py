@@ -18,7 +18,7 @@ from compiled_engine.attention.op import SCORING_AND_INPUTS, attend
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, emit, is_call, only_user, rewrite_calls
+from compiled_engine.passes.matching import emit_named, is_call, named, only_user, rewrite_calls
 from compiled_engine.passes.rope_match import RopeForm
 from compiled_engine.passes.structure import Structure
 
@@ -52,7 +52,7 @@ rope_attend_op = torch.library.custom_op(
     rope_attend,
     mutates_args=("kv_cache_N2PKd", "out_THd"),
     schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor? q_norm_weight_d, Tensor? k_norm_weight_d, float eps, "
-    "Tensor cos_T1d, Tensor sin_T1d, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, float norm_offset, bool norm_wide, "
+    "Tensor cos_T1r, Tensor sin_T1r, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, float norm_offset, bool norm_wide, "
     f"int rotary_dim, bool interleaved, bool rope_wide, bool norm_last, {SCORING_AND_INPUTS}) -> ()",
 )
 rope_attend_op.register_fake(lambda *arguments: None)
@@ -72,18 +72,19 @@ class RopeAttend(GraphPass):
 
 
 def _rewrite(graph: fx.Graph, attend_call: fx.Node) -> list[Replacement] | str | None:
-    rotated, cache, out, *others = (arg(attend_call, i) for i in range(len(attend_call.args)))
+    attended = named(attend_call)
+    rotated = attended["q_THd"]
     if not is_call(rotated, rope_kv_write.FUSED, rope_kv_write.FUSED_FORM):
         return None
-    before, (written, slots, *norm), form = rotated.args[:8], rotated.args[8:12], rotated.args[12:] or RopeForm()
+    written = named(rotated)
     if only_user(rotated) is not attend_call:
         return "the rotated q is used elsewhere too"
-    if written is not cache:
+    if written["kv_cache_N2PKd"] is not attended["kv_cache_N2PKd"]:
         return "the cache that is written is not the one that is read"
-    if slots is not inputs_of(attend_call.args).slot_mapping_T:
+    if written["slot_mapping_T"] is not attended["slot_mapping_T"]:
         return "the slots that are written are not those of the batch"
     with graph.inserting_before(attend_call):
-        fused = emit(graph, FUSED, *before, cache, out, *norm, *form, *others)
+        fused = emit_named(graph, FUSED, RopeForm()._asdict() | attended | written)
     graph.erase_node(attend_call)
     graph.erase_node(rotated)
     return [Replacement(attend_call.name, fused)]

@@ -7,16 +7,16 @@ and each launch costs more than the work. Of attention what remains is `attend`,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx
 
-from compiled_engine.attention.inputs import inputs_of
 from compiled_engine.attention.op import write_kv
 from compiled_engine.passes import rms_norm, rope_kv_write_kernel
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import always_equal, arg, aten, emit, is_call, rewrite_calls
+from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_named, is_call, named, rewrite_calls
 from compiled_engine.passes.rope_match import RopeForm, Rotated, match_rotation
 from compiled_engine.passes.structure import Structure
 
@@ -31,13 +31,15 @@ def reference(
     sin_T1r: torch.Tensor,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
-    *form: Any,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    rope_wide: bool = False,
+    norm_last: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k normed (where there is a weight) and rotated, rounded to their dtype after each op as the models do.
 
-    cos, sin: of each rotated element, or of each pair. form: fields of RopeForm.
+    cos, sin: of each rotated element, or of each pair. rotary_dim and what follows: see RopeForm.
     """
-    rotary_dim, interleaved, wide, norm_last = RopeForm(*form)
     rotary_dim = rotary_dim or q_THd.shape[-1]
     if cos_T1r.shape[-1] != rotary_dim:
         cos_T1r, sin_T1r = (_doubled(angles, interleaved) for angles in (cos_T1r, sin_T1r))
@@ -45,7 +47,7 @@ def reference(
     def rotated(x_THd: torch.Tensor, weight_d: torch.Tensor | None) -> torch.Tensor:
         if weight_d is not None and not norm_last:
             x_THd = rms_norm.reference(x_THd, weight_d, eps, norm_offset, norm_wide)
-        x_THr = x_THd[..., :rotary_dim].float() if wide else x_THd[..., :rotary_dim]
+        x_THr = x_THd[..., :rotary_dim].float() if rope_wide else x_THd[..., :rotary_dim]
         if interleaved:
             turned_THr = torch.stack((-x_THr[..., 1::2], x_THr[..., ::2]), dim=-1).flatten(-2)
         else:
@@ -60,6 +62,10 @@ def reference(
     return rotated(q_THd, q_norm_weight_d), rotated(k_TKd, k_norm_weight_d)
 
 
+# What a rotation reads, by its names in all of these ops.
+OF_ROTATION = tuple(signature(reference).parameters)
+
+
 def _doubled(angles_T1p: torch.Tensor, interleaved: bool) -> torch.Tensor:
     """Of each pair to of each element."""
     return angles_T1p.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles_T1p, angles_T1p), dim=-1)
@@ -72,8 +78,8 @@ def rope_kv_write(
     q_norm_weight_d: torch.Tensor | None,
     k_norm_weight_d: torch.Tensor | None,
     eps: float,
-    cos_T1d: torch.Tensor,
-    sin_T1d: torch.Tensor,
+    cos_T1r: torch.Tensor,
+    sin_T1r: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
     norm_offset: float = 0.0,
@@ -86,7 +92,7 @@ def rope_kv_write(
     without torch's dispatcher.
     """
     return rope_form_kv_write(
-        *(q_THd, k_TKd, v_TKd, q_norm_weight_d, k_norm_weight_d, eps, cos_T1d, sin_T1d, kv_cache_N2PKd, slot_mapping_T),
+        *(q_THd, k_TKd, v_TKd, q_norm_weight_d, k_norm_weight_d, eps, cos_T1r, sin_T1r, kv_cache_N2PKd, slot_mapping_T),
         *(norm_offset, norm_wide, *RopeForm()),
     )
 
@@ -172,7 +178,9 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd)}
-    if len(dtypes) > 1 or not {cos_T1d.dtype, sin_T1d.dtype} <= dtypes | ({torch.float32} if q.form.wide else set()):
+    if len(dtypes) > 1 or not {cos_T1d.dtype, sin_T1d.dtype} <= dtypes | (
+        {torch.float32} if q.form.rope_wide else set()
+    ):
         return f"the dtypes of q, k, v, cos, sin and cache differ: {', '.join(str(value.dtype) for value in values)}"
     if any(value.dim() != 3 or not always_equal(value.stride(-1), 1) for value in values[:5]):
         return "q, k, v, cos or sin is not [tokens, heads, head size] with the elements of a head in a row"
@@ -198,20 +206,23 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
     if isinstance(found, str):
         return found
     q, k = found
-    rotated_q, _, v, cache, out = (arg(attention, i) for i in range(5))
-    if rotated_q in out.all_input_nodes:
+    arguments = named(attention)
+    out = arguments["out_THd"]
+    if arguments["q_THd"] in out.all_input_nodes:
         # The buffer must not come after the op: a piece with nothing else would stand between it and attend.
         out.args = (q.x, *out.args[1:])
         out.kwargs = {**out.kwargs, "memory_format": torch.contiguous_format}
     with graph.inserting_before(attention):
         # A rotation is linear: what it is multiplied with afterwards may come before.
-        eps, *norm = q.how
-        norm_and_angles = q.norm_weight, k.norm_weight, eps, q.cos, q.sin
-        slots = inputs_of(attention.args).slot_mapping_T
-        is_plain = q.form == RopeForm() and q.cos.meta["val"].shape[-1] == q.x.meta["val"].shape[-1]
-        op, form = (FUSED, ()) if is_plain else (FUSED_FORM, q.form)
         scaled = [r.x if r.scale is None else emit(graph, aten.mul.Tensor, r.x, r.scale) for r in (q, k)]
-        fused = emit(graph, op, *scaled, v, *norm_and_angles, cache, slots, *norm, *form)
-        attend = emit(graph, ATTEND, fused, *attention.args[3:])
+        eps, norm_offset, norm_wide = q.how
+        arguments |= {
+            **{"q_THd": scaled[0], "k_TKd": scaled[1], "cos_T1r": q.cos, "sin_T1r": q.sin},
+            **{"q_norm_weight_d": q.norm_weight, "k_norm_weight_d": k.norm_weight, "eps": eps},
+            **{"norm_offset": norm_offset, "norm_wide": norm_wide, **q.form._asdict()},
+        }
+        is_plain = q.form == RopeForm() and q.cos.meta["val"].shape[-1] == q.x.meta["val"].shape[-1]
+        fused = emit_named(graph, FUSED if is_plain else FUSED_FORM, arguments)
+        attend = emit_named(graph, ATTEND, arguments | {"q_THd": fused})
     graph.erase_node(attention)
     return [Replacement(attention.name, attend)]

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, emit, is_call, only_user
+from compiled_engine.passes.matching import arg, emit_named, is_call, named, only_user
 from compiled_engine.passes.sequence_parallel_op import LEAST_TOKENS, sequence_parallel_norm
 from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.tensor_parallel import all_reduce
@@ -50,7 +50,8 @@ class SequenceParallel(GraphPass):
         replacements: list[Replacement] = []
         for norm, (x, residual) in found.items():
             with graph.inserting_before(norm):
-                divided = emit(graph, sequence_parallel_norm, x, residual, *norm.args[2:])
+                arguments = named(norm) | {"x_TD": x, "residual_TD": residual}
+                divided = emit_named(graph, sequence_parallel_norm, arguments)
             items: list[Any] = list(norm.users)
             norm.replace_all_uses_with(divided)
             replacements += [Replacement(item.name, item) for item in items]
@@ -65,7 +66,7 @@ def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if not is_call(norm, _NORM):
         return None
     x, residual = arg(norm, 0), arg(norm, 1)
-    if not is_call(x, all_reduce) and (norm.args[6:] and arg(norm, 6) is not None):
+    if not is_call(x, all_reduce) and named(norm)["inner_weight_D"] is not None:
         return None  # x is what is normed first
     if not is_call(x, all_reduce):
         x, residual = residual, x

@@ -17,7 +17,7 @@ from torch import fx
 from compiled_engine.passes.experts_op import experts
 from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
+from compiled_engine.passes.matching import arg, aten, change, emit, emit_named, is_call, named, only_user
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
 from compiled_engine.passes.structure import Structure
 
@@ -88,7 +88,7 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Linear]) -> None:
     for node, linear in linears.items():
         user = only_user(node)
         if user is not None and is_call(user, torch.ops.compiled_engine.silu_mul.default):
-            linears[node] = replace(linear, result=user, silu_mul=True, activation=arg(user, 1))
+            linears[node] = replace(linear, result=user, silu_mul=True, activation=named(user)["activation"])
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.Node, fx.Node]:
@@ -100,26 +100,27 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
         if all(_takes(linears, user, norm) for user in norm.users):
             for user in list(norm.users):
-                _take_in_norm(linears, changed_experts, user, norm.args)
+                _take_in_norm(linears, changed_experts, user, named(norm))
     new = {}
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.residual_rms_norm.default):
         normed, total = _item(norm, 0), _item(norm, 1)
         if normed is None or not all(_takes(linears, user, normed) for user in normed.users):
             continue
-        x, residual, *how, inner_weight = norm.args
-        if inner_weight is not None:  # the linear before cannot add what it is not the norm of
+        arguments = named(norm)
+        x, residual = arguments["x_TD"], arguments["residual_TD"]
+        if arguments["inner_weight_D"] is not None:  # the linear before cannot add what it is not the norm of
             continue
         if total is None:
             with graph.inserting_after(norm):
                 total = graph.call_function(operator.getitem, (norm, 1))
             total.meta["val"] = norm.meta["val"][1]
         for user in list(normed.users):
-            _take_in_norm(linears, changed_experts, user, (total, *how))
+            _take_in_norm(linears, changed_experts, user, arguments | {"x_TD": total})
         before = linears.get(x)
         if before is not None and only_user(x) is norm and not before.silu_mul:
             linears[x] = replace(before, result=total, residual=residual)
         elif is_call(x, experts) and only_user(x) is norm:
-            x.args = (*x.args[:16], residual, *x.args[17:])
+            change(x, residual_TD=residual)
             changed_experts[x] = total
         else:
             with graph.inserting_before(norm):
@@ -140,15 +141,15 @@ def _takes(linears: dict[fx.Node, _Linear], user: fx.Node, value: fx.Node) -> bo
 
 
 def _take_in_norm(
-    linears: dict[fx.Node, _Linear], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: tuple[Any, ...]
+    linears: dict[fx.Node, _Linear], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
 ) -> None:
     """Let the user compute what a call of rms_norm with these arguments gives."""
-    x, weight, eps, offset, wide = norm
+    x, weight = norm["x_TD"], norm["weight_D"]
+    how = {"eps": norm["eps"], "norm_offset": norm["offset"], "norm_wide": norm["wide"]}
     if user in linears:
-        linear = linears[user]
-        linears[user] = replace(linear, x=x, norm_weight=weight, eps=eps, norm_offset=offset, norm_wide=wide)
+        linears[user] = replace(linears[user], x=x, norm_weight=weight, **how)
     else:
-        user.args = (x, *user.args[1:12], *norm[1:], *user.args[16:])
+        change(user, x_TD=x, norm_weight_D=weight, **how)
         changed_experts.setdefault(user, user)
 
 
@@ -158,19 +159,19 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 
 def _rewrite(graph: fx.Graph, linear: _Linear, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """Put the op in the place of the linear's result; `new` has what stands for values that were replaced before."""
-    arguments: tuple[Any, ...] = (
-        new.get(linear.x, linear.x),
-        linear.weight,
-        linear.bias,
-        linear.norm_weight,
-        linear.eps,
-        None if linear.residual is None else new.get(linear.residual, linear.residual),
-        linear.silu_mul,
-        linear.activation,
-        linear.norm_offset,
-        linear.norm_wide,
-    )
+    arguments = {
+        "x_TK": new.get(linear.x, linear.x),
+        "weight_NK": linear.weight,
+        "bias_N": linear.bias,
+        "norm_weight_K": linear.norm_weight,
+        "eps": linear.eps,
+        "residual_TM": None if linear.residual is None else new.get(linear.residual, linear.residual),
+        "silu_mul": linear.silu_mul,
+        "activation": linear.activation,
+        "norm_offset": linear.norm_offset,
+        "norm_wide": linear.norm_wide,
+    }
     with graph.inserting_before(linear.result):
-        fused = emit(graph, small_batch_linear, *arguments)
+        fused = emit_named(graph, small_batch_linear, arguments)
     linear.result.replace_all_uses_with(fused)
     return fused

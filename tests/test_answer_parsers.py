@@ -152,6 +152,37 @@ def test_what_is_a_call(name: str, text: str, expected: list[tuple[str, object]]
         assert content(pieces) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_ca', "</tool_ca"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n', ""),
+        ("llama3_json", '{"name": "add", "parameters": {}} ; \n', ""),
+        ("llama3_json", '{"name": "add", "parameters": {}}; {"x": 1}; {"name": "add", "parameters": {}}',
+         '; {"x": 1}; {"name": "add", "parameters": {}}'),
+        ("llama3_json", '{"name": "add", "parameters": {}} and so on', " and so on"),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": {}}] then', "then"),
+    ],
+)  # fmt: skip
+def test_what_is_said_behind_a_call(name: str, text: str, said: str) -> None:
+    """Its markup is none of it; what follows no call is."""
+    for pieces in (parse(tools(name), text), parse(tools(name), *text)):
+        assert calls(pieces) == [("add", {})]
+        assert content(pieces) == said
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>no</tool_call><tool_call>{"name": "add", "arguments": {}}</tool_call>'),
+        ("mistral", '[TOOL_CALLS][no] [TOOL_CALLS][{"name": "add", "arguments": {}}]'),
+    ],
+)
+def test_what_is_no_call_takes_no_index(name: str, text: str) -> None:
+    starts = [piece for piece in parse(tools(name), text) if isinstance(piece, CallStart)]
+    assert [(piece.index, piece.name) for piece in starts] == [(0, "add")]
+
+
 def test_a_call_that_fails_after_its_beginning_keeps_its_index() -> None:
     """The arguments of the next one do not go to it."""
     text = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, x}][TOOL_CALLS][{"name": "add", "arguments": {"b": 2}}]'

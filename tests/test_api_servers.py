@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -18,6 +20,7 @@ from test_server_faults import figures, wait_until
 from compiled_engine.server import api_servers
 from compiled_engine.server.api_servers import ApiServers, Order
 from compiled_engine.server.options import Limits, ServerOptions
+from compiled_engine.server.place import Place
 from compiled_engine.server.shared_figures import SharedFigures
 
 COUNT = 3
@@ -153,6 +156,57 @@ def test_one_that_cannot_start_is_not_replaced(monkeypatch: pytest.MonkeyPatch) 
             assert "before it could serve" in asyncio.run(others.keep(lambda number: None))
         finally:
             others.kill()
+
+
+class FakeProcess:
+    def __init__(self, status: int | None = None) -> None:
+        self.status, self.stdin = status, io.BytesIO()
+
+    def poll(self) -> int | None:
+        return self.status
+
+
+def test_connections_of_a_process_that_died_are_not_those_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the others would have fewer than it for good, and take all new ones."""
+    started: list[FakeProcess] = []
+    monkeypatch.setattr(
+        api_servers, "start_process", lambda *arguments, **more: started.append(FakeProcess()) or started[-1]
+    )
+    monkeypatch.setattr(api_servers, "_LOOK_S", 0.01)
+    with socket.socket() as bound:
+        servers = ApiServers(ServerOptions(api_server_count=2), bound)
+
+        def place_of_the_other() -> Place:
+            return Place(SharedFigures(2, 1, os.dup(servers.figures.descriptor)))
+
+        dying = place_of_the_other()
+        dying.serve()
+        dying.count(5)
+        servers.place.serve()
+        servers.place.count(1)
+        started[0].status = -signal.SIGKILL
+        forgotten: list[int] = []
+        with pytest.raises(TimeoutError):
+            asyncio.run(asyncio.wait_for(servers.keep(forgotten.append), 0.2))
+        assert (forgotten, len(started), servers.place.serves(1)) == ([1], 2, False)
+        place_of_the_other().serve()
+        assert servers.place.has_most()
+
+
+def test_who_does_not_serve_yet_has_no_share_of_the_connections() -> None:
+    figures = SharedFigures(2)
+    own = Place(figures)
+    other = Place(SharedFigures(2, 1, os.dup(figures.descriptor)))
+    own.serve()
+    own.count(3)
+    assert not own.has_most()
+    other.serve()
+    assert own.has_most()
+    other.count(3)
+    assert not own.has_most()
+    assert not other.has_most()
+    own.forget(1)
+    assert not own.has_most()
 
 
 def test_each_process_counts_in_its_own_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -355,6 +356,110 @@ def test_what_was_under_way_in_too_many_deaths_goes_on_nowhere() -> None:
     engine.add(EngineRequest("next", (1, 2, 3), SamplingParams(max_tokens=1, seed=1)))
     cores[0].step(1)
     assert [output.finish_reason for output in engine.step().others] == ["length"]
+    engine.close()
+
+
+def filled(cores: list[FakeCore], engine: Replicas, policy_priorities: bool = False) -> list[str]:
+    """As many requests as the replicas take, then four that wait; the names of all."""
+    names = [f"r{number}" for number in range(len(cores) * AHEAD * MOST + 4)]
+    for number, name in enumerate(names):
+        params = SamplingParams(max_tokens=3, seed=1)
+        engine.add(EngineRequest(name, (1, 2, 3), params, priority=-number if policy_priorities else 0))
+    for core in cores:
+        core.listen()
+    return names
+
+
+def test_who_waits_is_sent_when_another_is_aborted() -> None:
+    """In the order of arrival: priorities do not count under first come, first served."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    names = filled(cores, engine, policy_priorities=True)
+    waiting = names[-4:]
+    for aborted, next_one in zip(names, waiting, strict=False):
+        assert not any(next_one in core.requests for core in cores)
+        engine.abort(aborted)
+        for core in cores:
+            core.listen()
+        assert not any(aborted in core.requests for core in cores)
+        assert any(next_one in core.requests for core in cores)
+    engine.close()
+
+
+def test_who_waits_after_a_death_may_be_aborted() -> None:
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    names = filled(cores, engine)
+    lost = list(cores[1].requests)
+    cores[1].connection.close()
+    engine.step()
+    for name in lost:
+        engine.abort(name)
+    ended: list[str] = []
+    while engine.has_unfinished():
+        cores[0].step(AHEAD * MOST)
+        ended += [output.request_id for output in engine.step().others if output.finish_reason is not None]
+    assert sorted(ended) == sorted(set(names) - set(lost))
+    engine.close()
+
+
+def test_nothing_is_told_of_requests_that_were_aborted() -> None:
+    """Whatever their replica has said meanwhile, in columns or with more."""
+    cores = [FakeCore()]
+    engine = make(cores)
+    for name, most in (("gone", 9), ("goes on", 9), ("gone too", 2)):
+        engine.add(EngineRequest(name, (1, 2, 3), SamplingParams(max_tokens=most, seed=1)))
+    cores[0].step(3)
+    engine.step()
+    cores[0].step(3)
+    engine.abort("gone")
+    engine.abort("gone too")
+    outputs = engine.step()
+    assert (outputs.request_ids, [output.request_id for output in outputs.others]) == (["goes on"], [])
+    engine.close()
+
+
+def test_a_reset_cache_attracts_no_prompts() -> None:
+    """Before, a prompt goes where its beginning was computed, else to who was chosen longest ago."""
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    prompt, number = tuple(range(32)), itertools.count()
+
+    def sent_to() -> int:
+        engine.add(EngineRequest(f"r{next(number)}", prompt, SamplingParams(max_tokens=1, seed=1)))
+        for core in cores:
+            core.listen()
+        (place,) = [index for index, core in enumerate(cores) if core.requests]
+        cores[place].step(1)
+        while engine.has_unfinished():
+            engine.step()
+        return place
+
+    first = sent_to()
+    assert sent_to() == first
+    answering = [threading.Thread(target=answer_one, args=(core,), daemon=True) for core in cores]
+    for thread in answering:
+        thread.start()
+    engine.reset_prefix_cache()
+    assert sent_to() == 1 - first
+    engine.close()
+
+
+def answer_one(core: FakeCore) -> None:
+    assert core.connection.wait_readable(20)
+    core.listen()
+
+
+def test_answers_that_failed_say_nothing_about_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = [FakeCore()]
+    engine = make(cores)
+    told: list[bool] = []
+    monkeypatch.setattr(engine._router, "end", lambda *arguments, finished: told.append(finished))
+    for name, reason in (("a", "error"), ("b", "stop"), ("c", "length")):
+        engine.add(EngineRequest(name, (1, 2, 3), SamplingParams(max_tokens=9, seed=1)))
+        cores[0].say(Stepped(StepOutputs(others=[EngineOutput(name, (), finish_reason=reason)])))
+        engine.step()
+    assert told == [False, True, True]
     engine.close()
 
 

@@ -63,7 +63,7 @@ def end_output(request: Request, token_id: int, result: RunnerOutput) -> EngineO
     why = request.failure or WHY_NO_TOKEN.get(token_id)
     if why is None:
         return None
-    complete = request.failure is None and token_id == NOTHING_ALLOWED and is_complete(request.constraint)
+    complete = token_id == NOTHING_ALLOWED and is_complete(request.constraint)
     reason, stop_reason = ("stop", None) if complete else ("error", why)
     cached = request.num_cached_tokens or 0
     return EngineOutput(request.request_id, (), None, _prompt_logprobs(request, result), reason, stop_reason, cached)
