@@ -66,8 +66,7 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
             rotated_q, rotated_k = _rotated(graph, arguments)
             _attention(graph, arguments | {"q_THd": rotated_q, "k_TKd": rotated_k})
         graph.erase_node(fused)
-    found = (rope_kv_write.FUSED, rope_kv_write.FUSED_FORM)
-    for fused in (node for op in found for node in graph.find_nodes(op="call_function", target=op)):
+    for fused in graph.find_nodes(op="call_function", target=rope_kv_write.FUSED):
         attend = next(user for user in fused.users if is_call(user, rope_kv_write.ATTEND))
         with graph.inserting_before(fused):
             rotated_q, rotated_k = _rotated(graph, named(fused))
@@ -81,7 +80,7 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
     """q and k as the fused op with these arguments rotates them."""
-    taken = {name: arguments[name] for name in rope_kv_write.OF_ROTATION if name in arguments}
+    taken = {name: arguments[name] for name in rope_kv_write.OF_ROTATION}
     both = graph.call_function(rope_kv_write.reference, (), taken)
     return [graph.call_function(operator.getitem, (both, index)) for index in range(2)]
 

@@ -19,7 +19,6 @@ from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import emit_named, is_call, named, only_user, rewrite_calls
-from compiled_engine.passes.rope_match import RopeForm
 from compiled_engine.passes.structure import Structure
 
 # The op's arguments before those of its scoring.
@@ -27,7 +26,7 @@ LEADING = 16
 
 
 def rope_attend(*arguments: Any) -> None:
-    """What rope_form_kv_write and attend do one after the other, in one kernel where the backend has one for the batch.
+    """What rope_kv_write and attend do one after the other, in one kernel where the backend has one for the batch.
 
     q [T, H, d], k, v [T, K, d], weights of their norms or None, eps, cos, sin, cache, out [T, H, d], norm_offset,
     norm_wide, the fields of RopeForm; then as attend's after out. The compiled forward calls this directly.
@@ -43,7 +42,7 @@ def in_two(attention: Callable[..., None], *arguments: Any) -> None:
     """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
     slots = inputs_of(arguments).slot_mapping_T
     of_write = [*arguments[:9], slots, *arguments[10:LEADING]]
-    rotated = rope_kv_write.rope_form_kv_write(*of_write)
+    rotated = rope_kv_write.rope_kv_write(*of_write)
     attention(rotated, *arguments[8:10], *arguments[LEADING:])
 
 
@@ -74,7 +73,7 @@ class RopeAttend(GraphPass):
 def _rewrite(graph: fx.Graph, attend_call: fx.Node) -> list[Replacement] | str | None:
     attended = named(attend_call)
     rotated = attended["q_THd"]
-    if not is_call(rotated, rope_kv_write.FUSED, rope_kv_write.FUSED_FORM):
+    if not is_call(rotated, rope_kv_write.FUSED):
         return None
     written = named(rotated)
     if only_user(rotated) is not attend_call:
@@ -84,7 +83,7 @@ def _rewrite(graph: fx.Graph, attend_call: fx.Node) -> list[Replacement] | str |
     if written["slot_mapping_T"] is not attended["slot_mapping_T"]:
         return "the slots that are written are not those of the batch"
     with graph.inserting_before(attend_call):
-        fused = emit_named(graph, FUSED, RopeForm()._asdict() | attended | written)
+        fused = emit_named(graph, FUSED, attended | written)
     graph.erase_node(attend_call)
     graph.erase_node(rotated)
     return [Replacement(attend_call.name, fused)]

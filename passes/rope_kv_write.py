@@ -17,7 +17,7 @@ from compiled_engine.attention.op import write_kv
 from compiled_engine.passes import rms_norm, rope_kv_write_kernel
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_named, is_call, named, rewrite_calls
-from compiled_engine.passes.rope_match import RopeForm, Rotated, match_rotation
+from compiled_engine.passes.rope_match import Rotated, match_rotation
 from compiled_engine.passes.structure import Structure
 
 
@@ -84,38 +84,16 @@ def rope_kv_write(
     slot_mapping_T: torch.Tensor,
     norm_offset: float = 0.0,
     norm_wide: bool = False,
+    rotary_dim: int = 0,
+    interleaved: bool = False,
+    rope_wide: bool = False,
+    norm_last: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate q and k as `reference` does, store k and v at each token's slot, and return q [T, H, d].
 
-    Heads are rotated as a whole, elements half a head apart. q, k and v may be views of one tensor, with any strides of
-    tokens and heads; the result is contiguous. Slot -1 stores nothing. The compiled forward calls this directly,
-    without torch's dispatcher.
+    q, k and v may be views of one tensor, with any strides of tokens and heads; the result is contiguous. Slot -1
+    stores nothing. The compiled forward calls this directly, without torch's dispatcher.
     """
-    return rope_form_kv_write(
-        *(q_THd, k_TKd, v_TKd, q_norm_weight_d, k_norm_weight_d, eps, cos_T1r, sin_T1r, kv_cache_N2PKd, slot_mapping_T),
-        *(norm_offset, norm_wide, *RopeForm()),
-    )
-
-
-def rope_form_kv_write(
-    q_THd: torch.Tensor,
-    k_TKd: torch.Tensor,
-    v_TKd: torch.Tensor,
-    q_norm_weight_d: torch.Tensor | None,
-    k_norm_weight_d: torch.Tensor | None,
-    eps: float,
-    cos_T1r: torch.Tensor,
-    sin_T1r: torch.Tensor,
-    kv_cache_N2PKd: torch.Tensor,
-    slot_mapping_T: torch.Tensor,
-    norm_offset: float,
-    norm_wide: bool,
-    rotary_dim: int,
-    interleaved: bool,
-    rope_wide: bool,
-    norm_last: bool,
-) -> torch.Tensor:
-    """The same with a rotation of another form, see RopeForm; cos and sin of each rotated element, or of each pair."""
     arguments = q_norm_weight_d, k_norm_weight_d, eps, cos_T1r, sin_T1r
     how: tuple[Any, ...] = norm_offset, norm_wide, rotary_dim, interleaved, rope_wide, norm_last
     if q_THd.is_cuda:
@@ -125,16 +103,14 @@ def rope_form_kv_write(
     return rotated_THd.contiguous()
 
 
-for _function in (rope_kv_write, rope_form_kv_write):
-    torch.library.custom_op(
-        f"compiled_engine::{_function.__name__}", _function, mutates_args=("kv_cache_N2PKd",)
-    ).register_fake(lambda q_THd, *others: torch.empty_like(q_THd, memory_format=torch.contiguous_format))
+torch.library.custom_op(
+    "compiled_engine::rope_kv_write", rope_kv_write, mutates_args=("kv_cache_N2PKd",)
+).register_fake(lambda q_THd, *others: torch.empty_like(q_THd, memory_format=torch.contiguous_format))
 
 
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default
 FUSED = torch.ops.compiled_engine.rope_kv_write.default
-FUSED_FORM = torch.ops.compiled_engine.rope_form_kv_write.default
 
 
 class RopeKVWrite(GraphPass):
@@ -221,8 +197,7 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
             **{"q_norm_weight_d": q.norm_weight, "k_norm_weight_d": k.norm_weight, "eps": eps},
             **{"norm_offset": norm_offset, "norm_wide": norm_wide, **q.form._asdict()},
         }
-        is_plain = q.form == RopeForm() and q.cos.meta["val"].shape[-1] == q.x.meta["val"].shape[-1]
-        fused = emit_named(graph, FUSED if is_plain else FUSED_FORM, arguments)
+        fused = emit_named(graph, FUSED, arguments)
         attend = emit_named(graph, ATTEND, arguments | {"q_THd": fused})
     graph.erase_node(attention)
     return [Replacement(attention.name, attend)]

@@ -155,7 +155,7 @@ def launch(
     rope_wide: bool = False,
     norm_last: bool = False,
 ) -> torch.Tensor:
-    """What `compiled_engine.passes.rope_kv_write.rope_form_kv_write` says, on CUDA. Compiled once for a model.
+    """What `compiled_engine.passes.rope_kv_write.rope_kv_write` says, on CUDA. Compiled once for a model.
 
     Raises ValueError where the cache is not contiguous, or the elements of a head or of an angle are not in a row.
     """

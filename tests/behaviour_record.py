@@ -139,7 +139,10 @@ def write(path: Path, families: list[str]) -> None:
             folder = Path(temporary) / "model"
             write_checkpoint(folder, family(name))
             for layout, options in layouts.items():
-                record[f"{name}, {layout}"] = record_of(folder, options, Path(temporary) / "cache")
+                try:
+                    record[f"{name}, {layout}"] = record_of(folder, options, Path(temporary) / "cache")
+                except ValueError as error:  # not every model can be divided in every way
+                    record[f"{name}, {layout}"] = {"refused": str(error)}
                 print(f"{name}, {layout}", file=sys.stderr)
     path.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 

@@ -19,7 +19,6 @@ NORM, SUM_NORM = ours.rms_norm.default, ours.residual_rms_norm.default
 ANGLES, ROPE, ATTENTION = ours.rope_angles.default, ours.rope_kv_write.default, ours.attention.default
 ROPE_ATTEND = ours.rope_attend.default
 LAYER_NORM = ours.layer_norm.default
-ROPE_FORM = ours.rope_form_kv_write.default
 SILU_MUL, LINEAR, EXPERTS = ours.silu_mul.default, ours.small_batch_linear.default, ours.experts.default
 GATED = ours.gated_linear.default
 

@@ -35,7 +35,6 @@ from compiled_engine.rope_config import RopeConfig
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default
 FUSED = torch.ops.compiled_engine.rope_kv_write.default
-FUSED_FORM = torch.ops.compiled_engine.rope_form_kv_write.default
 CPU = torch.device("cpu")
 YARN = RopeConfig(10000.0, "yarn", factor=4.0, original_max_position_embeddings=64)
 
@@ -289,7 +288,7 @@ def test_other_forms_of_rotation(norm: Norm, rotation: Rotation, angles: int, fo
     module = attention_graph(torch.bfloat16, norm, norm, rotation, rotation, **shapes)
     expected = run(module)
     assert RopeKVWrite().run(module.graph).matches == 1
-    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED_FORM)
+    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED)
     assert fused.args[-4:] == form
     assert_same(run(module), expected)
 
@@ -306,7 +305,7 @@ def test_a_norm_behind_the_rotation() -> None:
     module = attention_graph(torch.bfloat16, both, both, rotation, rotation)
     expected = run(module)
     assert RopeKVWrite().run(module.graph).matches == 1
-    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED_FORM)
+    (fused,) = module.graph.find_nodes(op="call_function", target=FUSED)
     assert fused.args[-4:] == (0, False, False, True)
     assert_same(run(module), expected)
 

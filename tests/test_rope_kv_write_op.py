@@ -118,7 +118,7 @@ def in_form(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_on_a_cpu(form: Any, dtype: torch.dtype, normed: bool) -> None:
-    check(torch.ops.compiled_engine.rope_form_kv_write, *in_form(form, dtype, normed))
+    check(torch.ops.compiled_engine.rope_kv_write, *in_form(form, dtype, normed))
 
 
 @pytest.mark.gpu
@@ -126,7 +126,7 @@ def test_other_forms_on_a_cpu(form: Any, dtype: torch.dtype, normed: bool) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", FORMS)
 def test_other_forms_on_a_gpu(form: Any, dtype: torch.dtype, normed: bool) -> None:
-    check(torch.ops.compiled_engine.rope_form_kv_write, *in_form(form, dtype, normed, "cuda"))
+    check(torch.ops.compiled_engine.rope_kv_write, *in_form(form, dtype, normed, "cuda"))
 
 
 @pytest.mark.parametrize("merged", [True, False])

@@ -10,13 +10,12 @@ from typing import Any
 from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.rope_attend import rope_attend
-from compiled_engine.passes.rope_kv_write import rope_form_kv_write, rope_kv_write
+from compiled_engine.passes.rope_kv_write import rope_kv_write
 
 # The ops that a graph is split at: those that touch the KV cache. The stitched forward calls them directly.
 SPLITTING_OPS: dict[str, Callable[..., Any]] = ATTENTION_OPS | {
     "compiled_engine::rope_kv_write": rope_kv_write,
     "compiled_engine::rope_attend": rope_attend,
-    "compiled_engine::rope_form_kv_write": rope_form_kv_write,
 }
 # Those that a layer has one of: behind it comes what reads attention's result.
 ATTENDING_OPS = frozenset(ATTENTION_OPS) | {"compiled_engine::rope_attend"}
