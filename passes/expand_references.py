@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_engine.attention.inputs import Rotation
 from compiled_engine.passes import (
     all_reduce_residual_rms_norm,
     gated_linear_op,
@@ -80,8 +81,8 @@ def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
 
 def _rotated(graph: fx.Graph, arguments: dict[str, Any]) -> list[fx.Node]:
     """q and k as the fused op with these arguments rotates them."""
-    taken = {name: arguments[name] for name in rope_kv_write.OF_ROTATION}
-    both = graph.call_function(rope_kv_write.reference, (), taken)
+    rotation = [arguments[name] for name in Rotation._fields]
+    both = graph.call_function(rope_kv_write.reference, (arguments["q_THd"], arguments["k_TKd"], *rotation))
     return [graph.call_function(operator.getitem, (both, index)) for index in range(2)]
 
 

@@ -13,46 +13,60 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.inputs import FIELDS, Rotation, Scoring, inputs_of
-from compiled_engine.attention.op import SCORING_AND_INPUTS, attend
+from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of, without_inputs
+from compiled_engine.attention.op import ROTATION, SCORING_AND_INPUTS, attend
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import emit_named, is_call, named, only_user, rewrite_calls
 from compiled_engine.passes.structure import Structure
 
-# The op's arguments before those of its scoring.
-LEADING = 16
+# Of the op's arguments behind the tensors that it writes: first those of the rotation.
+OF_ROTATION = len(Rotation._fields)
 
 
-def rope_attend(*arguments: Any) -> None:
+def rope_attend(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    *others: Any,
+) -> None:
     """What rope_kv_write and attend do one after the other, in one kernel where the backend has one for the batch.
 
-    q [T, H, d], k, v [T, K, d], weights of their norms or None, eps, cos, sin, cache, out [T, H, d], norm_offset,
-    norm_wide, the fields of RopeForm; then as attend's after out. The compiled forward calls this directly.
+    others: the fields of Rotation, of Scoring and of AttentionInputs. The compiled forward calls this directly.
     """
-    q, k, v, *weights_and_angles, cache, out = arguments[:10]
-    scoring, inputs = Scoring(*arguments[LEADING : -len(FIELDS)]), inputs_of(arguments)
-    rotation = Rotation(*weights_and_angles, *arguments[10:LEADING])
-    if not get_backend(inputs.backend).attend_unrotated(q, k, v, rotation, cache, out, inputs, scoring):
-        in_two(attend, *arguments)
+    rotation, inputs = Rotation(*others[:OF_ROTATION]), inputs_of(others)
+    scoring = Scoring(*without_inputs(others)[OF_ROTATION:])
+    backend = get_backend(inputs.backend)
+    if not backend.attend_unrotated(q_THd, k_TKd, v_TKd, rotation, kv_cache_N2PKd, out_THd, inputs, scoring):
+        in_two(attend, q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *others)
 
 
-def in_two(attention: Callable[..., None], *arguments: Any) -> None:
+def in_two(
+    attention: Callable[..., None],
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    out_THd: torch.Tensor,
+    *others: Any,
+) -> None:
     """The same as two calls, of which `attention` makes the second: as attend, or later with other inputs."""
-    slots = inputs_of(arguments).slot_mapping_T
-    of_write = [*arguments[:9], slots, *arguments[10:LEADING]]
-    rotated = rope_kv_write.rope_kv_write(*of_write)
-    attention(rotated, *arguments[8:10], *arguments[LEADING:])
+    slot_mapping_T = inputs_of(others).slot_mapping_T
+    rotated_THd = rope_kv_write.rope_kv_write(
+        q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, *others[:OF_ROTATION]
+    )
+    attention(rotated_THd, kv_cache_N2PKd, out_THd, *others[OF_ROTATION:])
 
 
 rope_attend_op = torch.library.custom_op(
     "compiled_engine::rope_attend",
     rope_attend,
     mutates_args=("kv_cache_N2PKd", "out_THd"),
-    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor? q_norm_weight_d, Tensor? k_norm_weight_d, float eps, "
-    "Tensor cos_T1r, Tensor sin_T1r, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, float norm_offset, bool norm_wide, "
-    f"int rotary_dim, bool interleaved, bool rope_wide, bool norm_last, {SCORING_AND_INPUTS}) -> ()",
+    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor(b!) out_THd, "
+    f"{ROTATION}, {SCORING_AND_INPUTS}) -> ()",
 )
 rope_attend_op.register_fake(lambda *arguments: None)
 

@@ -7,13 +7,13 @@ and each launch costs more than the work. Of attention what remains is `attend`,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import write_kv
+from compiled_engine.attention.inputs import Rotation
+from compiled_engine.attention.op import ROTATION, write_kv
 from compiled_engine.passes import rms_norm, rope_kv_write_kernel
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_named, is_call, named, rewrite_calls
@@ -21,33 +21,21 @@ from compiled_engine.passes.rope_match import Rotated, match_rotation
 from compiled_engine.passes.structure import Structure
 
 
-def reference(
-    q_THd: torch.Tensor,
-    k_TKd: torch.Tensor,
-    q_norm_weight_d: torch.Tensor | None,
-    k_norm_weight_d: torch.Tensor | None,
-    eps: float,
-    cos_T1r: torch.Tensor,
-    sin_T1r: torch.Tensor,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    rotary_dim: int = 0,
-    interleaved: bool = False,
-    rope_wide: bool = False,
-    norm_last: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """q and k normed (where there is a weight) and rotated, rounded to their dtype after each op as the models do.
 
-    cos, sin: of each rotated element, or of each pair. rotary_dim and what follows: see RopeForm.
+    rotation: the fields of Rotation; cos and sin of each rotated element, or of each pair.
     """
-    rotary_dim = rotary_dim or q_THd.shape[-1]
+    how = Rotation(*rotation)
+    eps, cos_T1r, sin_T1r, interleaved = how.eps, how.cos_T1d, how.sin_T1d, how.interleaved
+    rotary_dim = how.rotary_dim or q_THd.shape[-1]
     if cos_T1r.shape[-1] != rotary_dim:
         cos_T1r, sin_T1r = (_doubled(angles, interleaved) for angles in (cos_T1r, sin_T1r))
 
     def rotated(x_THd: torch.Tensor, weight_d: torch.Tensor | None) -> torch.Tensor:
-        if weight_d is not None and not norm_last:
-            x_THd = rms_norm.reference(x_THd, weight_d, eps, norm_offset, norm_wide)
-        x_THr = x_THd[..., :rotary_dim].float() if rope_wide else x_THd[..., :rotary_dim]
+        if weight_d is not None and not how.norm_last:
+            x_THd = rms_norm.reference(x_THd, weight_d, eps, how.norm_offset, how.norm_wide)
+        x_THr = x_THd[..., :rotary_dim].float() if how.wide else x_THd[..., :rotary_dim]
         if interleaved:
             turned_THr = torch.stack((-x_THr[..., 1::2], x_THr[..., ::2]), dim=-1).flatten(-2)
         else:
@@ -55,15 +43,11 @@ def reference(
             turned_THr = torch.cat((-second, first), dim=-1)
         y_THr = (x_THr * cos_T1r + turned_THr * sin_T1r).to(x_THd.dtype)
         y_THd = y_THr if rotary_dim == x_THd.shape[-1] else torch.cat((y_THr, x_THd[..., rotary_dim:]), dim=-1)
-        if weight_d is not None and norm_last:
-            y_THd = rms_norm.reference(y_THd, weight_d, eps, norm_offset, norm_wide)
+        if weight_d is not None and how.norm_last:
+            y_THd = rms_norm.reference(y_THd, weight_d, eps, how.norm_offset, how.norm_wide)
         return y_THd
 
-    return rotated(q_THd, q_norm_weight_d), rotated(k_TKd, k_norm_weight_d)
-
-
-# What a rotation reads, by its names in all of these ops.
-OF_ROTATION = tuple(signature(reference).parameters)
+    return rotated(q_THd, how.q_norm_weight_d), rotated(k_TKd, how.k_norm_weight_d)
 
 
 def _doubled(angles_T1p: torch.Tensor, interleaved: bool) -> torch.Tensor:
@@ -75,36 +59,29 @@ def rope_kv_write(
     q_THd: torch.Tensor,
     k_TKd: torch.Tensor,
     v_TKd: torch.Tensor,
-    q_norm_weight_d: torch.Tensor | None,
-    k_norm_weight_d: torch.Tensor | None,
-    eps: float,
-    cos_T1r: torch.Tensor,
-    sin_T1r: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    rotary_dim: int = 0,
-    interleaved: bool = False,
-    rope_wide: bool = False,
-    norm_last: bool = False,
+    *rotation: Any,
 ) -> torch.Tensor:
     """Norm and rotate q and k as `reference` does, store k and v at each token's slot, and return q [T, H, d].
 
     q, k and v may be views of one tensor, with any strides of tokens and heads; the result is contiguous. Slot -1
-    stores nothing. The compiled forward calls this directly, without torch's dispatcher.
+    stores nothing. rotation: the fields of Rotation. The compiled forward calls this directly, without torch's
+    dispatcher.
     """
-    arguments = q_norm_weight_d, k_norm_weight_d, eps, cos_T1r, sin_T1r
-    how: tuple[Any, ...] = norm_offset, norm_wide, rotary_dim, interleaved, rope_wide, norm_last
     if q_THd.is_cuda:
-        return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, *arguments, kv_cache_N2PKd, slot_mapping_T, *how)
-    rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *arguments, *how)
+        return rope_kv_write_kernel.launch(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, *rotation)
+    rotated_THd, rotated_TKd = reference(q_THd, k_TKd, *rotation)
     write_kv(rotated_TKd, v_TKd, kv_cache_N2PKd, slot_mapping_T, "torch")
     return rotated_THd.contiguous()
 
 
 torch.library.custom_op(
-    "compiled_engine::rope_kv_write", rope_kv_write, mutates_args=("kv_cache_N2PKd",)
+    "compiled_engine::rope_kv_write",
+    rope_kv_write,
+    mutates_args=("kv_cache_N2PKd",),
+    schema="(Tensor q_THd, Tensor k_TKd, Tensor v_TKd, Tensor(a!) kv_cache_N2PKd, Tensor slot_mapping_T, "
+    f"{ROTATION}) -> Tensor",
 ).register_fake(lambda q_THd, *others: torch.empty_like(q_THd, memory_format=torch.contiguous_format))
 
 
@@ -154,9 +131,7 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd)}
-    if len(dtypes) > 1 or not {cos_T1d.dtype, sin_T1d.dtype} <= dtypes | (
-        {torch.float32} if q.form.rope_wide else set()
-    ):
+    if len(dtypes) > 1 or not {cos_T1d.dtype, sin_T1d.dtype} <= dtypes | ({torch.float32} if q.form.wide else set()):
         return f"the dtypes of q, k, v, cos, sin and cache differ: {', '.join(str(value.dtype) for value in values)}"
     if any(value.dim() != 3 or not always_equal(value.stride(-1), 1) for value in values[:5]):
         return "q, k, v, cos or sin is not [tokens, heads, head size] with the elements of a head in a row"
@@ -193,7 +168,7 @@ def _rewrite(graph: fx.Graph, attention: fx.Node) -> list[Replacement] | str:
         scaled = [r.x if r.scale is None else emit(graph, aten.mul.Tensor, r.x, r.scale) for r in (q, k)]
         eps, norm_offset, norm_wide = q.how
         arguments |= {
-            **{"q_THd": scaled[0], "k_TKd": scaled[1], "cos_T1r": q.cos, "sin_T1r": q.sin},
+            **{"q_THd": scaled[0], "k_TKd": scaled[1], "cos_T1d": q.cos, "sin_T1d": q.sin},
             **{"q_norm_weight_d": q.norm_weight, "k_norm_weight_d": k.norm_weight, "eps": eps},
             **{"norm_offset": norm_offset, "norm_wide": norm_wide, **q.form._asdict()},
         }

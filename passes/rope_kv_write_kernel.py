@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from compiled_engine.attention.inputs import Rotation
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -141,24 +142,16 @@ def launch(
     q_THd: torch.Tensor,
     k_TKd: torch.Tensor,
     v_TKd: torch.Tensor,
-    q_norm_weight_d: torch.Tensor | None,
-    k_norm_weight_d: torch.Tensor | None,
-    eps: float,
-    cos_T1d: torch.Tensor,
-    sin_T1d: torch.Tensor,
     kv_cache_N2PKd: torch.Tensor,
     slot_mapping_T: torch.Tensor,
-    norm_offset: float = 0.0,
-    norm_wide: bool = False,
-    rotary_dim: int = 0,
-    interleaved: bool = False,
-    rope_wide: bool = False,
-    norm_last: bool = False,
+    *rotation: Any,
 ) -> torch.Tensor:
     """What `compiled_engine.passes.rope_kv_write.rope_kv_write` says, on CUDA. Compiled once for a model.
 
     Raises ValueError where the cache is not contiguous, or the elements of a head or of an angle are not in a row.
     """
+    how = Rotation(*rotation)
+    cos_T1d, sin_T1d = how.cos_T1d, how.sin_T1d
     rows = {"q_THd": q_THd, "k_TKd": k_TKd, "v_TKd": v_TKd, "cos_T1d": cos_T1d, "sin_T1d": sin_T1d}
     require_dense(kv_cache_N2PKd, **rows)
     num_tokens, num_heads, head_dim = q_THd.shape
@@ -169,23 +162,23 @@ def launch(
         q_THd,
         k_TKd,
         v_TKd,
-        q_norm_weight_d,
-        k_norm_weight_d,
+        how.q_norm_weight_d,
+        how.k_norm_weight_d,
         cos_T1d,
         sin_T1d,
         kv_cache_N2PKd,
         slot_mapping_T,
         out_THd,
-        eps,
+        how.eps,
         *token_strides,
         **constants,
-        OFFSET=norm_offset,
-        WIDE=norm_wide,
-        ROTARY=rotary_dim or head_dim,
-        INTERLEAVED=interleaved,
-        OF_PAIRS=cos_T1d.shape[-1] < (rotary_dim or head_dim),
-        ROPE_WIDE=rope_wide,
-        NORM_LAST=norm_last,
+        OFFSET=how.norm_offset,
+        WIDE=how.norm_wide,
+        ROTARY=how.rotary_dim or head_dim,
+        INTERLEAVED=how.interleaved,
+        OF_PAIRS=cos_T1d.shape[-1] < (how.rotary_dim or head_dim),
+        ROPE_WIDE=how.wide,
+        NORM_LAST=how.norm_last,
         **dependent_launch(q_THd.device),
     )
     return out_THd

@@ -15,16 +15,16 @@ from compiled_engine.passes.rms_norm import match_rms_norm
 
 
 class RopeForm(NamedTuple):
-    """How heads are rotated; the last arguments of the op `rope_kv_write`.
+    """How heads are rotated; the last fields of Rotation.
 
     rotary_dim: so many elements of a head, its first; 0 for all. interleaved: pairs are neighbours, not elements half a
-    head apart. rope_wide: products and sum are in fp32 and rounded once, not each. norm_last: where there is a norm, it
+    head apart. wide: products and sum are in fp32 and rounded once, not each. norm_last: where there is a norm, it
     follows the rotation.
     """
 
     rotary_dim: int = 0
     interleaved: bool = False
-    rope_wide: bool = False
+    wide: bool = False
     norm_last: bool = False
 
 

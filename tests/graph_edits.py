@@ -143,13 +143,13 @@ def unscaled_q(graph: fx.Graph) -> None:
 def slots_off_by_one(graph: fx.Graph) -> None:
     node = calls(graph, ROPE)[0]
     with graph.inserting_before(node):
-        node.update_arg(9, graph.call_function(aten.add.Tensor, (node.args[9], 1)))
+        node.update_arg(4, graph.call_function(aten.add.Tensor, (node.args[4], 1)))
 
 
 def unrotated_k(graph: fx.Graph) -> None:
     """k is turned back first, so that the op writes it as it was."""
     node = calls(graph, ROPE)[0]
-    k, cos, sin = node.args[1], node.args[6], node.args[7]
+    k, cos, sin = node.args[1], node.args[8], node.args[9]
     with graph.inserting_before(node):
         back = graph.call_function(aten.neg.default, (sin,))
         both = graph.call_function(rope_kv_write.reference, (k, k, None, None, 0.0, cos, back))

@@ -26,7 +26,6 @@ from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
-from compiled_engine.passes.rope_match import RopeForm
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 # Splits that one, several and all programs find keys for, a tile and more than one, both sides of a window's border.
@@ -68,21 +67,16 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str, normed: bool, garb
         q,
         k,
         v,
-        *weights,
-        3e-4,
-        cos,
-        sin,
         batch.kv_cache_N2PKd,
         out,
-        *norm,
-        *RopeForm(),
+        *Rotation(*weights, 3e-4, cos, sin, *norm),
         *batch.scoring,
         *inputs.flat(),
     ]
 
 
 def copied(arguments: list[Any]) -> list[Any]:
-    return [*arguments[:8], arguments[8].clone(), arguments[9].clone(), *arguments[10:]]
+    return [*arguments[:3], arguments[3].clone(), arguments[4].clone(), *arguments[5:]]
 
 
 def difference(arguments: list[Any]) -> str | None:
@@ -90,22 +84,22 @@ def difference(arguments: list[Any]) -> str | None:
     one, two = copied(arguments), copied(arguments)
     in_one(one)
     op.in_two(attend, *two)
-    tolerance = TOLERANCE[arguments[9].dtype]
+    tolerance = TOLERANCE[arguments[4].dtype]
     slots = op.inputs_of(tuple(arguments)).slot_mapping_T
-    for what, index in (("cache", 8), ("output", 9)):
+    for what, index in (("cache", 3), ("output", 4)):
         found, expected = one[index].double(), two[index].double()
         if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=what == "cache"):
             return f"the {what} is off by {(found - expected).abs().max().item():.3g}"
-    return "padding rows are not zeros" if one[9][slots < 0].any() else None
+    return "padding rows are not zeros" if one[4][slots < 0].any() else None
 
 
 def in_one(arguments: list[Any], most_splits: int = 8) -> None:
     """The kernel, also for batches in which it does not pay."""
-    q, k, v, *others, cache, out = arguments[:10]
+    q, k, v, cache, out = arguments[:5]
     scoring, inputs = Scoring(*arguments[16:20]), op.inputs_of(tuple(arguments))
     splits = Splits(min(most_splits, -(-int(inputs.host_3[2]) // GRAIN) or 1), GRAIN, programs=SMALL)
     num_requests = inputs.seq_lens_R.shape[0]
-    rotation = Rotation(*others, *arguments[10:16])
+    rotation = Rotation(*arguments[5:16])
     rope_decode(q, k, v, rotation, cache, out, inputs, num_requests, splits, scoring)
 
 
@@ -115,7 +109,7 @@ def depends_on_garbage(case: Case, device: str, dtype: torch.dtype) -> bool:
     for garbage in (math.nan, 1e4):
         arguments = arguments_of(case, dtype, device, True, garbage)
         in_one(arguments)
-        outputs.append(arguments[9][op.inputs_of(tuple(arguments)).slot_mapping_T >= 0])
+        outputs.append(arguments[4][op.inputs_of(tuple(arguments)).slot_mapping_T >= 0])
     return not torch.equal(*outputs)
 
 
@@ -130,11 +124,11 @@ def depends_on_neighbours(device: str, dtype: torch.dtype) -> bool:
         # The first request has the same q, k, v and keys in each batch, wherever its blocks are.
         for index in range(3):
             arguments[index][0] = first[index][0]
-        arguments[3:8] = [*first[3:6], first[6].expand(4, -1, -1), first[7].expand(4, -1, -1)]
+        arguments[5:10] = [*first[5:8], first[8].expand(4, -1, -1), first[9].expand(4, -1, -1)]
         table, first_table = op.inputs_of(tuple(arguments)).block_table_RB, op.inputs_of(tuple(first)).block_table_RB
-        arguments[8][table[0, :blocks].long()] = first[8][first_table[0, :blocks].long()]
+        arguments[3][table[0, :blocks].long()] = first[3][first_table[0, :blocks].long()]
         in_one(arguments)
-        outputs.append(arguments[9][0])
+        outputs.append(arguments[4][0])
     return not torch.equal(*outputs)
 
 
@@ -192,8 +186,8 @@ def test_other_batches_take_both_ways() -> None:
     out = torch.full_like(q, math.nan)
     inputs = replace(batch.inputs, backend="torch")
     op.rope_attend(
-        *(q, batch.k_TKd, batch.v_TKd, None, None, 0.0, cos, sin, batch.kv_cache_N2PKd, out, 0.0, False),
-        *(*RopeForm(), *batch.scoring, *inputs.flat()),
+        *(q, batch.k_TKd, batch.v_TKd, batch.kv_cache_N2PKd, out, *Rotation(None, None, 0.0, cos, sin)),
+        *(*batch.scoring, *inputs.flat()),
     )
     torch.testing.assert_close(out.double(), batch.expected_THd, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(batch.kv_cache_N2PKd, batch.expected_cache_N2PKd, rtol=0, atol=0, equal_nan=True)
@@ -208,7 +202,7 @@ def test_it_needs_rope_kv_write() -> None:
 def other_slots(attend_call: torch.fx.Node) -> None:
     rotated = attend_call.args[0]
     assert isinstance(rotated, torch.fx.Node)
-    rotated.update_arg(9, rotated.args[8])
+    rotated.update_arg(4, rotated.args[3])
 
 
 def other_cache(attend_call: torch.fx.Node) -> None:

@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from compiled_engine.attention.inputs import Rotation
 from compiled_engine.passes import rope_kv_write_kernel
 from compiled_engine.passes.rope_kv_write import rope_kv_write
 
@@ -55,15 +56,13 @@ def random_arguments(
     guarded = torch.full((blocks + 2, 2, block_size, kv_heads, d), float("nan"), dtype=dtype, device=device)
     slots = torch.randperm(blocks * block_size, generator=generator)[:tokens]
     slots[1::3] = -1
-    return (q, k, v, *weights, 3e-4, cos, sin, guarded[1:-1], slots.to(device)), guarded
+    return (q, k, v, guarded[1:-1], slots.to(device), *Rotation(*weights, 3e-4, cos, sin)), guarded
 
 
 def expected_of(arguments: Arguments, guarded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(q, guarded cache) by the formulas of transformers, pair by pair."""
-    q, k, v, q_weight, k_weight, eps, cos, sin, cache, slots, *_norm, rotary_dim, interleaved, wide_rope, norm_last = (
-        *arguments,
-        *(() if len(arguments) > 10 else (0.0, False, 0, False, False, False)),
-    )
+    q, k, v, cache, slots, *others = arguments
+    q_weight, k_weight, eps, cos, sin, _, _, rotary_dim, interleaved, wide_rope, norm_last = others
     rotary_dim = rotary_dim or q.shape[-1]
 
     def normed(x_THd: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -97,7 +96,7 @@ def check(op: Callable[..., torch.Tensor], arguments: Arguments, guarded: torch.
     del poison
     rotated = op(*arguments)
     assert rotated.is_contiguous()
-    normed = arguments[3] is not None
+    normed = arguments[5] is not None
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[rotated.dtype] if normed else 0.0
     torch.testing.assert_close((rotated, guarded), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
@@ -105,13 +104,13 @@ def check(op: Callable[..., torch.Tensor], arguments: Arguments, guarded: torch.
 def in_form(
     form: tuple[int, tuple[int, bool, bool, bool], bool], dtype: torch.dtype, normed: bool, device: str = "cpu"
 ) -> tuple[Arguments, torch.Tensor]:
-    """Arguments of the op that has a form."""
+    """Arguments with another form of rotation."""
     head_dim, (rotary_dim, interleaved, wide, norm_last), of_pairs = form
     arguments, guarded = random_arguments((5, 6, 2, head_dim), dtype, normed, device)
     width = (rotary_dim or head_dim) // (2 if of_pairs else 1)
     # A wide rotation may have angles in fp32.
-    angles = [angles[..., :width].to(torch.float32 if wide and interleaved else dtype) for angles in arguments[6:8]]
-    return (*arguments[:6], *angles, *arguments[8:], 0.0, False, rotary_dim, interleaved, wide, norm_last), guarded
+    angles = [angles[..., :width].to(torch.float32 if wide and interleaved else dtype) for angles in arguments[8:10]]
+    return (*arguments[:8], *angles, 0.0, False, rotary_dim, interleaved, wide, norm_last), guarded
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -197,7 +196,7 @@ def test_the_kernel_refuses_layouts_that_it_cannot_read() -> None:
     q, k, v, *others = random_arguments((3, 4, 2, 16), torch.float32, False)[0]
     with pytest.raises(ValueError, match="v_TKd has stride 2"):
         rope_kv_write_kernel.launch(q, k, v.mT.contiguous().mT, *others)
-    others[5] = others[5].transpose(0, 1)
+    others[0] = others[0].transpose(0, 1)
     with pytest.raises(ValueError, match="kv_cache_N2PKd"):
         rope_kv_write_kernel.launch(q, k, v, *others)
 

@@ -112,9 +112,9 @@ def _hopper() -> None:
 
 
 def in_one(arguments: list[Any], tiles: ShortTiles) -> None:
-    q, k, v, *others, cache, out = arguments[:10]
+    q, k, v, cache, out = arguments[:5]
     scoring, inputs = Scoring(*arguments[16:20]), inputs_of(tuple(arguments))
-    rotation = Rotation(*others, *arguments[10:16])
+    rotation = Rotation(*arguments[5:16])
     short_decode(q, k, v, rotation, cache, out, inputs, inputs.seq_lens_R.shape[0], scoring, tiles)
 
 
@@ -130,9 +130,9 @@ def test_it_is_the_two_ops(case: Case, dtype: torch.dtype, normed: bool, tiles: 
     in_one(one, tiles)
     op.in_two(attend, *two)
     tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(one[8], two[8], rtol=tolerance, atol=tolerance, equal_nan=True)
-    torch.testing.assert_close(one[9], two[9], rtol=tolerance, atol=tolerance)
-    assert not one[9][inputs_of(tuple(arguments)).slot_mapping_T < 0].any()
+    torch.testing.assert_close(one[3], two[3], rtol=tolerance, atol=tolerance, equal_nan=True)
+    torch.testing.assert_close(one[4], two[4], rtol=tolerance, atol=tolerance)
+    assert not one[4][inputs_of(tuple(arguments)).slot_mapping_T < 0].any()
 
 
 @pytest.mark.gpu
@@ -143,7 +143,7 @@ def test_padding_and_unused_slots_change_no_bit(tiles: ShortTiles) -> None:
     for garbage in (float("nan"), 1e4):
         arguments = arguments_of(WITH_PADDING, torch.bfloat16, "cuda", True, garbage)
         in_one(arguments, tiles)
-        outputs.append(arguments[9][inputs_of(tuple(arguments)).slot_mapping_T >= 0])
+        outputs.append(arguments[4][inputs_of(tuple(arguments)).slot_mapping_T >= 0])
     assert torch.equal(*outputs)
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.attention.registry import get_backend
 
 
@@ -69,6 +69,15 @@ def _returns_nothing(*args: object) -> None:
 SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
     f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
 )
+# What is left to do to q and k, for ops that do it: the fields of Rotation.
+_TYPES: dict[Any, str] = {
+    torch.Tensor | None: "Tensor?",
+    torch.Tensor: "Tensor",
+    float: "float",
+    int: "int",
+    bool: "bool",
+}
+ROTATION = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Rotation).items())
 attend_op = torch.library.custom_op(
     "compiled_engine::attend",
     attend,
