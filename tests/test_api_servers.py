@@ -18,7 +18,9 @@ from serve_process import SMALL, Served, served
 from test_server_faults import figures, wait_until
 
 from compiled_engine.server import api_servers
+from compiled_engine.server.admission import Admission
 from compiled_engine.server.api_servers import ApiServers, Order
+from compiled_engine.server.errors import ApiError
 from compiled_engine.server.options import Limits, ServerOptions
 from compiled_engine.server.place import Place
 from compiled_engine.server.shared_figures import SharedFigures
@@ -191,6 +193,19 @@ def test_connections_of_a_process_that_died_are_not_those_of_the_next(monkeypatc
         assert (forgotten, len(started), servers.place.serves(1)) == ([1], 2, False)
         place_of_the_other().serve()
         assert servers.place.has_most()
+
+
+def test_as_many_completions_are_taken_on_as_the_bound_says() -> None:
+    figures = SharedFigures(2)
+    own = Admission(4, figures)
+    other = Admission(4, SharedFigures(2, 1, os.dup(figures.descriptor)))
+    with own.admit(3), other.admit(1):
+        for each in (own, other):
+            with pytest.raises(ApiError, match="4 completions are under way, and it takes 4"), each.admit(1):
+                pass
+        assert (own.in_flight, own.refused) == (4, 2)
+    with other.admit(4):
+        assert own.in_flight == 4
 
 
 def test_who_does_not_serve_yet_has_no_share_of_the_connections() -> None:

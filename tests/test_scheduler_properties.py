@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from simulated_engine import SimulatedEngine, outputs_of
 from token_masks import ByLastToken
 
+from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
 
 # Steps in flight and lanes: a lone stage, then pipelines, each without and with scheduling ahead.
@@ -204,3 +205,25 @@ def test_prompts_that_go_on_after_one_that_is_being_computed(
     for i in range(3):
         engine.add(f"longer {i}", [*prompt, i], params=outputs_of(2))
     engine.run()
+
+
+def test_a_block_is_found_though_its_last_token_was_computed_before_it_was_known() -> None:
+    """Scheduling ahead computes tokens that are not known yet: their block is registered once they are."""
+    engine = SimulatedEngine(steps_in_flight=2, num_blocks=32)
+    first = engine.add("first", [1, 2, 3], params=outputs_of(13))
+    engine.run()
+    again = engine.add("again", [1, 2, 3, *first.token_ids, 5], params=outputs_of(1))
+    engine.run()
+    assert again.num_cached_tokens == 12  # of 15 that were computed, in blocks of 4
+
+
+def test_of_a_request_that_goes_on_elsewhere_prompt_tokens_count_as_hits() -> None:
+    engine = SimulatedEngine(num_blocks=32)
+    first = engine.add("first", [1, 2, 3, 4, 5], params=outputs_of(12))
+    engine.run()
+    before = engine.scheduler.metrics()
+    rest = EngineRequest("rest", (1, 2, 3, 4, 5), outputs_of(14), output_token_ids=tuple(first.token_ids))
+    engine.scheduler.add(rest)
+    engine.scheduler.schedule()
+    after = engine.scheduler.metrics()
+    assert [after[name] - before[name] for name in ("prefix_queries", "prefix_hits")] == [5, 5]

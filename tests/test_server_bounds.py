@@ -129,8 +129,9 @@ def test_checks_of_forms_have_a_deadline_and_a_queue() -> None:
         await asyncio.sleep(0.05)
         gone = [asyncio.ensure_future(checks.run(check, "a form")) for _ in range(MOST_WAITING)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="the server is busy: 66 requests wait for a check of a form"):
+        with pytest.raises(ApiError, match="the server is busy: 66 requests wait for a check of a form") as busy:
             await checks.run(check, "a form")
+        assert (busy.value.status, busy.value.headers["retry-after"]) == (503, "1")
         for each in gone:
             each.cancel()
         for error in await asyncio.gather(*late, return_exceptions=True):

@@ -202,6 +202,24 @@ def raw(server: RunningServer, data: bytes, wait_s: float = 5) -> bytes:
         return received
 
 
+def test_an_origin_without_a_host_is_nobodys_own() -> None:
+    error = visitor_check(ServerOptions(host="0.0.0.0"))({"host": ":8000", "origin": "http://:8000"})
+    assert error is not None
+    assert error.code == "origin_not_allowed"
+
+
+def test_nothing_is_answered_behind_what_was_refused(narrow: RunningServer) -> None:
+    """Whatever else comes on the connection."""
+    host, port = narrow.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\na: " + b"x" * 5000 + b"\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while chunk := connection.recv(65536):
+                assert b" 200 " not in chunk
+
+
 def test_headers_have_a_bound(narrow: RunningServer) -> None:
     for header in (
         b"a: " + b"x" * 5000,
@@ -271,6 +289,7 @@ def test_requests_that_are_refused_or_odd_fill_no_log(narrow: RunningServer, cap
         ({"host": "192.168.0.7:8000"}, None),
         ({"host": "gpu-box:8000"}, None),
         ({"host": "chat.example", "origin": "https://chat.example"}, None),
+        ({"host": "app.localhost:8000", "origin": "http://app.localhost:8000"}, None),
         ({"host": "localhost:8000", "origin": "https://chat.example"}, None),
         ({}, None),
         ({"host": "rebound.example:8000"}, "host_not_allowed"),
@@ -282,6 +301,7 @@ def test_requests_that_are_refused_or_odd_fill_no_log(narrow: RunningServer, cap
         ({"host": "localhost:8000", "origin": "http://chat.example"}, "origin_not_allowed"),
         ({"host": "localhost:8000", "origin": "null"}, "origin_not_allowed"),
         ({"origin": "null"}, "origin_not_allowed"),
+        ({"origin": "http://localhost:70000"}, "origin_not_allowed"),
     ],
 )
 def test_web_pages_that_may_use_a_server_without_a_key(headers: dict[str, str], code: str | None) -> None:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
+from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.server.errors import ApiError, bad_request
 
 # One that is not closed goes to the end, and nothing that matched is tried again: so the time is linear.
@@ -29,7 +30,8 @@ async def read_json(request: Request, *, max_bytes: int, max_depth: int, max_val
     if is_deeper_than(body, max_depth):
         raise bad_request(None, f"the body must have at most {max_depth} arrays and objects within each other")
     try:
-        value = msgspec.json.decode(body)
+        with collection_paused():  # else many small arrays have every object of the process looked through
+            value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(None, f"the body must be valid JSON: {error}") from error
     if not isinstance(value, dict):

@@ -41,7 +41,7 @@ def visitor_check(options: ServerOptions) -> Callable[[Headers], ApiError | None
         if origin is None:
             return None
         page = _split(origin)
-        own = host is not None and page.netloc.lower() == host.netloc.lower()
+        own = host is not None and bool(host.hostname) and page.netloc.lower() == host.netloc.lower()
         return None if own or _normal(page) in pages else _refusal("origin", origin)
 
     return check
@@ -59,9 +59,10 @@ def _split(url: str) -> SplitResult:
     """The parts of a URL; of what is none, empty ones."""
     try:
         parts = urlsplit(url)
-        return parts if parts.port is None or parts.hostname else urlsplit("")
+        _ = parts.port  # raises for a wrong one
     except ValueError:
         return urlsplit("")
+    return parts
 
 
 def _normal(origin: SplitResult) -> tuple[str, str, int | None]:
