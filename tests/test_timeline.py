@@ -18,6 +18,11 @@ def test_time_counts_from_the_start_of_the_process() -> None:
     assert 0.2 <= told <= time.perf_counter() - start + 0.02  # the kernel's clock ticks in hundredths
 
 
+def test_timelines_of_a_process_share_their_origin() -> None:
+    """Spans of two of them can then be compared to the microsecond, however busy the machine is."""
+    assert len({Timeline().origin_s for _ in range(100)}) == 1
+
+
 def test_spans_know_what_they_are_a_part_of() -> None:
     timeline = Timeline()
     with timeline.span("compile"), timeline.span("trace"):

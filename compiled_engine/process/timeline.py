@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -32,6 +33,16 @@ def seconds_since_process_start() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start
 
 
+@cache
+def _process_origin_s(process: int) -> float:
+    """When this process began, in seconds of time.perf_counter.
+
+    Read once in a process, so that all timelines of the process agree: two readings differ by as much as the
+    process was kept from running between its two clocks. A forked child has another `process` and reads its own.
+    """
+    return time.perf_counter() - seconds_since_process_start()
+
+
 class Timeline:
     """Collects spans; those without a parent follow one another and add up to the start-up.
 
@@ -40,7 +51,7 @@ class Timeline:
     """
 
     def __init__(self, origin_s: float | None = None, spans: Iterable[Span] = ()) -> None:
-        self.origin_s = time.perf_counter() - seconds_since_process_start() if origin_s is None else origin_s
+        self.origin_s = _process_origin_s(os.getpid()) if origin_s is None else origin_s
         self._open: list[str] = []
         self.spans = list(spans)
 
