@@ -24,7 +24,7 @@ from compiled_engine.bench.machine import provenance
 TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
 STAGES = {"side by side": "gpu and not gpu_alone", "alone": "gpu_alone"}
-MOST_PROCESSES = 8
+MOST_PROCESSES = 12
 
 
 def run_stage(markers: str, processes: int, more: list[str], folder: Path) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("these tests need an NVIDIA GPU, and PyTorch finds none", file=sys.stderr)
         return 1
-    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) // 2))
+    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) * 3 // 4))
     stages: dict[str, Any] = {}
     for name, markers in STAGES.items():
         with tempfile.TemporaryDirectory() as folder:
