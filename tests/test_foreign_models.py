@@ -198,13 +198,13 @@ def test_what_cannot_be_run_is_refused_by_name(values: dict[str, Any], parts: tu
         assert part in str(error.value)
 
 
-@pytest.mark.parametrize("found", ["5.16.1", "5.24.0", "6.0"])
+@pytest.mark.parametrize("found", ["5.16.1", "5.25.0", "6.0"])
 def test_other_versions_of_transformers_are_refused(
     found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_checkpoint(tmp_path, "llama")
     monkeypatch.setattr(compat, "version", lambda package: found)
-    with pytest.raises(ValueError, match=f"needs transformers >=5.17,<5.24, found {found}"):
+    with pytest.raises(ValueError, match=f"needs transformers >=5.17,<5.25, found {found}"):
         read(tmp_path, "transformers")
 
 

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-# Of transformers; those before lack parts of what is used here, of those after nobody knows yet.
-OLDEST, NEWEST = (5, 17), (5, 24)
+# The versions of transformers that were tried: [OLDEST, NEWEST). pyproject.toml has the same upper bound.
+OLDEST, NEWEST = (5, 17), (5, 25)
 
 
 def supported_version() -> str:
-    """The version of transformers that is there. Raises ValueError for one outside the supported range."""
+    """Return the installed version of transformers. Raises ValueError for one outside the supported range."""
     found = version("transformers")
     numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not OLDEST <= numbers < NEWEST:

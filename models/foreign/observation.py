@@ -22,7 +22,7 @@ _TOKENS = 3
 # Arguments of attention that say nothing about its result.
 _WITHOUT_EFFECT = (
     *("dropout", "position_ids", "position_embeddings", "cache_position", "output_attentions", "use_cache"),
-    *("layer_idx", "num_items_in_batch", "output_hidden_states", "output_router_logits", "past_key_values"),
+    *("layer_idx", "num_items_in_batch", "output_hidden_states", "output_router_logits", "cache", "past_key_values"),
 )
 _POSITIONS = 1 << 20  # at which masks are looked at
 

@@ -75,7 +75,7 @@ class Decoder:
 class HandedOn:
     """What the family's code takes for the output of its decoder."""
 
-    past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
+    cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state
