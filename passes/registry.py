@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection
 
+from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
 from compiled_engine.passes.gated_linear import GatedLinear
-from compiled_engine.passes.graph_pass import GraphPass
+from compiled_engine.passes.graph_pass import GraphPass, SplittingOp
 from compiled_engine.passes.layer_norm import LayerNorm
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
@@ -50,16 +51,19 @@ def registered_passes() -> tuple[GraphPass, ...]:
 
 def passes_of_ranks() -> frozenset[str]:
     """The names of those that only a model which several ranks share has a use for."""
-    return frozenset(p.name for p in _registered if TensorParallel.name in getattr(p, "requires", ()))
+    return frozenset(p.name for p in _registered if TensorParallel.name in p.requires)
 
 
 def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
-    """The token counts up to which the kernels of these passes are others than beyond, ascending.
+    """The token counts up to which the kernels of these passes are others than beyond, ascending."""
+    return tuple(sorted({count for p in _registered if p.name in names for count in p.kernel_token_counts}))
 
-    A pass states its own as `kernel_token_counts`; one whose kernel is the same for every batch states none.
-    """
-    stated = (getattr(p, "kernel_token_counts", ()) for p in _registered if p.name in names)
-    return tuple(sorted({count for counts in stated for count in counts}))
+
+def splitting_ops() -> dict[str, SplittingOp]:
+    """The ops that graphs are split at, by name: those of the models, then those of the passes."""
+    of_models = [SplittingOp(name, function, attends=True) for name, function in ATTENTION_OPS.items()]
+    of_passes = [op for graph_pass in _registered for op in graph_pass.splitting_ops]
+    return {op.name: op for op in (*of_models, *of_passes)}
 
 
 def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
@@ -67,9 +71,8 @@ def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
 
     Raises ValueError when the name is taken or `after` is not known, TypeError when it is not a pass.
     """
-    missing = [name for name in ("name", "applicable", "contract", "run") if not hasattr(graph_pass, name)]
-    if missing:
-        raise TypeError(f"graph_pass is {graph_pass!r}, which lacks {', '.join(missing)}; see docs/passes.md")
+    if not isinstance(graph_pass, GraphPass) or not hasattr(graph_pass, "name"):
+        raise TypeError(f"graph_pass is {graph_pass!r}; allowed: a GraphPass with a name; see docs/passes.md")
     names = [known.name for known in _registered]
     if graph_pass.name in names:
         raise ValueError(f"name is {graph_pass.name!r}, which is taken; allowed: none of {', '.join(names)}")

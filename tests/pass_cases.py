@@ -75,6 +75,7 @@ GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
 COHERE = Family("CohereForCausalLM", foreign="cohere")
 GLM4_MOE = Family("Glm4MoeForCausalLM", foreign="glm4_moe")
 HUNYUAN = Family("HunYuanDenseV1ForCausalLM", foreign="hunyuan_v1_dense")
+PERSIMMON = Family("PersimmonForCausalLM", foreign="persimmon")
 MINISTRAL3 = Family("Ministral3ForCausalLM", foreign="ministral3")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 

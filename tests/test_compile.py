@@ -7,21 +7,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from pass_cases import graph_of
 from tiny_models import tiny_config
 
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.direct_piece import direct_source, load_direct
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.split import SplitError, make_plan, split
-from compiled_engine.graphs.compiler.stitch import forward_source
+from compiled_engine.graphs.compiler.stitch import forward_source, stitch
 from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, SplittingOp
+from compiled_engine.passes.registry import register_pass, unregister_pass
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
 
@@ -91,6 +94,42 @@ def test_an_unknown_mutating_op_is_an_error() -> None:
         graph.call_function(torch.ops.aten.add_.Tensor, (attention.args[0], attention.args[0]))
     with pytest.raises(SplitError, match="add_"):
         split(graph)
+
+
+@torch.library.custom_op("tests::accumulate", mutates_args=("total_T",))
+def accumulate(total_T: torch.Tensor, x_T: torch.Tensor) -> None:
+    total_T += x_T
+
+
+class Accumulates(GraphPass):
+    """A pass whose op writes to what it is given, as to a cache."""
+
+    name = "accumulates"
+    splitting_ops = (SplittingOp("tests::accumulate", lambda total_T, x_T: total_T.add_(10 * x_T)),)
+
+
+def test_a_pass_declares_the_ops_that_the_graph_is_split_at() -> None:
+    """The compiled forward calls the declared function in the op's place."""
+
+    def function(input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        accumulate(input_ids_T, positions_T.unsqueeze(0).squeeze(0))
+        return (input_ids_T.unsqueeze(0),)
+
+    inputs = {"input_ids_T": torch.tensor([1, 2]), "positions_T": torch.tensor([3, 4])}
+    graph = graph_of(function, inputs, {}).graph
+    with pytest.raises(SplitError, match="tests::accumulate mutates an input"):
+        split(graph)
+    register_pass(Accumulates())
+    try:
+        steps = split(graph)
+        plan, unique = make_plan(graph, steps)
+        pieces = {key: load_direct(direct_source(text), "cpu") for key, text in unique.items()}
+        forward = stitch(plan, pieces, {})
+    finally:
+        unregister_pass("accumulates")
+    assert [step.op for step in steps] == [None, "tests::accumulate", None]
+    assert not plan.carried  # nothing attends
+    assert forward(inputs["input_ids_T"], inputs["positions_T"], None, []).tolist() == [[31, 42]]
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.sequence_parallel_op import sequence_parallel_norm
-from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.verifier import VerificationError
 from compiled_engine.resolve.engine import resolve
 
@@ -76,13 +75,10 @@ def test_a_sum_that_something_else_reads_stays_whole() -> None:
     """And with it all sums before it, whose rows it needs."""
 
     @dataclass(frozen=True)
-    class Reader:
+    class Reader(GraphPass):
         name: str = "reader"
 
-        def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-            return None
-
-        def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
             return 0
 
         def run(self, graph: fx.Graph) -> PassResult:
@@ -104,7 +100,7 @@ def test_a_sum_that_something_else_reads_stays_whole() -> None:
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(GraphPass):
     """A pass whose result is edited."""
 
     right: GraphPass
@@ -117,7 +113,7 @@ class Broken:
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return self.right.applicable(compile_range, device_type)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.passes.graph_inputs import Source
-from compiled_engine.passes.rope_attend import rope_attend
-from compiled_engine.passes.rope_kv_write import rope_kv_write
-
-# The ops that a graph is split at: those that touch the KV cache. The stitched forward calls them directly.
-SPLITTING_OPS: dict[str, Callable[..., Any]] = ATTENTION_OPS | {
-    "compiled_engine::rope_kv_write": rope_kv_write,
-    "compiled_engine::rope_attend": rope_attend,
-}
-# Those that a layer has one of: behind it comes what reads attention's result.
-ATTENDING_OPS = frozenset(ATTENTION_OPS) | {"compiled_engine::rope_attend"}
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Plan
+from compiled_engine.graphs.compiler.plan import Carried, Plan
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.registry import splitting_ops
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,8 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     """
     if stage.count == 1:
         return StagePlan(plan)
-    ends = [number + 1 for number, step in enumerate(plan.steps) if step.op in ATTENDING_OPS]
+    known = splitting_ops()
+    ends = [number for number, step in enumerate(plan.steps, 1) if step.op is not None and known[step.op].attends]
     layers = stage.layers
     if layers.stop > len(ends) or (stage.is_last and layers.stop != len(ends)):
         raise ValueError(f"the compiled model has {len(ends)} attentions, not one for each of {layers.stop} layers")

@@ -7,15 +7,15 @@ use. It costs about a microsecond a call; Dynamo's own entry with its guards cos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
-from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
-from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
+from compiled_engine.attention.op import OnAttention, attend
+from compiled_engine.graphs.compiler.plan import Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import Source, derived
-from compiled_engine.passes.rope_attend import in_two
+from compiled_engine.passes.graph_pass import SplittingOp
+from compiled_engine.passes.registry import splitting_ops
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
 
@@ -30,12 +30,7 @@ def stitch(
 
     on_attention: is called with the function and the arguments of an attention op instead of the function.
     """
-    functions: dict[str, Callable[..., Any]] = SPLITTING_OPS
-    if on_attention is not None:
-        passed = {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
-        attention_passed = partial(in_two, passed["compiled_engine::attend"])
-        functions = functions | passed | {"compiled_engine::rope_attend": attention_passed}
-    namespace: dict[str, Any] = {_op_function(name): function for name, function in functions.items()}
+    namespace: dict[str, Any] = {_op_function(op.name): _called(op, on_attention) for op in splitting_ops().values()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
     used = {argument.get("value") for step in plan.steps for argument in step.arguments} | {*plan.outputs}
     for index, source in enumerate(plan.inputs):
@@ -46,8 +41,16 @@ def stitch(
     return namespace.pop("forward")
 
 
-def _passed_to(on_attention: OnAttention, function: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments: on_attention(function, arguments)
+def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., Any]:
+    """The function that stands for a splitting op, whose attention is passed to `on_attention` if that is given."""
+    if on_attention is None or not op.attends:
+        return op.function
+    attention = attend if op.around else op.function
+
+    def passed(*arguments: Any) -> None:
+        on_attention(attention, arguments)
+
+    return op.around(passed) if op.around else passed
 
 
 def forward_source(plan: Plan) -> str:
