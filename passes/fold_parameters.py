@@ -1,18 +1,17 @@
-"""Arithmetic on a parameter alone is done once, when weights are bound: Gemma's 1 + weight, a weight in another dtype.
+"""Arithmetic on a parameter alone is done when weights are loaded: Gemma's 1 + weight, a weight in another dtype.
 
 Why: textbook norms multiply by their weight; that others add one to it first is a matter of how they are stored. The
-result is an input of the graph, a parameter with a derivation, which graphs/compiler/stitch.py computes.
+result is an input of the graph, a parameter that the loader makes of the one in the checkpoint.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import Derivation, source_of
+from compiled_engine.passes.graph_inputs import is_parameter, parameter_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten
+from compiled_engine.passes.parameter import Parameter, made
 from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.structure_counts import is_derivation
 
@@ -27,24 +26,22 @@ class FoldParameters(GraphPass):
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements: list[Replacement] = []
-        derived: dict[tuple[fx.Node, Derivation], fx.Node] = {}
+        derived: dict[Parameter, fx.Node] = {}
         for node in list(graph.nodes):
             if not is_derivation(node):
                 continue
             parameter = arg(node, 0)
-            step = (_STEPS[node.target], _operand(node))  # type: ignore[index]
-            source = source_of(parameter)
-            key = parameter, (*source.derivation, step)
-            if key not in derived:
+            step, value = _STEPS[node.target], node.meta["val"]  # type: ignore[index]
+            result = made(parameter_of(parameter), step, _operand(node), value)
+            if result not in derived:
                 with graph.inserting_after(parameter):
-                    derived[key] = graph.placeholder(f"derived_{node.name}")
-                derived[key].meta["val"] = node.meta["val"]
-                derived[key].meta["source"] = replace(source, derivation=key[1])
-            node.replace_all_uses_with(derived[key])
+                    derived[result] = graph.placeholder(f"derived_{node.name}")
+                derived[result].meta |= {"val": value, "source": result}
+            node.replace_all_uses_with(derived[result])
             graph.erase_node(node)
-            replacements.append(Replacement(node.name, derived[key]))
+            replacements.append(Replacement(node.name, derived[result]))
         for placeholder in graph.find_nodes(op="placeholder"):
-            if not placeholder.users and source_of(placeholder).kind == "parameter":
+            if not placeholder.users and is_parameter(placeholder):
                 graph.erase_node(placeholder)
         return PassResult(len(replacements), (), tuple(replacements))
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
+from compiled_engine.passes.graph_inputs import is_parameter, parameter_of, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import (
     ACTIVATIONS,
@@ -28,6 +28,7 @@ from compiled_engine.passes.matching import (
     is_call,
     only_user,
 )
+from compiled_engine.passes.parameter import packed
 from compiled_engine.passes.structure import Structure
 
 
@@ -82,7 +83,7 @@ def _obstacle(group: list[_Linear]) -> str | None:
     parameters = [p for linear in group for p in (linear.weight, linear.bias) if p is not None]
     if any(len(parameter.users) > 1 for parameter in parameters):
         return "a parameter is used elsewhere too"
-    if any(source_of(parameter).derivation for parameter in parameters):
+    if any(parameter_of(parameter).make for parameter in parameters):
         return "a parameter is derived from another"
     if len({linear.bias is None for linear in group}) > 1:
         return "only some have a bias"
@@ -134,14 +135,14 @@ def _merge(graph: fx.Graph, group: list[_Linear]) -> list[Replacement]:
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node]) -> fx.Node:
     """A placeholder for the parameters' concatenation along dimension 0."""
-    names = tuple(source_of(parameter).name for parameter in parameters)
+    members = tuple(map(parameter_of, parameters))
     values = [parameter.meta["val"] for parameter in parameters]
     with graph.inserting_before(parameters[0]):
-        packed = graph.placeholder(f"packed_{parameters[0].name}")
+        placeholder = graph.placeholder(f"packed_{parameters[0].name}")
     with fake_mode_of(values):
-        packed.meta["val"] = torch.cat(values)
-    packed.meta["source"] = Source("parameter", _packed_name(names), members=names)
-    return packed
+        placeholder.meta["val"] = torch.cat(values)
+    placeholder.meta["source"] = packed(_packed_name(tuple(member.name for member in members)), members)
+    return placeholder
 
 
 def _packed_name(names: tuple[str, ...]) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import Source, derived, source_of
+from compiled_engine.passes.graph_inputs import Source, source_of
+from compiled_engine.passes.parameter import Parameter, compute
 
 MOST_CONTEXT = 24
 
@@ -36,26 +37,22 @@ class RandomInputs:
     def of(self, placeholder: fx.Node) -> Any:
         """The value of a graph input."""
         source = source_of(placeholder)
-        if source.kind == "argument":
-            return self._arguments[source.name]
-        if source.kind == "size":
-            return self._arguments[source.name].shape[source.dim]
-        return derived(self._parameter(source, placeholder.meta["val"]), source.derivation)
+        if isinstance(source, Source):
+            value = self._arguments[source.name]
+            return value.shape[source.dim] if source.kind == "size" else value
+        return compute(source, self.parameter) if source.make else self.parameter(source)
 
-    def parameter(self, name: str) -> torch.Tensor:
-        """A parameter that `of` has given a value."""
-        return self._parameters[name]
-
-    def _parameter(self, source: Source, fake: torch.Tensor) -> torch.Tensor:
+    def parameter(self, parameter: Parameter) -> torch.Tensor:
         """With scale 1 matrices keep the size of what they multiply; the weights of norms are around 1."""
-        if source.name not in self._parameters:
-            value = self._normal(tuple(fake.shape), torch.float32)
-            if fake.dim() > 1:
-                value *= self._scale if "embed" in source.name else self._scale / fake.shape[-1] ** 0.5
+        name, shape = parameter.name, parameter.shape
+        if name not in self._parameters:
+            value = self._normal(shape, torch.float32)
+            if len(shape) > 1:
+                value *= self._scale if "embed" in name else self._scale / shape[-1] ** 0.5
             else:
-                value = self._scale * value if source.name.endswith("bias") else 1 + 0.2 * value
-            self._parameters[source.name] = value.to(fake.dtype)
-        return self._parameters[source.name]
+                value = self._scale * value if name.endswith("bias") else 1 + 0.2 * value
+            self._parameters[name] = value.to(parameter.torch_dtype)
+        return self._parameters[name]
 
     def _normal(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         sizes = tuple(int(size) for size in shape)

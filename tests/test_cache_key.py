@@ -24,11 +24,9 @@ from compiled_engine.graphs.cache.key import (
     cache_factors,
     graph_config,
 )
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_rank
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.rope_config import RopeConfig
 
@@ -152,7 +150,7 @@ def perturbed(config: EngineConfig, field: str) -> EngineConfig:
 
 def final_graph(config: EngineConfig) -> list[Any]:
     """What a compiler would be given: for each range its plan and its unique pieces; and the compiler's options."""
-    traced = trace(without_storage(build_model(config.local_model), config.device), example_inputs(config))
+    traced = trace_rank(config, build_model(config.local_model))
     versions: list[Any] = [INDUCTOR_OPTIONS]
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, traced, compile_range)

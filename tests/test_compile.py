@@ -112,9 +112,9 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     warm = compile_model(config, no_model, SilentProgress(), Timeline())
     assert (warm.lookup.status, warm.counts.traces, warm.counts.compiles) == ("hit", 0, 0)
     model = build_model(config.model)
-    parameters = materialize(model, warm.packed, config.device)
-    fill_with_random_weights(model, seed=0)
-    forward = warm.bind(dict(model.named_parameters(remove_duplicate=False)) | parameters).hidden
+    weights = materialize(model, warm.parameters, config.device)
+    fill_with_random_weights(weights, seed=0)
+    forward = warm.bind(weights.tensors).hidden
     for num_tokens in (1, 2, 17, 256):
         inputs = example_inputs(config)
         attention = replace(

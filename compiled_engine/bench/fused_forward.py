@@ -17,7 +17,7 @@ from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.logits_head import read_logits_head
+from compiled_engine.graphs.compiler.logits_head import read_logits_head, read_logits_parameters
 from compiled_engine.graphs.compiler.logits_head_writer import write_logits_head
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
@@ -93,19 +93,18 @@ def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
         plans.append((compile_range, *make_plan(module.graph, split(module.graph))))
         reports.append(found)
     model = build_tensors(config.model, None)
-    packed = {name: members for _, plan, _ in plans for name, members in plan.packed().items()}
-    tensors = materialize(model, packed, config.device)
-    load_weights(model, config.model, SilentProgress())
-    named = dict(model.named_parameters(remove_duplicate=False)) | tensors
+    with tempfile.TemporaryDirectory() as folder:
+        write_logits_head(Path(folder), traced.module.graph, with_code=True)
+        head, of_logits = read_logits_head(Path(folder), config.device.type), read_logits_parameters(Path(folder))
+    assert head is not None
+    parameters = dict.fromkeys(parameter for _, plan, _ in plans for parameter in plan.parameters)
+    weights = materialize(model, (*parameters, *of_logits), config.device)
+    load_weights(weights, model, config.model, SilentProgress())
     forwards = []
     for compile_range, plan, unique in plans:
         pieces = {key: piece_from_json(text)[0] for key, text in unique.items()}
-        forwards.append((compile_range, stitch(plan, pieces, named)))
-    with tempfile.TemporaryDirectory() as folder:
-        write_logits_head(Path(folder), traced.module.graph)
-        head = read_logits_head(Path(folder), config.device.type)
-    assert head is not None
-    return FusedModel(config, tuple(forwards), head(named), reports[0])
+        forwards.append((compile_range, stitch(plan, pieces, weights.tensors)))
+    return FusedModel(config, tuple(forwards), head(weights.tensors), reports[0])
 
 
 def _inputs(spans: list[range], blocks: list[range], config: EngineConfig) -> AttentionInputs:

@@ -80,15 +80,10 @@ def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
     caches = [torch.zeros(shape, dtype=config.dtype, device="meta") for shape in config.kv_shapes(2, 16)]
     with torch.inference_mode(), watch:
         hidden_TD = model(tokens, tokens, inputs, caches)
-    return ParameterPlaces(watch.found, logits_parameters(model, hidden_TD.shape[1], config.dtype))
-
-
-def logits_parameters(model: Any, hidden_size: int, dtype: torch.dtype) -> frozenset[str]:
-    """The parameters that a model on the meta device needs for logits."""
-    watch = _Watch(_names_by_parameter(model))
-    with torch.inference_mode(), watch:
-        model.logits(torch.zeros(1, hidden_size, dtype=dtype, device="meta"))
-    return frozenset(watch.found)
+    of_logits = _Watch(names)
+    with torch.inference_mode(), of_logits:
+        model.logits(hidden_TD)  # type: ignore[operator]
+    return ParameterPlaces(watch.found, frozenset(of_logits.found))
 
 
 def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers: int, count: int) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class Runner:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
             self._compiled = compiled.for_stage(self._stage)
         with timeline.span("load weights"):
-            model, named = load_model(config, self._compiled, self._group, self._stage, progress)
+            model, named = load_model(config, self._compiled, self._group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         captures, records = config.graph.captures, config.graph.mode is GraphMode.RECORDED
         self._capture = capture = CudaCapture(config.device) if captures else None

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Plan
+from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Input, Plan
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.parameter import Parameter
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,9 @@ def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
     return tuple(known[index] for index in sorted(defined & read))
 
 
-def _renumbered(source: Source, layers: range) -> Source:
+def _renumbered(source: Input, layers: range) -> Input:
     head, _, rest = source.name.partition(".")
-    if source.kind == "parameter" or head != "kv_caches":
+    if isinstance(source, Parameter) or head != "kv_caches":
         return source
     return replace(source, name=f"{head}.{int(rest) - layers.start}")
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
-from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
-from compiled_engine.passes.graph_inputs import Source, derived
+from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Input, Plan, PlannedStep
+from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.rope_attend import in_two
 
 Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
@@ -40,7 +40,7 @@ def stitch(
     used = {argument.get("value") for step in plan.steps for argument in step.arguments} | {*plan.outputs}
     for index, source in enumerate(plan.inputs):
         if source.kind == "parameter" and index in used:
-            namespace[f"parameter_{index}"] = derived(parameters[source.name], source.derivation)
+            namespace[f"parameter_{index}"] = parameters[source.name]
     exec(compile(forward_source(plan), "<stitched forward>", "exec"), namespace)
     # Without its own name in its globals the function is not a cycle: dropping it frees the parameters at once.
     return namespace.pop("forward")
@@ -69,7 +69,7 @@ def forward_source(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _input_name(index: int, source: Source) -> str:
+def _input_name(index: int, source: Input) -> str:
     if source.kind in ("argument", "received"):
         return _argument_expression(source.name)
     return f"parameter_{index}" if source.kind == "parameter" else f"size_{index}"
@@ -82,7 +82,8 @@ def _argument_expression(name: str) -> str:
 
 def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
     used = {a["value"] for step in plan.steps for a in step.arguments if "value" in a}
-    return [(i, source) for i, source in enumerate(plan.inputs) if source.kind == "size" and i in used]
+    given = [(i, source) for i, source in enumerate(plan.inputs) if isinstance(source, Source) and i in used]
+    return [(i, source) for i, source in given if source.kind == "size"]
 
 
 def _last_uses(plan: Plan) -> dict[int, list[int]]:

@@ -29,6 +29,7 @@ from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.lowering import is_foreign, lower
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.passes.matching import arg, fake_mode_of
+from compiled_engine.passes.parameter import BUFFER, WEIGHT, Parameter
 
 MAX_BLOCKS = 1 << 31
 # More than any step has: the number of requests is not in the cache key, so it may not shape the trace.
@@ -123,7 +124,7 @@ def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: boo
     assert shape_env is not None
     sources = _sources(graph, fakes, model)
     for source, fake in zip(sources, fakes, strict=True):
-        if source.kind == "size":
+        if isinstance(source, Source) and source.kind == "size":
             _, low, high = declared[source.name, source.dim]
             compat.declare_range(shape_env, fake.node.expr, low, high)
     with fake_mode:
@@ -217,9 +218,9 @@ def _fresh_entry() -> Callable[..., Any]:
     return types.FunctionType(_entry.__code__.replace(), _entry.__globals__, "traced_forward")
 
 
-def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source]:
+def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source | Parameter]:
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    sources: list[Source | None] = []
+    sources: list[Source | Parameter | None] = []
     for node in graph.graph.find_nodes(op="placeholder"):
         name = node.meta["source_name"]
         is_tensor = isinstance(node.meta["example_value"], torch.Tensor)
@@ -238,7 +239,7 @@ def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[
     return [source for source in sources if source is not None]
 
 
-def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
+def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source | Parameter:
     """From Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and the like."""
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
@@ -247,7 +248,8 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
     path = ".".join(steps)
     if path not in parameters:
         raise RuntimeError(f"graph input {name} is not a parameter or buffer of the model")
-    return Source("parameter", path)
+    tensor = parameters[path]
+    return Parameter.of(path, tensor, WEIGHT if isinstance(tensor, nn.Parameter) else BUFFER)
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:
