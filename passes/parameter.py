@@ -15,7 +15,7 @@ import torch
 
 from compiled_engine.parallel.shards import Section, Shard
 
-WEIGHT, BUFFER = "weight", "buffer"
+WEIGHT, BUFFER, KEPT = "weight", "buffer", "kept"
 # Operations on a tensor, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
 Steps = tuple[tuple[str, float | str], ...]
 STEPS: Mapping[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
@@ -30,7 +30,8 @@ class Parameter:
     """A tensor that a rank keeps on its device, with the shape and dtype that it has there.
 
     Without members it is a tensor of the model, under the model's name. role: a weight is read from the checkpoint, a
-    buffer has the model's values. shard: the part of the undivided tensor that it is; None for all of it.
+    buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and whoever asked for it
+    fills it. shard: the part of the undivided tensor that it is; None for all of it.
     With members it holds their rows one below another, and they are views of it. With `make` it is the result of these
     steps on those rows, and members have memory of their own only if they are named elsewhere too.
     """

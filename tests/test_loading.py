@@ -18,9 +18,14 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError, materialize, parameters_of
+from compiled_engine.models.checkpoint.parameters import (
+    STAGED_BYTES,
+    InsufficientMemoryError,
+    materialize,
+    parameters_of,
+)
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.passes.parameter import Parameter, made
+from compiled_engine.passes.parameter import KEPT, Parameter, made
 from compiled_engine.passes.parameter import packed as pack
 from compiled_engine.process.progress import SilentProgress
 
@@ -221,6 +226,34 @@ def test_what_is_made_of_tensors_follows_them(tmp_path: Path) -> None:
         assert torch.equal(weights.tensors[fp32.name], tensors[NORM].float())
         assert torch.equal(weights.tensors[shifted.name], tensors[NORM].float() + 1)
         assert places == {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
+
+
+def test_few_tensors_at_a_time_are_there_only_for_others() -> None:
+    """Each once, whatever is made of it. On the meta device they take no memory."""
+    meta = torch.device("meta")
+    like = torch.empty(STAGED_BYTES // 2, dtype=torch.bfloat16, device=meta)
+    model = nn.ParameterDict({name: nn.Parameter(like, requires_grad=False) for name in "abc"})
+    own = parameters_of(model)
+    halves = [made(parameter, "mul", 0.5, like) for parameter in own]
+    weights = materialize(model, [*halves, made(own[1], "to", "float16", like.half())], meta)
+    read = [[leaf.name for leaf, _ in batch] for batch in weights.batches()]
+    assert read == [[], ["a"], ["b"], ["c"]]
+    assert not weights.tensors.keys() & model.keys()
+
+
+def test_what_the_engine_keeps_is_left_alone(single: Path) -> None:
+    config = read(single)
+    model = build_model(config)
+    table = Parameter("slots.scale", (4, 8), "float16", KEPT)
+    weights = materialize(model, [*parameters_of(model), table], CPU)
+    load_weights(weights, model, config, SilentProgress())
+    assert torch.equal(weights.tensors[table.name], torch.zeros(4, 8, dtype=torch.float16))
+    weights.tensors[table.name].fill_(3)
+    for again in (config, replace(config, load_format="dummy")):
+        load_weights(weights, model, again, SilentProgress())
+        assert bool((weights.tensors[table.name] == 3).all())
+    with pytest.raises(ValueError, match=f"taken: {NORM}"):
+        materialize(build_model(config), [replace(table, name=NORM)], CPU)
 
 
 def test_descriptions_survive_json(single: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from compiled_engine.parallel.shards import Shard
-from compiled_engine.passes.parameter import BUFFER, WEIGHT, Parameter, compute
+from compiled_engine.passes.parameter import BUFFER, KEPT, WEIGHT, Parameter, compute
 
 GIB = 2**30
 # Most bytes at a time of tensors that are on the device only until others are made of them.
@@ -43,7 +43,7 @@ class Weights:
         what does not fit into STAGED_BYTES.
         """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
-        yield [(part, self.tensors[part.name]) for part in written.values() if not part.make]
+        yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]
         for group in _grouped([part for part in written.values() if part.make]):
             device = self.tensors[group[0].name].device
             staged = {
@@ -69,7 +69,7 @@ def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -
 
 
 def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
-    """Allocate parameters (uninitialised) on the device, and move the model's buffers there.
+    """Allocate parameters on the device, uninitialised but for kept ones, and move the model's buffers there.
 
     parameters: what graphs name, each as often as they like; a tensor of the model that stands alone in one and is a
     member in another is a view of the packed one. The model's own parameters become these tensors; those that are not
@@ -82,7 +82,7 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
     for name, own in model.named_parameters(remove_duplicate=False):
         names.setdefault(first.setdefault(id(own), name), []).append(name)
     owners = {name: owner for owner, several in names.items() for name in several}
-    named = {p.renamed(lambda name: owners.get(name, name)): None for p in parameters if p.members or p.role == WEIGHT}
+    named = {p.renamed(lambda name: owners.get(name, name)): None for p in parameters if p.members or p.role != BUFFER}
     stored = sorted(named, key=lambda parameter: not parameter.members)  # members are placed with what they are part of
     _check(stored, {name: model.get_parameter(name) for name in names})
     buffers = dict(model.named_buffers())
@@ -92,6 +92,8 @@ def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch
     for parameter in stored:
         if parameter.members:
             tensor = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=device)
+        elif parameter.role == KEPT:
+            tensor = torch.zeros(parameter.shape, dtype=parameter.torch_dtype, device=device)
         elif parameter.name in tensors:
             continue
         else:
@@ -154,12 +156,11 @@ def _check(stored: list[Parameter], own: Mapping[str, torch.Tensor]) -> None:
         if (leaf.shape, leaf.torch_dtype) != (tuple(own[name].shape), own[name].dtype):
             has = f"{tuple(own[name].shape)} {own[name].dtype}"
             raise ValueError(f"{name} would be {leaf.shape} {leaf.torch_dtype}, but the model's is {has}")
-    packed = [parameter for parameter in stored if parameter.members]
-    uses = Counter(part.name for parameter in packed if not parameter.make for part in _written(parameter))
+    uses = Counter(part.name for p in stored if p.members and not p.make for part in _written(p))
     if repeated := [name for name, count in uses.items() if count > 1]:
         raise ValueError(f"parameters to be packed more than once: {', '.join(repeated)}")
-    if taken := [parameter.name for parameter in packed if parameter.name in own]:
-        raise ValueError(f"packed parameters must have names of their own, these are taken: {', '.join(taken)}")
+    if taken := [p.name for p in stored if (p.members or p.role == KEPT) and p.name in own]:
+        raise ValueError(f"parameters beside the model's must have other names, these are taken: {', '.join(taken)}")
     names = Counter(parameter.name for parameter in stored)
     if ambiguous := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"parameters that are described in two ways: {', '.join(ambiguous)}")
