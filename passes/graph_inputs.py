@@ -21,7 +21,7 @@ class Source:
 
     kind "parameter": the parameter or buffer `name`, which is a packed tensor if it has `members`;
     or what `derivation` makes of it;
-    "argument": the forward argument `name` (attention_inputs.seq_lens_R, kv_caches.3, ...);
+    "argument": the forward argument `name`, see StepTensor;
     "size": the length of dimension `dim` of that argument;
     "received", in a stage alone: value `name` (received.0, ...) of those that the stage before hands on.
     """
@@ -31,6 +31,18 @@ class Source:
     dim: int = 0
     members: tuple[str, ...] = ()
     derivation: Derivation = ()
+
+    @property
+    def element(self) -> int | None:
+        """Which element of a list the source is: 3 for kv_caches.3; None for any other source."""
+        number = self.name.partition(".")[2]
+        return int(number) if self.kind != "parameter" and number.isdecimal() else None
+
+    @property
+    def expression(self) -> str:
+        """The source in Python, where the forward's arguments have their names."""
+        head, _, rest = self.name.partition(".")
+        return self.name if self.element is None else f"{head}[{rest}]"
 
 
 def source_of(placeholder: fx.Node) -> Source:
@@ -50,3 +62,12 @@ def derived(tensor: torch.Tensor, derivation: Sequence[Sequence[float | str]]) -
 
 def is_parameter(node: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and source_of(node).kind == "parameter"
+
+
+def argument(graph: fx.Graph, name: str) -> fx.Node:
+    """The input that stands for a forward argument, such as a step tensor that a pass has asked for. Raises LookupError
+    if the graph has none of this name."""
+    for node in graph.find_nodes(op="placeholder"):
+        if source_of(node).kind == "argument" and source_of(node).name == name:
+            return node
+    raise LookupError(f"the graph has no argument {name}")

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import fx
 
+from compiled_engine.attention.step_tensors import StepTensor
 from compiled_engine.passes.structure import Structure
 
 
@@ -49,7 +50,7 @@ class PassResult:
 class GraphPass(Protocol):
     """Rewrites a whole model's ATen graph in place, before it is split.
 
-    A pass that derives from this class need not define `applicable`.
+    A pass that derives from this class need not define `applicable` and `step_tensors`.
     """
 
     name: str
@@ -61,5 +62,10 @@ class GraphPass(Protocol):
     def contract(self, structure: Structure, compile_range: CompileRange) -> int:
         """How often the pass must match in a graph that had this structure before any pass ran."""
         ...
+
+    def step_tensors(self) -> tuple[StepTensor, ...]:
+        """The step tensors that the pass reads beside those of every forward; `graph_inputs.argument` finds their
+        inputs in the graph. They exist wherever the pass is enabled."""
+        return ()
 
     def run(self, graph: fx.Graph) -> PassResult: ...

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection
 
+from compiled_engine.attention.step_tensors import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
 from compiled_engine.passes.gated_linear import GatedLinear
@@ -39,6 +41,9 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     GatedLinear(),
 )
 
+# How the name of a step tensor ends, by its first dimension.
+_SUFFIXES: dict[tuple[int | str, ...], str] = {("tokens",): "T", ("requests",): "R"}
+
 # What register_pass adds to: the one list of the project that changes while it runs.
 _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
@@ -60,6 +65,26 @@ def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
     """
     stated = (getattr(p, "kernel_token_counts", ()) for p in _registered if p.name in names)
     return tuple(sorted({count for counts in stated for count in counts}))
+
+
+def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
+    """The step tensors that these passes ask for. Raises ValueError for a declaration that is not allowed."""
+    found: dict[str, StepTensor] = {}
+    for graph_pass in _registered:
+        asks = getattr(graph_pass, "step_tensors", None)
+        for tensor in asks() if asks is not None and graph_pass.name in names else ():
+            place = f"pass {graph_pass.name}: step tensor {tensor.name!r}"
+            suffix = _SUFFIXES.get(tensor.dims[:1])
+            if suffix is None or any(isinstance(dim, str) for dim in tensor.dims[1:]):
+                raise ValueError(f"{place}: dims is {tensor.dims}; allowed: 'tokens' or 'requests', then numbers")
+            if not re.fullmatch(rf"[a-z]\w*_{suffix}\w*", tensor.name) or tensor.name in FORWARD_ARGUMENTS:
+                taken = ", ".join(FORWARD_ARGUMENTS)
+                raise ValueError(f"{place}: name must end in its shape, as slots_R does, and be none of {taken}")
+            if tensor.fill is None or tensor.on_host:
+                raise ValueError(f"{place}: fill must be a function, and on_host False")
+            if found.setdefault(tensor.name, tensor) != tensor:
+                raise ValueError(f"{place}: another pass declares it otherwise")
+    return tuple(found.values())
 
 
 def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:

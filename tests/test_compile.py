@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
+from compiled_engine.attention.step_tensors import arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
@@ -116,21 +117,15 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     fill_with_random_weights(model, seed=0)
     forward = warm.bind(dict(model.named_parameters(remove_duplicate=False)) | parameters).hidden
     for num_tokens in (1, 2, 17, 256):
-        inputs = example_inputs(config)
-        attention = replace(
-            inputs.attention_inputs,
-            query_start_loc_R1=torch.tensor([0, num_tokens], dtype=torch.int32),
-            seq_lens_R=torch.tensor([num_tokens], dtype=torch.int32),
-            block_table_RB=torch.arange(16, dtype=torch.int32)[None],
-            slot_mapping_T=torch.arange(num_tokens),
-            host_3=torch.tensor([int(num_tokens == 1), num_tokens, num_tokens], dtype=torch.int32),
-        )
-        ids, positions = torch.randint(0, 101, (num_tokens,)), torch.arange(num_tokens)
+        block_size = config.cache.block_size
+        ids = torch.randint(0, 101, (num_tokens,)).tolist()
+        step = step_of(ids, [range(num_tokens)], [range(16)], block_size, config.device)
+        inputs = attention_inputs_of(step, config.attention_backend)
         results = []
         for function in (forward, model):
-            caches = [torch.zeros(16, *cache.shape[1:]) for cache in inputs.kv_caches]
+            caches = [torch.zeros(shape) for shape in config.model.kv_shapes(16, block_size)]
             with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
-                results.append((function(ids, positions, attention, caches), caches))
+                results.append((function(*arguments_of(step, inputs, caches)), caches))
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5)
 

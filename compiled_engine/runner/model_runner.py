@@ -21,6 +21,7 @@ from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.parallel.stages import Stage
+from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
@@ -133,7 +134,15 @@ class Runner:
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]
-        self.buffers = InputBuffers(most_tokens, most_rows, max_blocks, self.states.writes, config.device, work_length)
+        self.buffers = InputBuffers(
+            most_tokens,
+            most_rows,
+            max_blocks,
+            self.states.writes,
+            config.device,
+            work_length,
+            step_tensors(config.compile.passes),
+        )
         self.pending = PendingSteps(self.buffers, config.device, self._clock)
         self._sampling = StepSampling(
             self.sampler, self.states, self.buffers, self.pending, config.device, self._traffic

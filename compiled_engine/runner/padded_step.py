@@ -7,9 +7,10 @@ import torch
 from compiled_engine.attention.backend import AttentionCase
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.registry import get_backend
+from compiled_engine.attention.step_tensors import arguments_of, attention_inputs_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.runner.advance import advance
-from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, prepare
+from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, prepare, step_of_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.request_states import RequestStates
@@ -79,18 +80,13 @@ class PaddedStep:
         distinct: bool = False,
     ) -> ForwardOutput:
         """The model on the batch in the buffers, see `ModelForward.run`. around_attention: which is planned already."""
-        inputs = attention_inputs(batch, self.buffers, self._backend)
+        step = step_of_batch(batch, self.buffers)
+        inputs = attention_inputs_of(step, self._backend)
         if not around_attention:
             self._plan(inputs)
-        arguments = (
-            self.buffers.input_ids_T[: batch.padded_tokens],
-            self.buffers.positions_T[: batch.padded_tokens],
-            inputs,
-            self.kv_caches,
-        )
         return self.model.run(
             batch.padded_tokens,
-            arguments,
+            arguments_of(step, inputs, self.kv_caches),
             hidden_wanted=hidden_wanted,
             around_attention=around_attention,
             distinct=distinct,

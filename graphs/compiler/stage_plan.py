@@ -79,8 +79,12 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     steps = plan.steps[first:end]
 
     used = {argument["value"] for step in steps for argument in step.arguments if "value" in argument}
-    # A stage between two others may only pass on what a later one reads.
-    old_inputs = [index for index in range(len(plan.inputs)) if index in used]
+    # A stage between two others may only pass on what a later one reads. All have the same arguments.
+    old_inputs = [
+        index
+        for index, source in enumerate(plan.inputs)
+        if index in used or (source.kind == "argument" and source.element is None)
+    ]
     inputs = [_renumbered(plan.inputs[index], layers) for index in old_inputs]
     inputs += [Source("received", f"received.{number}") for number in range(len(received))]
     new = {old: number for number, old in enumerate([*old_inputs, *(value.value for value in received)])}
@@ -107,10 +111,9 @@ def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
 
 
 def _renumbered(source: Source, layers: range) -> Source:
-    head, _, rest = source.name.partition(".")
-    if source.kind == "parameter" or head != "kv_caches":
+    if source.element is None:
         return source
-    return replace(source, name=f"{head}.{int(rest) - layers.start}")
+    return replace(source, name=f"{source.name.partition('.')[0]}.{source.element - layers.start}")
 
 
 class StageForward:

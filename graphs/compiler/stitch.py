@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
+from compiled_engine.attention.step_tensors import FORWARD_ARGUMENTS
 from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import Source, derived
 from compiled_engine.passes.rope_attend import in_two
 
-Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
+# Takes ForwardArguments.
+Forward = Callable[..., torch.Tensor]
 
 
 def stitch(
@@ -26,7 +28,7 @@ def stitch(
     parameters: Mapping[str, torch.Tensor],
     on_attention: OnAttention | None = None,
 ) -> Forward:
-    """The model's forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD.
+    """The model's forward, from ForwardArguments to hidden states [T, D] or logits [T, V].
 
     on_attention: is called with the function and the arguments of an attention op instead of the function.
     """
@@ -55,11 +57,9 @@ def forward_source(plan: Plan) -> str:
     names = [_input_name(index, source) for index, source in enumerate(plan.inputs)]
     names += [f"v{i}" for i in range(len(names), len(names) + sum(len(step.results) for step in plan.steps))]
     last_use = _last_uses(plan)
-    received = ", received" * any(source.kind == "received" for source in plan.inputs)
-    lines = [f"def forward(input_ids_T, positions_T, attention_inputs, kv_caches{received}):"]
-    lines += [
-        f"    {names[i]} = {_argument_expression(source.name)}.shape[{source.dim}]" for i, source in _used_sizes(plan)
-    ]
+    heads = [source.name.partition(".")[0] for source in plan.inputs if source.kind in ("argument", "received")]
+    lines = [f"def forward({', '.join(dict.fromkeys((*FORWARD_ARGUMENTS, *heads)))}):"]
+    lines += [f"    {names[i]} = {source.expression}.shape[{source.dim}]" for i, source in _used_sizes(plan)]
     for number, step in enumerate(plan.steps):
         lines.append("    " + _call(step, names))
         dead = [names[i] for i in last_use.get(number, []) if i >= len(plan.inputs)]
@@ -71,13 +71,8 @@ def forward_source(plan: Plan) -> str:
 
 def _input_name(index: int, source: Source) -> str:
     if source.kind in ("argument", "received"):
-        return _argument_expression(source.name)
+        return source.expression
     return f"parameter_{index}" if source.kind == "parameter" else f"size_{index}"
-
-
-def _argument_expression(name: str) -> str:
-    head, _, rest = name.partition(".")
-    return f"{head}[{rest}]" if head in ("kv_caches", "received") else name
 
 
 def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
