@@ -27,6 +27,7 @@ FLOORS = (
     "plain_data",
     "failure",
     "kernels",
+    "rows",
     "attention",
     "attention.backends",
     "models.bundled",

@@ -17,13 +17,13 @@ from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
 
 from compiled_engine.collectives.group import StandIn
+from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling import gumbel, gumbel_triton, ranks_choice
-from compiled_engine.sampling.allowed_tokens import mask_of
+from compiled_engine.sampling.edits import StepMasks, mask_of
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks_choice import keys_of
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.vocabulary_slice import Best, VocabularySlice
 
@@ -64,7 +64,7 @@ Outputs = list[tuple[list[int], list[TokenLogprobs | None]]]
 
 def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | StandIn, *, broken: bool) -> Outputs:
     """Three steps of a request of each kind: tokens and log-probabilities."""
-    sampler = Sampler(NUM_ROWS, VOCAB_SIZE, "cpu", processors=[Doubled()], group=group)
+    sampler = Sampler(RowFields(NUM_ROWS, "cpu"), VOCAB_SIZE, processors=[Doubled()], group=group)
     masked = ["min_tokens" not in kind and kind in (KINDS["masked"], KINDS["masked, filtered"]) for kind in kinds]
     for row, kind in enumerate(kinds):
         sampler.add_row(row, SamplingParams(**kind), seed + row, [1, LAST, 50, 7], 2, {EOS}, masked=masked[row])  # type: ignore[arg-type]

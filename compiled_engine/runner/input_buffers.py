@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.runner.staged_writes import StagedWrites
+from compiled_engine.rows.staged_writes import StagedWrites
 
 # Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
 RING = 64

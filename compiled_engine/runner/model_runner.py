@@ -36,13 +36,12 @@ from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, Prom
 from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import compile_in_turn, load_model
 from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.row_updates import update_rows
+from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_sampling import StepSampling
 from compiled_engine.runner.warm_up import warm_up
-from compiled_engine.sampling.history import penalty_bytes
+from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.sampler import Sampler
 
@@ -123,9 +122,9 @@ class Runner:
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
-        self.sampler = Sampler(max_rows, vocab_size, config.device, processors=processors, group=divided)
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         self.states = RequestStates(max_rows, length, block_size, config.device, in_flight)
+        self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
         cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
         # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
@@ -242,7 +241,6 @@ class Runner:
             self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
         if not self._stage.is_last:
             return self._hand_on(batch, hidden_wanted)
-        self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
             logits_RV = self.captured.replay(batch).tensor

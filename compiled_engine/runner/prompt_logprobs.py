@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from compiled_engine.messages import SchedulerOutput
+from compiled_engine.rows.async_copies import upload
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_forward import ModelForward
 from compiled_engine.runner.pending_steps import PromptLogprobs
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.async_copies import upload
 from compiled_engine.sampling.logprobs import logprob_rows
 from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 

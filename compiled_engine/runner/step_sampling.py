@@ -6,16 +6,16 @@ import numpy as np
 import torch
 
 from compiled_engine.messages import TokenMasks
+from compiled_engine.rows.async_copies import upload
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import InputBatch, masks_of_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, UnsampledStep
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.stage_traffic import StageTraffic
-from compiled_engine.sampling.async_copies import upload
+from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
-from compiled_engine.sampling.step_masks import StepMasks
 
 
 class StepSampling:

@@ -15,6 +15,7 @@ import triton.language as tl
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.best_of_ranks_triton import best_of_ranks
+from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.noise import (
     GOLDEN_GAMMA,
@@ -23,7 +24,6 @@ from compiled_engine.sampling.noise import (
     MULTIPLIER_2,
     SMALLEST_UNIFORM,
 )
-from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import BITS
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
 from compiled_engine.sampling.vocabulary_slice import VocabularySlice

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.sampling.async_copies import download, upload
+from compiled_engine.rows.async_copies import download, upload
 from compiled_engine.sampling.ranks_logprobs import logprob_rows_of_ranks
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.token_logprobs import row_width

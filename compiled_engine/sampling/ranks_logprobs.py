@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_engine.sampling.async_copies import download
+from compiled_engine.rows.async_copies import download
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.token_logprobs import row_width
 from compiled_engine.sampling.vocabulary_slice import VocabularySlice
