@@ -45,7 +45,7 @@ def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -
 def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:
-        sampling = _sampling(config, step.sampler.vocabulary, kernels) if step.samples else []
+        sampling = _sampling(config, step.sampling.sampler.vocabulary, kernels) if step.samples else []
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
