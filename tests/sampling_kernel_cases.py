@@ -22,10 +22,10 @@ from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thr
 from compiled_engine.sampling.logprobs import FEW_TOKENS, NO_LOGPROBS
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 NUM_ROWS = 320
 EOS = 2

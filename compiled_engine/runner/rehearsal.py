@@ -26,7 +26,7 @@ from compiled_engine.runner.input_batch import empty_batch, padding_starts, prep
 from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.runner.warm_up import BatchShape, start_up_batches
 from compiled_engine.sampling.kernel_warm_up import ways_of_sampling
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
+from compiled_engine.sampling.ranks import VocabularySlice
 
 
 def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:

@@ -26,8 +26,8 @@ import torch
 from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.token_mask import BITS, num_words
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 # allowed_mask: which of the rows' masks the row has, -1 for none.
@@ -145,11 +145,16 @@ class RowAdditions(NamedTuple):
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
         """Those to a rank's columns, tokens counted from its first; prefixes stay as they are."""
+        if not vocabulary.is_divided:
+            return self
         columns = self.additions_NC[:, 0] - vocabulary.first
         own = (columns >= 0) & (columns < vocabulary.size)
         additions_NC = self.additions_NC[own]
         additions_NC[:, 0] = columns[own]
         return self._replace(additions_NC=additions_NC)
+
+
+NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1), np.int32), 0)
 
 
 def row_additions(
@@ -167,9 +172,10 @@ def row_additions(
         first_free = num_prompt_tokens + params.min_tokens
         ending_ids = {*eos_token_ids, *(params.stop_token_ids or ())}
         entries += [(token_id, forbidden, first_free, 0, 0) for token_id in ending_ids if token_id < vocab_size]
-    longest = max((entry[-1] for entry in entries), default=0)
-    additions_NC = np.array(entries, dtype=np.int32).reshape(-1, NUM_COLUMNS)
-    return RowAdditions(additions_NC, np.array(prefixes, dtype=np.int32).reshape(-1, 1), longest)
+    if not entries:
+        return NO_ADDITIONS
+    longest = max(entry[-1] for entry in entries)
+    return RowAdditions(np.array(entries, dtype=np.int32), np.array(prefixes, dtype=np.int32)[:, None], longest)
 
 
 def _bits(value: float) -> int:

@@ -12,9 +12,9 @@ from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_mask import num_words
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 FILTERED = SamplingParams(top_k=20, top_p=0.9)
 # A bias makes the logits float32 copies, to be edited.

@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling import edits, filters
-from compiled_engine.sampling.gumbel_cpp import fastest_sample
+from compiled_engine.sampling.gumbel import fastest_sample
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from compiled_engine.sampling.logprobs import NO_LOGPROBS
 from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.processed_rows import ProcessedRows
-from compiled_engine.sampling.ranks_choice import choose_of_ranks, filter_candidates
+from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, filter_candidates
 from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 
 class SamplerClass(enum.Enum):
@@ -148,7 +147,7 @@ class Sampler:
         """Choose tokens for rows that are TEMPERATURE_ONLY, into token_ids_S (int64 [S], device).
 
         Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
-        captured; on a CPU the logits have to be float32.
+        captured; on a CPU the logits have to be float32. The rows' staged writes have to be made before.
         """
         self._choose_above(None, logits_SV, row_index_S, positions_S, token_ids_S)
 

@@ -1,4 +1,4 @@
-"""Which tokens may come next, as a request says it: structured output, token by token."""
+"""Which tokens may come next, as a request says it token by token: a grammar, or a user's token mask."""
 
 from __future__ import annotations
 
@@ -61,6 +61,25 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
     if not mask.any():
         raise ValueError(f"token_mask: {name} must allow some token, got none {where}")
     return mask.view(np.int32)
+
+
+class Constraint(Protocol):
+    """The state of one request: the tokens that it has been told of.
+
+    It outlives a preemption, and no token is ever taken back. Called on the host while the step that computes the
+    logits runs on the device.
+    """
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Take in the next output tokens. Raises ValueError, saying what is wrong: the request ends with it."""
+        ...
+
+    def fill(self, words_W: np.ndarray) -> None:
+        """Write the mask for the next token: int32 [ceil(vocabulary / 32)], as TokenMask has it.
+
+        Raises ValueError as `accept` does.
+        """
+        ...
 
 
 class MaskConstraint:

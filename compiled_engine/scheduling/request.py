@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from compiled_engine.messages import EngineRequest, NewRequest
-from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.token_mask import Constraint
 from compiled_engine.scheduling.block_pool import salt_root
 from compiled_engine.scheduling.stop import StopRule
 

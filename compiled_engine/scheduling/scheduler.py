@@ -23,7 +23,7 @@ from compiled_engine.messages import (
     StepOutputs,
     TokenMasks,
 )
-from compiled_engine.sampling.constraint import Constraint
+from compiled_engine.sampling.token_mask import Constraint
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.lanes import Lanes
 from compiled_engine.scheduling.request import Request, RequestStatus
