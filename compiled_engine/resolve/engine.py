@@ -6,14 +6,12 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 
-from compiled_engine.attention.backend import AttentionCase
-from compiled_engine.attention.registry import get_backend, resolve_backend
+from compiled_engine.attention.case import cases_of, no_short_contexts
+from compiled_engine.attention.registry import AttentionChoice, choose_backend
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -67,17 +65,16 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)
     scheduler = _scheduler(options, model, device, reasons)
-    local_model = local_share(model, parallel.tensor_parallel_size)
-    backend, block_size = _attention(options, local_model, device, reasons)
+    attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device)
+    reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     # Kernels for short contexts are reached through the op that this pass makes.
     fused = RopeAttend.name in compile_config.passes
-    cases = AttentionCase.all_of(local_model, block_size, device) if fused else ()
     return EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
         cache=CacheConfig(
-            block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
+            attention.block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),
         scheduler=scheduler,
         compile=compile_config,
@@ -85,24 +82,18 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             options,
             compiled=compiled,
             graphed=graphed,
-            backend=backend,
-            short_contexts=partial(_short_contexts, backend, cases),
-            recording_obstacle=recording_obstacle(compile_config, parallel, model, backend, device),
+            attention=attention,
+            short_contexts=attention.support.short_contexts if fused else no_short_contexts,
+            recording_obstacle=recording_obstacle(compile_config, parallel, model, attention, device),
             scheduler=scheduler,
             device=device,
             reasons=reasons,
         ),
         parallel=parallel,
         device=device,
-        attention_backend=backend,
+        attention_backend=attention.backend,
         reasons=reasons,
     )
-
-
-def _short_contexts(backend: str, cases: Sequence[AttentionCase], num_requests: int) -> tuple[int, ...]:
-    """Those that each of these has; see AttentionBackend."""
-    found = [get_backend(backend).short_contexts(case, num_requests) for case in cases]
-    return tuple(context for context in (found[0] if found else ()) if all(context in each for each in found))
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
@@ -191,11 +182,7 @@ def _scheduler(
     )
 
 
-def _attention(
-    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
-) -> tuple[str, int]:
-    cases = AttentionCase.all_of(model, 0, device)
+def _attention(options: EngineOptions, model: ModelConfig, device: torch.device) -> AttentionChoice:
+    cases = cases_of(model, 0, device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, cases)
-    reasons |= attention_reasons
-    return backend, block_size
+        return choose_backend(options.attention_backend, options.block_size, cases)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
@@ -127,9 +127,7 @@ class Runner:
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         self.states = RequestStates(max_rows, length, block_size, config.device, in_flight)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
-        cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
-        # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
-        planned = cases[0] if len(cases) == 1 else None
+        planned = planned_together(cases_of(config.local_model, config.cache.block_size, config.device))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.case import AttentionCase
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind

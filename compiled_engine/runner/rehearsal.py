@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from compiled_engine.attention.case import cases_of
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.collectives.group import Group, stand_in_for
@@ -79,17 +80,15 @@ def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: AskedK
 @torch.inference_mode()
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
     """Of each kind of layer, on tensors of its own."""
-    model, backend = config.local_model, get_backend(config.attention_backend)
-    kv_shapes = model.kv_shapes(1, config.cache.block_size)
-    num_blocks = -(-shape.max_seq_len // config.cache.block_size)  # each of them is the one that there is
+    model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
+    num_blocks = -(-shape.max_seq_len // block_size)  # each of them is the one that there is
     inputs = _empty_inputs(config, shape, num_blocks)
-    kinds = {(model.heads_of(layer), window): layer for layer, window in enumerate(model.sliding_windows)}
-    for (heads, window), layer in kinds.items():
-        q_THd = torch.zeros(shape.num_tokens, heads.num_heads, heads.head_dim, dtype=model.dtype, device=config.device)
-        kv_cache = torch.zeros(kv_shapes[layer], dtype=model.dtype, device=config.device)
-        sinks_H = q_THd.new_zeros(heads.num_heads) if model.attention_sinks else None
-        scale = model.attention_scale or heads.head_dim**-0.5
-        scoring = Scoring(scale, window or 0, model.attention_soft_cap, sinks_H)
+    for case in cases_of(model, block_size, config.device):
+        q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)
+        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
+        sinks_H = q_THd.new_zeros(case.num_heads) if case.sinks else None
+        scale = model.attention_scale or case.head_dim**-0.5
+        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
         backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
 
 
