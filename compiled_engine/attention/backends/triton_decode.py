@@ -14,7 +14,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
-from compiled_engine.attention.backends.triton_tile import attend_keys, combined, first_seen, leave, normalised, scales
+from compiled_engine.attention.backends.triton_tile import (
+    attend_keys,
+    combined,
+    first_seen,
+    normalised,
+    scales,
+    store_partials,
+)
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -136,7 +143,7 @@ def decode_kernel(
     if length < num_keys:
         partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
         partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-        leave(*partials, partials_M, rows_M < GROUP, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+        store_partials(*partials, partials_M, rows_M < GROUP, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
     else:
         out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, rows_M < GROUP, scale_log2)
         out_rows_M = tl.multiple_of(request * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE

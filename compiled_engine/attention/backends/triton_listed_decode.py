@@ -15,7 +15,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import attend_keys, combined, first_seen, leave, normalised, scales
+from compiled_engine.attention.backends.triton_tile import (
+    attend_keys,
+    combined,
+    first_seen,
+    normalised,
+    scales,
+    store_partials,
+)
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -138,7 +145,7 @@ def listed_decode_kernel(
                 head = request * NUM_KV_HEADS + kv_head
                 partials_M = (head * GROUP + rows_M) * MAX_SPLITS + split
                 partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-                leave(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+                store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
                 tl.debug_barrier()  # every thread has written
                 if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                     tl.store(arrived_ptr + head, 0)  # for the next layer

@@ -23,12 +23,12 @@ from compiled_engine.attention.backends.triton_tile import (
     capped,
     first_seen,
     fold_keys,
-    leave,
     load_rows,
     normalised,
     row_of,
     scales,
     scores_of,
+    store_partials,
     weigh,
 )
 from compiled_engine.attention.backends.work_list import split_length
@@ -214,7 +214,7 @@ def rope_decode_kernel(
         return
     partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
     partials = partial_ptr, partial_max_ptr, partial_sum_ptr
-    leave(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
+    store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
 
 
 def rope_decode(

@@ -53,7 +53,7 @@ def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
-    """[M, N]: no key after the query's position, and none that its window has left behind."""
+    """Mask [M, N] of the keys that each query sees: none after its position, none that its window has left behind."""
     seen_MN = keys_N[None, :] <= positions_M[:, None]
     if WINDOW > 0:
         seen_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
@@ -102,6 +102,7 @@ def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tupl
 
 @triton.jit
 def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor) -> tl.tensor:
+    """acc with a tile's weighted values."""
     return tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
 
 
@@ -270,7 +271,7 @@ def normalised(
 
 
 @triton.jit
-def leave(
+def store_partials(
     partial_ptr: tl.tensor,
     partial_max_ptr: tl.tensor,
     partial_sum_ptr: tl.tensor,
@@ -282,7 +283,7 @@ def leave(
     HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr,
 ) -> None:
-    """Store acc, max and sum of a split, for `combined`. partials_M: the place of each head's."""
+    """Store acc, max and sum of a split, for `combined`. partials_M: the place of each head."""
     d_D = tl.arange(0, TILE_D)
     mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
     tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
