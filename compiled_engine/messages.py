@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from compiled_engine.prefix_hashes import ROOT
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
 
@@ -19,8 +20,8 @@ class EngineRequest:
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
     `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
-    structured_outputs too: `grammar` is what became of them, as llguidance reads it. Only requests of one `cache_salt`
-    share a prefix in the KV cache.
+    structured_outputs too: `grammar` is what became of them, as llguidance reads it. `prefix_root` is the hash of what
+    a prefix in the KV cache depends on besides its token ids: only requests with the same one share blocks.
 
     One that another core has begun goes on: `output_token_ids` are the tokens that it has generated, and
     `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
@@ -31,7 +32,7 @@ class EngineRequest:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
-    cache_salt: str | None = None
+    prefix_root: bytes = ROOT
     grammar: str | None = None
     output_token_ids: tuple[int, ...] = ()
     next_prompt_logprob: int = 1

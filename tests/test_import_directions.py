@@ -44,6 +44,7 @@ FLOORS = (
     "sampling",
     "options",
     "other_engines",
+    "prefix_hashes",
     "messages",
     "grammars",
     "scheduling",

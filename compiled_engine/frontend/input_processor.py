@@ -13,6 +13,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits
+from compiled_engine.prefix_hashes import prefix_root
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 
@@ -158,6 +159,7 @@ class InputProcessor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
+        root = prefix_root(salt=prompt.cache_salt)
         requests = tuple(
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}-{index}",
@@ -165,7 +167,7 @@ class InputProcessor:
                 sampling_params=_of_completion(params, index, max_tokens),
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
-                cache_salt=prompt.cache_salt,
+                prefix_root=root,
                 grammar=grammar,
             )
             for index in range(params.n)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-from compiled_engine.scheduling.block_pool import BlockPool, hash_block
+from compiled_engine.prefix_hashes import hash_blocks
+from compiled_engine.scheduling.block_pool import BlockPool
 from compiled_engine.scheduling.request import Request
 
 
@@ -151,7 +152,4 @@ class KVCacheManager:
 
     def _hash_blocks(self, request: Request, count: int) -> None:
         """Know the hashes of the first `count` blocks."""
-        hashes, size = request.block_hashes, self.block_size
-        for start in range(len(hashes) * size, count * size, size):
-            parent = hashes[-1] if hashes else request.prefix_root
-            hashes.append(hash_block(parent, request.token_ids[start : start + size]))
+        hash_blocks(request.block_hashes, request.prefix_root, request.token_ids, self.block_size, count)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from compiled_engine.messages import EngineRequest, NewRequest
+from compiled_engine.prefix_hashes import ROOT
 from compiled_engine.sampling.constraint import Constraint
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
-from compiled_engine.scheduling.block_pool import salt_root
 from compiled_engine.scheduling.stop import StopRule
 
 # Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
@@ -43,7 +43,7 @@ class Request:
     ending_ids: the tokens that may end it sooner, and what comes in place of a token.
     constraint: says which tokens may come; None for any. num_accepted: output tokens that it has been told of.
     failure: why its constraint gives no mask; it ends with the next step that is taken in.
-    prefix_root: stands for what comes before the first token; only requests with the same one share blocks.
+    prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
     block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
@@ -72,7 +72,7 @@ class Request:
     num_tokens: int
     num_accepted: int = 0
     failure: str | None = None
-    prefix_root: bytes | None = None
+    prefix_root: bytes = ROOT
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
@@ -113,7 +113,7 @@ class Request:
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             constraint=constraint,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
-            prefix_root=salt_root(request.cache_salt),
+            prefix_root=request.prefix_root,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
