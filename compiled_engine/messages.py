@@ -151,7 +151,7 @@ class NewRequest:
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
-    with a mask (see TokenMasks).
+    with a mask (see TokenMasks). `block_ids`: its block table in each KV group.
     """
 
     request_id: str
@@ -159,7 +159,7 @@ class NewRequest:
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     masked: bool = False
 
 
@@ -171,7 +171,8 @@ class SchedulerOutput:
     starts, counts: request i computes `counts[i]` tokens from position `starts[i]` on. The last one may be the
         token that the step before samples, whose id the scheduler does not know yet.
     samples: whether the step reaches a request's last token, so that a next one is sampled.
-    new_block_ids: of requests that got blocks since the runner last heard of them (never a NewRequest).
+    new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
+        NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
     """
 
@@ -182,7 +183,7 @@ class SchedulerOutput:
     starts: list[int]
     counts: list[int]
     samples: list[bool]
-    new_block_ids: dict[str, tuple[int, ...]]
+    new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
 
     @property

@@ -41,7 +41,7 @@ class Share(NamedTuple):
 
 def shares_of(step: SchedulerOutput) -> list[Share]:
     """The columns of a step, turned by request."""
-    blocks = [step.new_block_ids.get(request_id, ()) for request_id in step.request_ids]
+    blocks = [step.new_block_ids.get(request_id, ((),))[0] for request_id in step.request_ids]
     return [Share(*row) for row in zip(step.request_ids, step.starts, step.counts, blocks, step.samples, strict=True)]
 
 
@@ -170,7 +170,7 @@ class FakeRunner:
                 list(prefix_hashes(new.token_ids)),
                 new.num_prompt_tokens,
                 new.sampling_params,
-                list(new.block_ids),
+                list(*new.block_ids),
                 new.masked,
             )
         ids = [share.request_id for share in shares_of(step)]

@@ -35,7 +35,12 @@ def buffers(states: RequestStates) -> InputBuffers:
 
 def new_request(request_id: str, tokens: list[int], blocks: list[int], num_prompt_tokens: int = 0) -> NewRequest:
     return NewRequest(
-        request_id, tuple(tokens), num_prompt_tokens or len(tokens), SamplingParams(seed=1), frozenset(), tuple(blocks)
+        request_id,
+        tuple(tokens),
+        num_prompt_tokens or len(tokens),
+        SamplingParams(seed=1),
+        frozenset(),
+        (tuple(blocks),),
     )
 
 

@@ -85,7 +85,8 @@ class RequestStates:
         self._num_known.stage_one(row, len(request.token_ids))
         self._known_row.stage_one(row, known_row)
         self._num_blocks[row] = 0
-        self.append_blocks(row, request.block_ids)
+        (block_ids,) = request.block_ids
+        self.append_blocks(row, block_ids)
         return row
 
     def known_ids(self, row: int) -> np.ndarray:

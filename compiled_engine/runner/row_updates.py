@@ -18,7 +18,7 @@ def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler |
         starts = dict(zip(step.request_ids, step.starts, strict=True))
         for request in step.new:
             _add_row(request, starts[request.request_id], states, sampler)
-    for request_id, block_ids in step.new_block_ids.items():
+    for request_id, (block_ids,) in step.new_block_ids.items():
         states.append_blocks(states.row(request_id), block_ids)
 
 

@@ -46,11 +46,9 @@ class Request:
     prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample.
     num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
-    block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
-    num_slots: tokens that those blocks hold.
-    num_registered_blocks: leading blocks of the table that were offered to the prefix cache.
-    next_block_end: tokens that have to be known for the next block to be offered.
-    block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
+    num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
+    next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
+    block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     max_step_tokens: tokens of its prompt that one step may compute.
@@ -75,11 +73,9 @@ class Request:
     prefix_root: bytes = ROOT
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
     num_slots: int = 0
-    num_registered_blocks: int = 0
     next_block_end: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: dict[int, list[bytes]] = field(default_factory=dict)
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     max_step_tokens: int = sys.maxsize
@@ -178,14 +174,15 @@ class Request:
         self.next_prompt_logprob += fresh
         return position, rows.select(slice(position - first, None))
 
-    def as_new(self) -> NewRequest:
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...]) -> NewRequest:
+        """The request as the runner gets it. block_ids: its block table in each KV group."""
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
-            block_ids=tuple(self.block_ids),
+            block_ids=block_ids,
             masked=self.constraint is not None,
         )
 

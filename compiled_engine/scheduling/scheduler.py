@@ -24,9 +24,11 @@ from compiled_engine.messages import (
     TokenMasks,
 )
 from compiled_engine.sampling.constraint import Constraint
+from compiled_engine.scheduling.block_group import BlockGroup
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.lanes import Lanes
 from compiled_engine.scheduling.request import Request, RequestStatus
+from compiled_engine.scheduling.request_rows import RequestRows
 from compiled_engine.scheduling.request_table import RequestTable
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
@@ -59,11 +61,15 @@ class Scheduler:
         num_lanes: int = 1,
     ) -> None:
         self._config = scheduler
-        self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self._kv_cache = KVCacheManager(
+            [BlockGroup(num_blocks, cache.block_size)],
+            [RequestRows(most * num_lanes)],
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
         self._requests = RequestTable(self._kv_cache)
         self._in_flight = StepsInFlight(steps_in_flight)
-        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
@@ -121,7 +127,7 @@ class Scheduler:
         self._lanes.took(lane)
         for request in draft.completed:
             self._kv_cache.register(request)
-        number = self._counts.begin_step(self._kv_cache.pool.num_free)
+        number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
         self._in_flight.append(step)
@@ -182,7 +188,7 @@ class Scheduler:
             self._requests.start_next()
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
             budget -= num_tokens
-            draft.new.append(request.as_new())
+            draft.new.append(request.as_new(self._kv_cache.block_ids(request)))
             self._schedule_tokens(draft, request, num_tokens)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int) -> None:
@@ -280,7 +286,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
-        self._kv_cache.pool.unregister_all()
+        self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int | float]:
         """See SchedulerCounts.metrics."""
@@ -288,10 +294,10 @@ class Scheduler:
         return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
 
     def check_idle(self) -> None:
-        """The part of check_integrity that costs nothing: without requests, every block must be free."""
+        """The part of check_integrity that costs nothing: without requests, nothing may be held."""
         if not self._requests:
-            self._kv_cache.pool.check_all_free()
+            self._kv_cache.check_all_free()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, with what is wrong, unless each block and request is accounted for once."""
+        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
         self._requests.check_integrity()

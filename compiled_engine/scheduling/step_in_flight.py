@@ -46,7 +46,7 @@ class StepDraft:
     longer: Shares = field(default_factory=Shares)
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
-    new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
         if count == 1:
@@ -84,7 +84,8 @@ class StepInFlight:
 
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
     constrained: those that sample and have a constraint.
-    registered_blocks: those that are in the prefix cache only because this step, or one before it, fills them.
+    registered_blocks: by KV group, those that are in the prefix cache only because this step, or one before it, fills
+    them.
     lane: whose step it is.
     """
 
@@ -93,12 +94,18 @@ class StepInFlight:
     sampling: list[Request]
     sampling_ids: list[str]
     constrained: list[Request]
-    registered_blocks: list[int]
+    registered_blocks: list[list[int]]
     lane: int = 0
 
     @classmethod
     def of(
-        cls, number: int, draft: StepDraft, removed: tuple[str, ...], registered_blocks: list[int], *, constraints: bool
+        cls,
+        number: int,
+        draft: StepDraft,
+        removed: tuple[str, ...],
+        registered_blocks: list[list[int]],
+        *,
+        constraints: bool,
     ) -> StepInFlight:
         """constraints: whether any request has one."""
         shares = draft.shares()
