@@ -90,7 +90,7 @@ class FakeCore:
                         self.say(Answered(number, {}))
 
     def step(self, most: int) -> None:
-        """A token for each request that runs, in columns where it is no more than that."""
+        """A token or a few for each request that runs, in columns where it is no more than that."""
         self.listen()
         columns, others = [], []
         for request_id, (request, said, position) in list(self.requests.items())[:most]:
@@ -109,8 +109,13 @@ class FakeCore:
             elif rows is not None or len(said) == 1:
                 others.append(EngineOutput(request_id, (said[-1],), None, rows))
             else:
-                columns.append((request_id, said[-1]))
-        self.say(Stepped(StepOutputs([each for each, _ in columns], [each for _, each in columns], others)))
+                first = len(said) - 1
+                while len(said) % 3 and len(said) + 1 < (params.max_tokens or 0):
+                    said.append(token_of(params.seed, len(request.prompt_token_ids) + len(said)))
+                columns.append((request_id, said[first:]))
+        token_ids = [token_id for _, tokens in columns for token_id in tokens]
+        counts = [len(tokens) for _, tokens in columns] if len(token_ids) > len(columns) else None
+        self.say(Stepped(StepOutputs([each for each, _ in columns], token_ids, others, counts=counts)))
 
 
 def make(cores: list[FakeCore]) -> Replicas:

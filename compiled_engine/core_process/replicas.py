@@ -197,12 +197,12 @@ class Replicas:
     def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
         """Of requests that were aborted meanwhile nobody wants to hear."""
         requests, known = replica.requests, True
-        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+        for request_id, tokens in outputs.rows():
             routed = requests.get(request_id)
             if routed is None:
                 known = False
             else:
-                routed.token_ids.append(token_id)
+                routed.token_ids += outputs.token_ids[tokens]
         for output in outputs.others:
             routed = requests.get(output.request_id)
             if routed is None:

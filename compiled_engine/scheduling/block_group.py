@@ -68,14 +68,19 @@ class BlockGroup:
         fresh = self.pool.allocate(self._blocks_for(num_tokens) - len(cached))
         self._tables[request] = BlockTable(cached + fresh, len(cached), self._hashes(request, len(cached)))
 
-    def missing(self, request: Request, num_tokens: int) -> int:
-        """How many blocks a request that has a table lacks for `num_tokens` tokens; negative if it has more."""
-        return -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
+    def can_grow(self, request: Request, num_tokens: int) -> bool:
+        """Whether there are the blocks that a request with a table lacks for `num_tokens` tokens."""
+        missing = -(-num_tokens // self.block_size) - len(self._tables[request].block_ids)
+        return missing <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...]:
-        """Add the blocks to the request's table that are missing; return them."""
-        blocks = self.pool.allocate(max(0, self.missing(request, num_tokens)))
-        self._tables[request].block_ids += blocks
+        """Add the missing blocks to the request's table; return them."""
+        block_ids = self._tables[request].block_ids
+        missing = -(-num_tokens // self.block_size) - len(block_ids)
+        if missing <= 0:
+            return ()
+        blocks = self.pool.allocate(missing)
+        block_ids += blocks
         return tuple(blocks)
 
     def free(self, request: Request) -> None:

@@ -91,14 +91,14 @@ class KVCacheManager:
         if end <= request.num_slots:
             return ()
         for group in self.groups:
-            if group.missing(request, end) > group.pool.num_free:
+            if not group.can_grow(request, end):
                 return None
-        blocks, num_slots = [], sys.maxsize
-        for group in self.groups:
-            blocks.append(group.grow(request, end))
-            num_slots = min(num_slots, group.slots_of(request))
-        request.num_slots = num_slots
-        return tuple(blocks)
+        blocks: BlockIds = ()
+        request.num_slots = sys.maxsize
+        for group in self.groups:  # no comprehensions: it is called for many requests a step
+            blocks += (group.grow(request, end),)
+            request.num_slots = min(request.num_slots, group.slots_of(request))
+        return blocks
 
     def block_ids(self, request: Request) -> BlockIds:
         """The request's block tables."""
