@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compiled_engine.prefix_hashes import ROOT
 from compiled_engine.sampling.params import SamplingParams
@@ -163,6 +163,14 @@ class StepOutputs:
     def __iter__(self) -> Iterator[EngineOutput]:
         yield from self.in_columns()
         yield from self.others
+
+
+@dataclass(frozen=True)
+class ControlCall:
+    """API to core, and core to ranks: what to do between two steps, see core/control.py. `arguments` are plain data."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

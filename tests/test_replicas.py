@@ -6,8 +6,8 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from queue import Queue
 
 import pytest
@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_engine import EngineDeadError, SamplingParams
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError
 from compiled_engine.core_process import replicas
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
@@ -26,7 +27,7 @@ from compiled_engine.core_process.wire import (
     Abort,
     Add,
     Answered,
-    Ask,
+    Control,
     Failed,
     Stepped,
     ToApi,
@@ -35,7 +36,7 @@ from compiled_engine.core_process.wire import (
     decode_to_core,
     encode,
 )
-from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
@@ -86,7 +87,7 @@ class FakeCore:
                     case Abort(request_ids):
                         for request_id in request_ids:
                             self.requests.pop(request_id, None)
-                    case Ask(number):
+                    case Control(number):
                         self.say(Answered(number, {}))
 
     def step(self, most: int) -> None:
@@ -245,7 +246,7 @@ def test_when_no_replica_is_left_everything_says_why() -> None:
         core.connection.close()
     with pytest.raises(EngineDeadError, match=r"replica 0 of 2 has ended: it was killed; replica 1 of 2 has ended"):
         step_for_ever(engine)
-    for call in (engine.metrics, engine.reset_prefix_cache, engine.step):
+    for call in (partial(engine.call, ControlCall("metrics")), engine.step):
         with pytest.raises(EngineDeadError, match="replica 0 of 2"):
             call()
     with pytest.raises(EngineDeadError, match="replica 0 of 2"):
@@ -304,12 +305,37 @@ def test_a_late_answer_is_not_one_to_the_next_question(monkeypatch: pytest.Monke
     threads = [threading.Thread(target=answer, args=(core, (1, 2, 3)), daemon=True) for core in cores]
     for thread in threads:
         thread.start()
-    engine.check_integrity()
+    check = ControlCall("check_integrity")
+    engine.call(check)
     monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
-    engine.check_integrity()  # without the second one, which has answered before
+    with pytest.raises(ControlError, match=r"^replica 1 of 2 has not answered within 0.05 s$"):
+        engine.call(check)
     monkeypatch.setattr(replicas, "_ANSWER_S", 20.0)
-    engine.reset_prefix_cache()
+    engine.call(ControlCall("reset_prefix_cache"))
     assert reset.is_set()
+    engine.close()
+
+
+def test_a_call_that_fails_in_one_replica_is_an_error() -> None:
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+
+    def answer(core: FakeCore, errors: Sequence[str | None]) -> None:
+        for error in errors:
+            assert core.connection.wait_readable(20)
+            (message,) = core.connection.receive()
+            assert isinstance(message, Control)
+            assert message.call == ControlCall("load", {"path": "x"})
+            core.say(Answered(message.number, {"loaded": "x"}, error))
+
+    said: list[tuple[str | None, ...]] = [(None, None, None), (None, "no room", None)]
+    for core, errors in zip(cores, said, strict=True):
+        threading.Thread(target=answer, args=(core, errors), daemon=True).start()
+    call = ControlCall("load", {"path": "x"})
+    assert engine.call(call) == {"loaded": "x"}
+    with pytest.raises(ControlError, match=r"^replica 1 of 2: no room$"):
+        engine.call(call)
+    assert engine.call(call) == {"loaded": "x"}
     engine.close()
 
 
@@ -445,7 +471,7 @@ def test_a_reset_cache_attracts_no_prompts() -> None:
     answering = [threading.Thread(target=answer_one, args=(core,), daemon=True) for core in cores]
     for thread in answering:
         thread.start()
-    engine.reset_prefix_cache()
+    engine.call(ControlCall("reset_prefix_cache"))
     for thread in answering:  # an answer can arrive before the call that sent it has returned
         thread.join(20)
     assert sent_to() == 1 - first
