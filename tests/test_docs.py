@@ -144,7 +144,6 @@ def test_the_table_of_options_is_complete() -> None:
 
 def test_the_table_of_sampling_parameters_is_complete() -> None:
     defaults = {field.name: repr(field.default) for field in fields(SamplingParams) if field.default is not MISSING}
-    del defaults["bad_words_token_ids"]
     assert first_cells("Sampling parameters") == defaults
 
 

@@ -24,6 +24,7 @@ FLOORS = (
     "config",
     "config_as_json",
     "near_names",
+    "schema",
     "plain_data",
     "failure",
     "kernels",

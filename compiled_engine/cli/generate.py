@@ -36,7 +36,7 @@ def generate(
 ) -> None:
     """Complete prompts.
 
-    A single prompt streams as it is completed; the speed follows on stderr.
+    A single prompt streams as it is completed; the speed follows on stderr. Log-probabilities are in the JSON alone.
 
     Examples:
 

@@ -25,14 +25,10 @@ from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.process.progress import Progress, SilentProgress
-from compiled_engine.resolve.checks import check_types
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
-from compiled_engine.resolve.folders import (
-    resolve_cache_dir,
-    resolve_model_folder,
-    resolve_tokenizer_folder,
-)
+from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder, resolve_tokenizer_folder
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
 
 log = logging.getLogger("compiled_engine")
@@ -46,7 +42,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     Raises ValueError, TypeError or OSError naming the field, the value and what is allowed.
     """
     progress = progress or SilentProgress()
-    check_types(options)
+    resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     reasons: dict[str, str] = {}
     device = resolve_device(options.device, reasons)
     folder = resolve_model_folder(options, reasons, progress)
@@ -179,8 +175,6 @@ def _scheduler(
     if ahead is None:
         ahead = device.type == "cuda"
         reasons["scheduler.async_scheduling"] = f"default on {device.type}"
-    elif not isinstance(ahead, bool):
-        raise TypeError(f"async_scheduling is {ahead!r}; allowed: True, False or None")
     return SchedulerConfig(
         max_num_seqs,
         max_num_batched_tokens,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 BITS = 32
 
@@ -44,6 +45,8 @@ def num_words(vocab_size: int) -> int:
 
 def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """The mask as int32 [num_words], a copy. Raises ValueError if it is none, or allows nothing."""
+    import numpy as np  # where a mask is asked, it is there
+
     name = f"{type(token_mask).__qualname__}.allowed"
     where = f"after {len(output_token_ids)} output tokens"
     try:
