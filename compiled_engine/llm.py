@@ -266,7 +266,7 @@ def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) 
         with timeline.span("import torch"), collection_paused():
             import_apart("compiled_engine.llm_parts")
         from compiled_engine.llm_parts import start_llm
-        from compiled_engine.resolve.keywords import make_options
+        from compiled_engine.other_engines.translate import make_options
 
         return start_llm(make_options(keywords), progress, timeline, workers)
     except BaseException:

@@ -24,9 +24,9 @@ from compiled_engine.graphs.compiler.example_inputs import example_inputs, witho
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve, resolve_device
-from compiled_engine.resolve.keywords import make_options
 from compiled_engine.sampling.params import SamplingParams
 
 # Largest difference of a log-probability in fp32.

@@ -54,8 +54,8 @@ def engine(options: Mapping[str, Any]) -> Iterator[LLM]:
 
 def resolved(options: Mapping[str, Any]) -> Any:
     """The configuration that these options give; nothing is loaded. ValueError or TypeError for a wrong one."""
+    from compiled_engine.other_engines.translate import make_options
     from compiled_engine.resolve.engine import resolve
-    from compiled_engine.resolve.keywords import make_options
 
     return resolve(make_options(options))
 

@@ -41,8 +41,8 @@ def config(
     """
     with bad_input_is_reported():
         from compiled_engine.config_as_json import json_value
+        from compiled_engine.other_engines.translate import make_options
         from compiled_engine.resolve.engine import resolve
-        from compiled_engine.resolve.keywords import make_options
 
         resolved = resolve(make_options(engine))
     replicas = replica_plan(resolved)

@@ -56,9 +56,9 @@ def inspect(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         with bad_input_is_reported():
+            from compiled_engine.other_engines.translate import make_options
             from compiled_engine.process.progress import RichProgress, SilentProgress
             from compiled_engine.resolve.engine import resolve
-            from compiled_engine.resolve.keywords import make_options
 
             progress = SilentProgress() if quiet else RichProgress()
             config = resolve(make_options(engine), progress)
