@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from compiled_engine.cli.arguments import Argument
+from compiled_engine.cli.arguments import Argument, arguments_of
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, WithoutEffect
 from compiled_engine.other_engines.methods import MISSING
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import Declaration, declarations, described
+from compiled_engine.server.options import Limits, ServerOptions
 
 
 def engine_options() -> str:
@@ -22,6 +23,24 @@ def engine_options() -> str:
 
 def sampling_parameters() -> str:
     return markdown("field", "default", "meaning", rows=map(row, declarations(SamplingParams)))
+
+
+def server_options() -> str:
+    """The options of `serve` beside the engine's, as the command line writes them."""
+    return written_options(ServerOptions)
+
+
+def server_limits() -> str:
+    return written_options(Limits)
+
+
+def written_options(options: type[Any]) -> str:
+    rows = []
+    for argument in arguments_of(options):
+        meaning = "do not " * argument.negates + described(argument.declaration)
+        meaning += " (may be repeated)" * argument.declaration.several
+        rows.append((f"`{argument.written}`", ", ".join(f"`{value}`" for value in argument.defaults), meaning))
+    return markdown("option", "default", "meaning", rows=rows)
 
 
 def row(declaration: Declaration, *notes: str) -> tuple[str, str, str]:

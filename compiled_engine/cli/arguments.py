@@ -58,23 +58,30 @@ class Argument:
     @property
     def help(self) -> str:
         """The meaning as a sentence, in plain text."""
-        text = ("do not " if self._negates else "") + self.declaration.text
+        text = ("do not " if self.negates else "") + self.declaration.text
         text += "; may be repeated" * self.declaration.several + "; 0 for none" * self._may_be_emptied
         shown = plain(text)
         return f"{shown if text[0] == '`' else shown[0].upper() + shown[1:]}."
 
     @property
-    def default(self) -> str:
-        """What holds without it, as a sentence; empty where the name says it."""
-        default, meaning = self.declaration.default, plain(self.declaration.default_is)
+    def defaults(self) -> tuple[Any, ...]:
+        """The value or the values that hold without it; none where its name says it."""
+        default = self.declaration.default
         if default in (None, (), "") or isinstance(default, bool):
-            return f" Default: {meaning}." if meaning else ""
-        shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-        return f" Default: {shown}{f' ({meaning})' if meaning else ''}."
+            return ()
+        return default if isinstance(default, tuple) else (default,)
+
+    @property
+    def default(self) -> str:
+        """What holds without it, as a sentence that may be empty."""
+        shown, meaning = ", ".join(map(str, self.defaults)), plain(self.declaration.default_is)
+        if shown and meaning:
+            return f" Default: {shown} ({meaning})."
+        return f" Default: {shown or meaning}." if shown or meaning else ""
 
     def converted(self, value: Any) -> Any:
         """From what typer has read to what the field takes."""
-        if self._negates:
+        if self.negates:
             return not value
         if self.declaration.several:
             return () if self._may_be_emptied and value == [0] else tuple(value)
@@ -97,7 +104,8 @@ class Argument:
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=self.type | None)
 
     @property
-    def _negates(self) -> bool:
+    def negates(self) -> bool:
+        """Whether it asks for the contrary of the meaning."""
         return self.declaration.default is True
 
     @property

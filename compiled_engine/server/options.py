@@ -64,7 +64,10 @@ class ServerOptions:
         "there is one engine core in any case",
     )
     api_key: tuple[str, ...] = declare(
-        (), TEXTS, "key that every request must have", "but for /health, /ping and /ready; without any no key is needed"
+        (),
+        TEXTS,
+        "key that every request must have",
+        "but those of /health, /ping and /ready; without it none needs one",
     )
     allowed_origin: tuple[str, ...] = declare(
         (), TEXTS, "origin of web pages that may use a server without a key, such as https://chat.example"
