@@ -27,6 +27,13 @@ class PreparedRequest:
     engine_requests: tuple[EngineRequest, ...]
 
 
+def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+    """Raise ValueError for a text that is too long even in the longest tokens: what cannot fit costs no time."""
+    if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:
+        at_least = max(tokenizer.fewest_tokens(text), 1)
+        limits.check_length(name, at_least, params.min_tokens, at_least=True)
+
+
 class InputProcessor:
     """Checks and tokenises prompts. Without a tokenizer only prompts of token ids can be run.
 
@@ -145,9 +152,7 @@ class InputProcessor:
         if self._tokenizer is None:
             raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
         _require_unicode(prompt.name, text)
-        if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:  # what cannot fit costs no time
-            at_least = max(self._tokenizer.fewest_tokens(text), 1)
-            self._limits.check_length(prompt.name, at_least, params.min_tokens, at_least=True)
+        check_text(prompt.name, text, params, self._tokenizer, self._limits)
         return tuple(self._tokenizer.encode(text))
 
     def _prepare(
