@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable
 from functools import cache
 from queue import Queue
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,7 @@ from compiled_engine.core_process import replicas
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.replica import Replica
+from compiled_engine.core_process.replica_metrics import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH
 from compiled_engine.core_process.replicas import AHEAD, MOST_LOST, Replicas
 from compiled_engine.core_process.wire import (
     Abort,
@@ -356,6 +358,59 @@ def test_what_was_under_way_in_too_many_deaths_goes_on_nowhere() -> None:
     engine.add(EngineRequest("next", (1, 2, 3), SamplingParams(max_tokens=1, seed=1)))
     cores[0].step(1)
     assert [output.finish_reason for output in engine.step().others] == ["length"]
+    engine.close()
+
+
+# What a core that has done nothing answers when it is asked for its metrics.
+FIGURES: dict[str, Any] = dict.fromkeys((*COUNTED, *HELD, *OF_EACH, "kv_usage_peak"), 0) | {
+    name: {} for name in COUNTED_BY_NAME
+}
+
+
+def test_who_went_on_elsewhere_is_counted() -> None:
+    """Once for each time, and not when it ended instead."""
+    cores = [FakeCore() for _ in range(MOST_LOST + 1)]
+    engine = make(cores)
+    engine.add(EngineRequest("suspect", (1, 2, 3), SamplingParams(max_tokens=5, seed=1)))
+    for _ in range(MOST_LOST):
+        for core in cores:
+            core.listen()
+        (having,) = [core for core in cores if "suspect" in core.requests]
+        cores.remove(having)
+        having.connection.close()
+        engine.step()
+
+    def answer() -> None:
+        assert cores[0].connection.wait_readable(20)
+        (question,) = [message for message in cores[0].connection.receive() if isinstance(message, Ask)]
+        cores[0].say(Answered(question.number, FIGURES))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    assert engine.metrics()["requests_rerun"] == MOST_LOST - 1
+    engine.close()
+
+
+def test_who_has_never_answered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    answered = threading.Event()
+
+    def answer() -> None:
+        for core in cores:
+            assert core.connection.wait_readable(20)
+            core.connection.receive()
+        cores[0].say(Answered(1, FIGURES))
+        for _ in range(4):  # whoever waits looks whether the time is over
+            time.sleep(0.05)
+            cores[0].say(Stepped(StepOutputs()))
+        answered.set()
+        cores[1].say(Answered(1, FIGURES))
+
+    threading.Thread(target=answer, daemon=True).start()
+    engine.check_integrity()
+    assert answered.is_set()
     engine.close()
 
 
