@@ -1,5 +1,6 @@
 # make demo   install into .venv and generate text with the bundled model
 # make test   install into .venv and run lint, type check and tests
+# make test-all   the same, with every case of the tests that are products
 # make test-gpu   the tests that need an NVIDIA GPU
 # Needs only Python 3.11 or newer, make and a C++ compiler (g++).
 
@@ -13,12 +14,16 @@ TORCH := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/n
 # Two processes, a core each. Tests of a GPU would get in each other's way, so with one they run one after the other.
 PARALLEL := $(shell if command -v nvidia-smi >/dev/null 2>&1 || [ -e /proc/driver/nvidia/version ]; then :; else echo '-n 2 --dist loadfile'; fi)
 
-.PHONY: demo test test-gpu lint typecheck unit clean
+.PHONY: demo test test-all test-gpu lint typecheck unit clean
 
 demo: $(VENV)/.installed
 	$(BIN)/compiled-engine demo
 
 test: lint typecheck unit
+
+# With every case of the tests that are products, of which `test` runs a few.
+test-all: PYTEST_OPTIONS := --all
+test-all: lint typecheck unit
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -32,7 +37,7 @@ typecheck: $(VENV)/.installed
 	rm -rf build .build
 
 unit: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_OPTIONS)
 
 test-gpu: $(VENV)/.installed
 	$(BIN)/python tests/gpu_tests.py

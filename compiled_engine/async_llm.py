@@ -150,12 +150,13 @@ class AsyncLLM:
     async def metrics(self) -> dict[str, Any]:
         """What the core has counted since it started, as `LLM.metrics`, and api_processes, those that it serves."""
         self._attach()
-        return await self._client.ask("metrics")
+        metrics: dict[str, Any] = await self._client.call("metrics")
+        return metrics
 
     async def reset_prefix_cache(self) -> None:
         """Forget which prompts the KV cache holds; requests under way go on as they are."""
         self._attach()
-        await self._client.ask("reset_prefix_cache")
+        await self._client.call("reset_prefix_cache")
 
     async def check_health(self) -> None:
         """Raises EngineDeadError if the core has ended."""

@@ -125,9 +125,6 @@ class CacheConfig:
     enable_prefix_caching: bool
 
 
-POLICIES = ("fcfs", "priority")
-
-
 @dataclass(frozen=True)
 class SchedulerConfig:
     """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first).

@@ -26,10 +26,10 @@ from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.messages import RequestLimits
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import resolve, warn_if_eager
-from compiled_engine.resolve.keywords import make_options
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 

@@ -10,6 +10,10 @@ import msgspec
 KINDS = ValueError | TypeError | OSError | RuntimeError | MemoryError
 
 
+class FatalError(RuntimeError):
+    """The engine is of no use any more. What was under way is lost, and a new engine is needed."""
+
+
 class Failed(msgspec.Struct, tag=True, frozen=True):
     """The other side cannot start, or cannot go on: the exception's type, its text, and where it was raised.
 

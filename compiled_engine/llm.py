@@ -15,6 +15,7 @@ from compiled_engine.frontend.metric_list import Metric, metric_list
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.messages import ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
 from compiled_engine.process.begin_gpu import begin_gpu
 from compiled_engine.process.bytecode import bytecode_kept
@@ -140,7 +141,8 @@ class LLM:
 
     def metrics(self) -> dict[str, Any]:
         """What the engine has counted since it started."""
-        return self._require_open().metrics()
+        metrics: dict[str, Any] = self._require_open().call(ControlCall("metrics"))
+        return metrics
 
     def get_metrics(self) -> list[Metric]:
         """The same as named counters and gauges, such as compiled_engine:num_requests_running."""
@@ -148,7 +150,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget which prompts the KV cache holds; requests under way go on as they are. True: it is done."""
-        self._require_open().reset_prefix_cache()
+        self._require_open().call(ControlCall("reset_prefix_cache"))
         return True
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
@@ -266,7 +268,7 @@ def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) 
         with timeline.span("import torch"), collection_paused():
             import_apart("compiled_engine.llm_parts")
         from compiled_engine.llm_parts import start_llm
-        from compiled_engine.resolve.keywords import make_options
+        from compiled_engine.other_engines.translate import make_options
 
         return start_llm(make_options(keywords), progress, timeline, workers)
     except BaseException:

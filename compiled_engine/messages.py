@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import repeat
+from typing import Any, NamedTuple
 
+from compiled_engine.prefix_hashes import ROOT
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
 
@@ -19,8 +21,8 @@ class EngineRequest:
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
     `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
-    structured_outputs too: `grammar` is what became of them, as llguidance reads it. Only requests of one `cache_salt`
-    share a prefix in the KV cache.
+    structured_outputs too: `grammar` is what became of them, as llguidance reads it. `prefix_root` is the hash of what
+    a prefix in the KV cache depends on besides its token ids: only requests with the same one share blocks.
 
     One that another core has begun goes on: `output_token_ids` are the tokens that it has generated, and
     `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
@@ -31,7 +33,7 @@ class EngineRequest:
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int] = frozenset()
     priority: int = 0
-    cache_salt: str | None = None
+    prefix_root: bytes = ROOT
     grammar: str | None = None
     output_token_ids: tuple[int, ...] = ()
     next_prompt_logprob: int = 1
@@ -116,33 +118,59 @@ class EngineOutput(NamedTuple):
 class StepOutputs:
     """Core to API: what one step added to requests; iterates over an EngineOutput for each.
 
-    In columns are those that got their next token and nothing else but its log-probabilities, which nearly all do:
-    `request_ids`, `token_ids`. `logprobs` has a row for each, to be ignored where none was asked for, and with more
-    tokens than asked for where another one asks for more; None if nobody asks.
+    In columns are those that got their next tokens and nothing else but log-probabilities, which nearly all do:
+    `request_ids`, `token_ids`, and `counts`, how many tokens each got; None if each got one. `logprobs` has a row for
+    each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
+    more; None if nobody asks.
     """
 
     request_ids: Sequence[str] = ()
     token_ids: Sequence[int] = ()
     others: Sequence[EngineOutput] = ()
     logprobs: LogprobRows | None = None
+    counts: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.request_ids) + len(self.others)
 
+    def rows(self) -> Iterator[tuple[str, slice]]:
+        """For each request in the columns its id, and which of the tokens are its own."""
+        first, counts = 0, repeat(1) if self.counts is None else self.counts
+        for request_id, count in zip(self.request_ids, counts, strict=False):
+            yield request_id, slice(first, first + count)
+            first += count
+
     def part(self, columns: Sequence[int], others: Sequence[EngineOutput]) -> StepOutputs:
         """Some of it: the requests at these places in the columns, and these others."""
+        tokens: Sequence[int] = columns
+        if self.counts is not None:
+            slices = [tokens for _, tokens in self.rows()]
+            tokens = [token for index in columns for token in range(slices[index].start, slices[index].stop)]
         return StepOutputs(
             [self.request_ids[index] for index in columns],
-            [self.token_ids[index] for index in columns],
+            [self.token_ids[token] for token in tokens],
             others,
-            self.logprobs.select(columns) if self.logprobs is not None and columns else None,
+            self.logprobs.select(tokens) if self.logprobs is not None and tokens else None,
+            None if self.counts is None else [self.counts[index] for index in columns],
         )
 
+    def in_columns(self) -> Iterator[EngineOutput]:
+        """An output for each request in the columns."""
+        for request_id, tokens in self.rows():
+            logprobs = None if self.logprobs is None else self.logprobs.select(tokens)
+            yield EngineOutput(request_id, tuple(self.token_ids[tokens]), logprobs)
+
     def __iter__(self) -> Iterator[EngineOutput]:
-        for index, (request_id, token_id) in enumerate(zip(self.request_ids, self.token_ids, strict=True)):
-            logprobs = None if self.logprobs is None else self.logprobs.select(slice(index, index + 1))
-            yield EngineOutput(request_id, (token_id,), logprobs)
+        yield from self.in_columns()
         yield from self.others
+
+
+@dataclass(frozen=True)
+class ControlCall:
+    """API to core, and core to ranks: what to do between two steps, see core/control.py. `arguments` are plain data."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -150,7 +178,7 @@ class NewRequest:
     """A request that takes a row of the runner: all that the runner will ever need to know of it.
 
     A preempted request comes back as a new one, its generated tokens included in `token_ids`. `masked`: it is sampled
-    with a mask (see TokenMasks).
+    with a mask (see TokenMasks). `block_ids`: its block table in each KV group.
     """
 
     request_id: str
@@ -158,19 +186,23 @@ class NewRequest:
     num_prompt_tokens: int
     sampling_params: SamplingParams
     eos_token_ids: frozenset[int]
-    block_ids: tuple[int, ...]
+    block_ids: tuple[tuple[int, ...], ...]
     masked: bool = False
 
 
 @dataclass(frozen=True)
 class SchedulerOutput:
-    """Scheduler to runner: one step of R requests, in lists of R entries; those with a single token come first.
+    """Scheduler to runner: one step of R requests, in lists of R entries; those with a decode's number of tokens come
+    first, which is one unless steps may yield several tokens.
 
     removed: requests whose rows the runner frees before anything else: finished, aborted or preempted.
     starts, counts: request i computes `counts[i]` tokens from position `starts[i]` on. The last one may be the
-        token that the step before samples, whose id the scheduler does not know yet.
+        token that the step before samples, whose id the scheduler does not know yet. Where steps may yield several
+        tokens a request, those behind the newest one are guesses, and `starts[i]` is an upper bound as long as a step
+        in flight samples the request: the device knows how many tokens there are.
     samples: whether the step reaches a request's last token, so that a next one is sampled.
-    new_block_ids: of requests that got blocks since the runner last heard of them (never a NewRequest).
+    new_block_ids: in each KV group, of requests that got blocks since the runner last heard of them (never a
+        NewRequest).
     awaits_masks: nothing is sampled before the step's TokenMasks come.
     """
 
@@ -181,7 +213,7 @@ class SchedulerOutput:
     starts: list[int]
     counts: list[int]
     samples: list[bool]
-    new_block_ids: dict[str, tuple[int, ...]]
+    new_block_ids: dict[str, tuple[tuple[int, ...], ...]]
     awaits_masks: bool = False
 
     @property
@@ -205,11 +237,13 @@ class TokenMasks:
 class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
-    token_ids: one for each request that samples, in the order of the step; or why there is none (see
-        sampling/no_token.py).
+    token_ids: of the requests that sample, in the order of the step; or why there is none (see sampling/no_token.py).
+    counts: how many tokens each of those requests got; None if each got one.
     logprobs: if any of them asks, as StepOutputs has them: a row for each token.
-    many_logprobs: by request id, the row of one that asks for more than FEW_TOKENS (see sampling/logprobs.py).
-    prompt_logprobs: by request id, (position of the first row, rows): the row for position p is the
+
+    Extras that few requests ask for are in a dict each, by request id:
+    many_logprobs: the rows of a request that asks for more than FEW_TOKENS (see sampling/logprobs.py).
+    prompt_logprobs: (position of the first row, rows): the row for position p is the
         log-probability of prompt token p given those before it, so positions start at 1.
     """
 
@@ -217,3 +251,4 @@ class RunnerOutput:
     logprobs: LogprobRows | None = None
     many_logprobs: dict[str, LogprobRows] = field(default_factory=dict)
     prompt_logprobs: dict[str, tuple[int, LogprobRows]] = field(default_factory=dict)
+    counts: Sequence[int] | None = None

@@ -6,102 +6,238 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from compiled_engine.schema import (
+    SWITCH,
+    TEXTS,
+    Kind,
+    check_all,
+    declare,
+    documented,
+    integer,
+    number,
+    one_of,
+    path,
+    sizes,
+    switch,
+    text,
+)
+
 if TYPE_CHECKING:
     from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+
+CHECKPOINT = path("the path of a folder, org/name of the Hugging Face Hub, or None", format="checkpoint")
+FOLDER = path("the path of a folder, or None")
+REVISION = text("a branch, tag or commit, or None")
+# Checked where it is resolved, with what is there.
+DEVICE = Kind(lambda name, value: value, {"type": "string"})
+BLOCK_SIZE = Kind(lambda name, value: value, {"anyOf": [{"type": "integer"}, {"const": "auto"}]})
 
 
 @dataclass(frozen=True)
 class EngineOptions:
     """The keyword arguments of `LLM`; "auto" and None leave the choice to `resolve`.
 
-    model: checkpoint folder in Hugging Face layout, or org/name or org/name@revision of the Hugging Face Hub; None is
-        the bundled model. revision: branch, tag or commit of a model from the hub; None for its main branch.
-    tokenizer: folder or name of the tokenizer, when it is not the model's. tokenizer_revision: as revision.
-    download_dir: where files from the hub are kept, instead of huggingface_hub's own cache.
-    skip_tokenizer_init: load no tokenizer; prompts are then token ids, and outputs have no text.
-    mode: eager | compiled | graphed | auto, the shorthand for compile on or off and the graph mode.
-    dtype: auto | float32 | bfloat16 | float16.
-    device: auto | cpu | cuda | cuda:N.
-    max_model_len: most tokens of prompt and output together.
-    max_num_seqs: most requests in one step.
-    max_num_batched_tokens: most tokens in one step (the token budget).
-    max_prefill_tokens: most tokens of prompts in a step that other requests run in: less holds up their next tokens
-        less, and prompts more. With eight or more requests waiting it is so much for each four of them. None for as
-        many as the step has room for.
-    block_size: tokens in a KV cache block, or "auto" for the attention backend's own.
-    num_blocks: size of the KV cache in blocks, instead of what fits into memory.
-    gpu_memory_utilization: share of the device's memory that the engine may use, weights included.
-    scheduling_policy: fcfs | priority.
-    async_scheduling: launch a step before the results of the one before it are known; None: on CUDA.
-    load_format: auto | safetensors | dummy (random weights).
-    model_impl: auto | textbook | transformers: whose code the model is; auto takes the textbook's where there is one.
-    attention_backend: auto | torch | triton | flash_attn.
-    passes: the FX passes to run, by name; None for all. disable_passes: those to leave out.
-    strict_passes: an error if a pass matches less often than it must in a known model family.
-    verify_passes: execute every rewrite on random inputs, before and after, against an fp32 oracle.
-    compile_ranges: token counts up to which the model is compiled once more for small batches, such as (8, 64);
-        () for none, None for what pays on the device.
-    compile_workers: processes that compile; 0 compiles in this one, None chooses by the number of cores.
-    graph_mode: auto | none | piecewise | full | full_decode_only | full_and_piecewise | breakable: what CUDA graphs
-        hold, instead of what `mode` stands for; on a CPU auto | none | recorded.
-    capture_sizes: numbers of decodes to capture as full CUDA graphs, instead of the default rule.
-    capture_token_sizes: the same for batches with prefills, by their tokens.
-    background_capture: capture between the steps of the first requests instead of before them.
-    cache_dir: where compiled artifacts are kept; compile_cache False keeps none.
-    generation_config: auto (the checkpoint's defaults for sampling) | none.
-    tensor_parallel_size: devices that compute each layer together, one process a device.
-    pipeline_parallel_size: stages that the layers are divided into, each on devices of its own.
-    data_parallel_size: replicas of the model, each on devices of its own; requests are divided among them.
-    sequence_parallel: with several devices a layer, each normalises a share of the tokens of long prefills.
-    collectives: auto | nccl: what carries sums between GPUs; auto is symmetric memory where they reach each other's.
-    distributed_executor: auto | in_process | multiprocess | ray: who runs the devices; auto is in_process for one. With
-        ray, replicas are on the nodes of a Ray cluster.
-    logits_processors: the user's own, in the order of their calls (see LogitsProcessor): objects, classes or functions
-        that make one, or "package.module:Name" for any of these.
-    profile_dir: where `LLM.stop_profile` writes.
+    Raises TypeError or ValueError naming the field, the value and what is allowed.
     """
 
-    model: str | Path | None = None
-    tokenizer: str | Path | None = None
-    revision: str | None = None
-    tokenizer_revision: str | None = None
-    download_dir: str | Path | None = None
-    skip_tokenizer_init: bool = False
-    mode: str = "auto"
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_prefill_tokens: int | None = None
-    block_size: int | str = "auto"
-    num_blocks: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enable_prefix_caching: bool = True
-    scheduling_policy: str = "fcfs"
-    async_scheduling: bool | None = None
-    seed: int = 0
-    load_format: str = "auto"
-    model_impl: str = "auto"
-    attention_backend: str = "auto"
-    passes: tuple[str, ...] | None = None
-    disable_passes: tuple[str, ...] = ()
-    strict_passes: bool = False
-    verify_passes: bool = False
-    compile_ranges: tuple[int, ...] | None = None
-    compile_workers: int | None = None
-    graph_mode: str = "auto"
-    capture_sizes: tuple[int, ...] | None = None
-    capture_token_sizes: tuple[int, ...] | None = None
-    background_capture: bool = False
-    cache_dir: str | Path | None = None
-    compile_cache: bool = True
-    generation_config: str = "auto"
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    data_parallel_size: int = 1
-    sequence_parallel: bool = False
-    collectives: str = "auto"
-    distributed_executor: str = "auto"
-    logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = ()
-    profile_dir: str | Path = "profiles"
+    model: str | Path | None = declare(
+        None,
+        CHECKPOINT,
+        "checkpoint folder in Hugging Face layout, or `org/name` or `org/name@revision` of the Hugging Face Hub",
+        default_is="the bundled model",
+    )
+    tokenizer: str | Path | None = declare(
+        None, CHECKPOINT, "folder or name of the tokenizer, when it is not the model's"
+    )
+    revision: str | None = declare(
+        None, REVISION, "branch, tag or commit of a model from the hub", default_is="its main branch"
+    )
+    tokenizer_revision: str | None = declare(None, REVISION, "the same for the tokenizer")
+    download_dir: str | Path | None = declare(
+        None, FOLDER, "where files from the hub are kept", default_is="huggingface_hub's own cache"
+    )
+    skip_tokenizer_init: bool = declare(False, SWITCH, "load no tokenizer: prompts are token ids, outputs have no text")
+    mode: str = declare(
+        "auto",
+        one_of("auto", "eager", "compiled", "graphed"),
+        "`eager`, `compiled` or `graphed`",
+        "on a CPU auto is graphed where the calls of decodes can be recorded, else compiled; where nothing can be "
+        "compiled it is eager, with a warning",
+        default_is="graphed, as far as the device and the model allow",
+    )
+    dtype: str = declare(
+        "auto",
+        one_of("auto", "float32", "float", "bfloat16", "float16", "half"),
+        "`float32` or `float`, `bfloat16`, `float16` or `half`",
+        default_is="float32 on a CPU, the checkpoint's on CUDA",
+    )
+    device: str = declare("auto", DEVICE, "`cpu`, `cuda` or `cuda:N`", default_is="CUDA where there is a GPU")
+    max_model_len: int | None = declare(
+        None, integer(most=1 << 24), "most tokens of prompt and output together", default_is="the model's own limit"
+    )
+    # A grid of CUDA has room for as many requests.
+    max_num_seqs: int | None = declare(
+        None, integer(most=65535), "most requests in a step", default_is="256 on CUDA, 64 on a CPU"
+    )
+    max_num_batched_tokens: int | None = declare(
+        None, integer(most=1 << 20), "most tokens in a step", default_is="8192 on CUDA, 2048 on a CPU"
+    )
+    max_prefill_tokens: int | None = declare(
+        None,
+        integer(most=1 << 20),
+        "most prompt tokens in a step that also generates for other requests",
+        "a smaller bound delays running requests less and new prompts more; from eight waiting requests "
+        "on it is multiplied by a quarter of their number",
+        default_is="as many as the step has room for",
+    )
+    block_size: int | str = declare(
+        "auto", BLOCK_SIZE, "tokens in a KV cache block", "at most 65,536", default_is="the attention backend's own"
+    )
+    num_blocks: int | None = declare(
+        None, integer(most=2**31 - 1), "size of the KV cache in blocks", default_is="what the memory leaves"
+    )
+    gpu_memory_utilization: float = declare(
+        0.9,
+        number("above 0 and at most 1", lambda share: 0 < share <= 1),
+        "share of the GPU's memory to use, weights included; no meaning on a CPU",
+    )
+    enable_prefix_caching: bool = declare(
+        True, SWITCH, "reuse the KV cache of prompts that begin alike", flag="--no-prefix-caching"
+    )
+    scheduling_policy: str = declare(
+        "fcfs", one_of("fcfs", "priority"), "`fcfs` (first come, first served) or `priority`"
+    )
+    async_scheduling: bool | None = declare(
+        None,
+        switch("True, False or None"),
+        "launch a step before the results of the one before it are known",
+        default_is="on CUDA",
+    )
+    seed: int = declare(
+        0, integer(-(2**63), 2**64 - 1), "where the seeds of requests without one, and random weights, come from"
+    )
+    load_format: str = declare(
+        "auto",
+        one_of("auto", "safetensors", "dummy"),
+        "`safetensors`, or `dummy` for random weights",
+        default_is="safetensors",
+    )
+    model_impl: str = declare(
+        "auto",
+        one_of("auto", "textbook", "transformers"),
+        "[whose code](models.md) the model is: `textbook` or `transformers`",
+        default_is="the textbook's where there is one",
+    )
+    attention_backend: str = declare(
+        "auto",
+        one_of("auto", "torch", "cpp", "triton", "flash_attn"),
+        "`torch`, `cpp`, `triton` or `flash_attn`",
+        default_is="triton on CUDA, cpp on a CPU",
+    )
+    passes: tuple[str, ...] | None = declare(
+        None, TEXTS, "run these FX passes", "in their own order", flag="--pass", default_is="all"
+    )
+    disable_passes: tuple[str, ...] = declare((), TEXTS, "leave out these FX passes", flag="--disable-pass")
+    strict_passes: bool = declare(False, SWITCH, "fail if a pass matches less often than it must")
+    verify_passes: bool = declare(
+        False, SWITCH, "execute every rewrite on random inputs, before and after, and compare both with an fp32 oracle"
+    )
+    compile_ranges: tuple[int, ...] | None = declare(
+        None,
+        sizes(),
+        "compile once more for batches of up to so many tokens",
+        flag="--compile-range",
+        default_is="64, but on a CPU none for other dtypes than fp32, experts, code of transformers, and "
+        "`tensor_parallel_size` above 1",
+    )
+    compile_workers: int | None = declare(
+        None,
+        integer(0),
+        "processes that compile; 0 compiles in this one",
+        default_is="0 below four cores, then half of them, at most 8",
+    )
+    graph_mode: str = declare(
+        "auto",
+        one_of("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "breakable", "recorded"),
+        "what CUDA graphs hold: `none`, `piecewise`, `full`, `full_decode_only`, `full_and_piecewise` or `breakable`; "
+        "on a CPU `none` or `recorded`",
+        "see [cuda_graphs.md](cuda_graphs.md)",
+        default_is="what `mode` stands for",
+    )
+    capture_sizes: tuple[int, ...] | None = declare(
+        None,
+        sizes(),
+        "capture batches of so many decodes as full CUDA graphs",
+        flag="--capture-size",
+        default_is="1, 2, 4, 8, 16, 24 and so on",
+    )
+    capture_token_sizes: tuple[int, ...] | None = declare(
+        None,
+        sizes(),
+        "the same for batches with prefills, by their tokens",
+        "graphs around attention end there, or at `max_num_seqs` if that is more",
+        flag="--capture-token-size",
+        default_is="the same rule, with wider steps above 512",
+    )
+    background_capture: bool = declare(
+        False, SWITCH, "capture between the steps of the first requests instead of before them"
+    )
+    cache_dir: str | Path | None = declare(
+        None, FOLDER, "where compiled models are kept", default_is="`~/.cache/compiled_engine`"
+    )
+    compile_cache: bool = declare(True, SWITCH, "keep compiled models", flag="--no-cache")
+    generation_config: str = declare(
+        "auto", one_of("auto", "none"), "`auto` takes the checkpoint's defaults for sampling, `none` ignores them"
+    )
+    tensor_parallel_size: int = declare(
+        1,
+        integer(most=1024),
+        "devices that compute each layer together, one process a device",
+        "see [scaling](scaling.md)",
+    )
+    pipeline_parallel_size: int = declare(
+        1,
+        integer(most=16),
+        "stages that the layers are divided into, each on devices of its own",
+        "see [scaling](scaling.md#stages-of-layers)",
+    )
+    data_parallel_size: int = declare(
+        1,
+        integer(most=1024),
+        "replicas of the model, each on devices of its own; requests are divided among them",
+        "see [scaling](scaling.md#replicas)",
+    )
+    sequence_parallel: bool = declare(
+        False,
+        SWITCH,
+        "with several devices a layer, each normalises a share of the tokens of long prefills",
+        "see [scaling](scaling.md#sequence-parallelism)",
+    )
+    collectives: str = declare(
+        "auto",
+        one_of("auto", "nccl"),
+        "`auto` or `nccl`: what carries sums between GPUs",
+        default_is="symmetric memory where they reach each other's",
+    )
+    distributed_executor: str = declare(
+        "auto",
+        one_of("auto", "in_process", "multiprocess", "ray"),
+        "`in_process`, `multiprocess` or [`ray`](scaling.md#several-hosts-ray): who runs the devices",
+        default_is="in_process for one device, else multiprocess",
+    )
+    logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = declare(
+        (),
+        TEXTS,
+        "call the user's own [logits processors](logits_processors.md), in this order: `package.module:Name`",
+        "in Python also objects, classes or functions that make one",
+        flag="--logits-processor",
+    )
+    profile_dir: str | Path = declare(
+        "profiles", path(), "where `LLM.stop_profile()` writes", "`AsyncLLM` and the commands record no profile"
+    )
+
+    def __post_init__(self) -> None:
+        check_all(self)
+
+
+EngineOptions.__doc__ = documented(EngineOptions)

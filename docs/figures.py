@@ -1,4 +1,4 @@
-"""Puts the figures of the documents in place, from the JSON in docs/measurements.
+"""Puts the figures of the documents in place, from the JSON in docs/measurements, and tables of options from the code.
 
     python docs/figures.py           rewrite README.md and docs/*.md
     python docs/figures.py --check   exit with code 1 if a document is not up to date
@@ -13,7 +13,7 @@ Two markers stand in the documents, as HTML comments. Whatever is between a mark
 
 FILE is a JSON file without its ending. PATH leads to a number: keys and list indices with slashes between them, or
 key=value for the element of a list that has this value. FORMAT is Python's, with *FACTOR behind it if the number is
-shown in another unit: `.1f`, `,.0f*1e-6`. NAME is a function in one of TABLES.
+shown in another unit: `.1f`, `,.0f*1e-6`. NAME is a function in one of TABLES; a table of options has no FILE.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from typing import Any
 
 import family_tables
 import measured_tables
+import option_tables
 import scaling_tables
 
 DOCS = Path(__file__).resolve().parent
 DOCUMENTS = (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md")))
 MEASUREMENTS = DOCS / "measurements"
-TABLES = (measured_tables, scaling_tables, family_tables)
+TABLES = (measured_tables, scaling_tables, family_tables, option_tables)
 CURVES = "curves"
 ABLATIONS = ("ablation_qwen3-0.6b", "ablation_qwen3-8b")
 FIGURE = re.compile(r"(<!-- figure: (\S+) ([^>]+) (\S+) -->)(.*?)(<!-- /figure -->)", re.DOTALL)
-TABLE = re.compile(r"(<!-- table: (\w+) ([^>]+) -->)\n(.*?)(<!-- /table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (\w+)((?: [^>]+)?) -->)\n(.*?)(<!-- /table -->)", re.DOTALL)
 
 Load = Callable[[str], dict[str, Any]]
 

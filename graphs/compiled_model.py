@@ -17,12 +17,13 @@ from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.distinct_calls import distinct_calls
-from compiled_engine.graphs.compiler.logits_head import Logits, read_logits_head
+from compiled_engine.graphs.compiler.logits_head import Logits, read_logits_head, read_logits_parameters
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
+from compiled_engine.passes.parameter import Parameter
 from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress
@@ -68,6 +69,7 @@ class CompiledModel:
     pieces: dict[str, Piece]
     direct: frozenset[str]
     logits_head: Callable[[Mapping[str, torch.Tensor]], Logits] | None
+    logits_parameters: tuple[Parameter, ...]
     lookup: Lookup
     counts: CompileCounts
 
@@ -76,16 +78,15 @@ class CompiledModel:
         if stage.count == 1:
             return self
         staged = tuple(replace(r, staged=stage_plan(r.plan, stage)) for r in self.ranges)
-        return replace(self, ranges=staged, logits_head=self.logits_head if stage.is_last else None)
+        if not stage.is_last:
+            return replace(self, ranges=staged, logits_head=None, logits_parameters=())
+        return replace(self, ranges=staged)
 
     @property
-    def packed(self) -> dict[str, tuple[str, ...]]:
-        """The packed parameters of all compile ranges, each with its members."""
-        return {name: members for r in self.ranges for name, members in r.bound_plan.packed().items()}
-
-    def parameters(self) -> frozenset[str]:
-        """The parameters and buffers that the forwards take, members for packed ones."""
-        return frozenset(name for r in self.ranges for name in r.bound_plan.parameters())
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All that the forwards and the logits take."""
+        of_forwards = (parameter for r in self.ranges for parameter in r.bound_plan.parameters)
+        return tuple(dict.fromkeys((*of_forwards, *self.logits_parameters)))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
         """Whether the forward of this range makes each of its calls from Python."""
@@ -141,13 +142,14 @@ def compile_model(
         with timeline.span("build"):
             compiles.append(build_entry(config, make_model, folder, progress, timeline))
 
-    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], frozenset[str], Any]:
+    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], frozenset[str], Any, Any]:
         with timeline.span("load pieces"):
             ranges = read_compiled_ranges(folder)
             keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
             pieces = {key: load_piece(folder, key, device_type) for key in keys}
             direct = frozenset(key for key in keys if not _artifact(folder, key).exists())
-            return ranges, pieces, direct, read_logits_head(folder, device_type)
+            head = read_logits_head(folder, device_type)
+            return ranges, pieces, direct, head, read_logits_parameters(folder)
 
     with timeline.span("compile"):
         with timeline.span("cache key"):
@@ -157,12 +159,12 @@ def compile_model(
         lookup = find_or_build(root, factors, build, load)
     if lookup.status == "hit":
         timeline.rename("compile", "load")
-    ranges, pieces, direct, logits_head = lookup.loaded
+    ranges, pieces, direct, logits_head, logits_parameters = lookup.loaded
     if config.compile.strict:
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
     counts = CompileCounts(traces=len(compiles), compiles=sum(compiles))
-    return CompiledModel(ranges, pieces, direct, logits_head, lookup, counts)
+    return CompiledModel(ranges, pieces, direct, logits_head, logits_parameters, lookup, counts)
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:

@@ -26,8 +26,8 @@ from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, emit_named, is_call, named, only_user, rewrite_calls
+from compiled_engine.passes.norms import has_normed_addend, is_sum, scaled_by_roots
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.tensor_parallel import all_reduce
 
 
@@ -144,6 +144,7 @@ all_reduce_residual_rms_norm = define_op(
     cpu=reference,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )
 
 
@@ -152,8 +153,10 @@ class AllReduceResidualRMSNorm(GraphPass):
     requires = ("tensor_parallel", "residual_rms_norm")
     kernel_token_counts = (TAGGED_SLOTS,)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.sum_norms - structure.inner_norms
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of a sum of whole tokens, but where an addend is normed first."""
+        sums = filter(is_sum, scaled_by_roots(graph))
+        return sum(1 for total in sums if not has_normed_addend(total))
 
     def run(self, graph: fx.Graph) -> PassResult:
         graph.eliminate_dead_code()

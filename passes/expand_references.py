@@ -9,44 +9,22 @@ from __future__ import annotations
 import operator
 from typing import Any
 
-import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.attention.inputs import Rotation
-from compiled_engine.passes import (
-    all_reduce_residual_rms_norm,
-    gated_linear_op,
-    layer_norm,
-    residual_rms_norm,
-    rms_norm,
-    rope_angles,
-    rope_attend,
-    rope_kv_write,
-    silu_mul,
-    small_batch_linear_op,
-)
+from compiled_engine.passes import rope_attend, rope_kv_write
 from compiled_engine.passes.matching import fake_mode_of, is_call, named
-
-REFERENCES = {
-    torch.ops.compiled_engine.all_reduce_residual_rms_norm.default: all_reduce_residual_rms_norm.reference,
-    torch.ops.compiled_engine.gated_linear.default: gated_linear_op.reference,
-    torch.ops.compiled_engine.layer_norm.default: layer_norm.reference,
-    torch.ops.compiled_engine.residual_rms_norm.default: residual_rms_norm.reference,
-    torch.ops.compiled_engine.rms_norm.default: rms_norm.reference,
-    torch.ops.compiled_engine.rope_angles.default: rope_angles.reference,
-    torch.ops.compiled_engine.silu_mul.default: silu_mul.reference,
-    torch.ops.compiled_engine.small_batch_linear.default: small_batch_linear_op.reference,
-}
+from compiled_engine.passes.op_library import references
 
 
 def expand_references(module: fx.GraphModule) -> fx.GraphModule:
     """A copy of an ATen graph in which every fused op is its reference; placeholders keep their sources."""
     placeholders = module.graph.find_nodes(op="placeholder")
     fakes = [node.meta["val"] for node in placeholders]
-    references: dict[Any, Any] = dict(REFERENCES)
+    table: dict[Any, Any] = dict(references())
     with fake_mode_of(fakes):
-        expanded = make_fx(_with_writes_in_attention(module.graph), decomposition_table=references)(*fakes)
+        expanded = make_fx(_with_writes_in_attention(module.graph), decomposition_table=table)(*fakes)
     for new, old in zip(expanded.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         new.meta["source"] = old.meta["source"]
     expanded.graph.eliminate_dead_code()

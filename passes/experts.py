@@ -18,8 +18,8 @@ from torch import fx
 from compiled_engine.passes.experts_gate import Gate
 from compiled_engine.passes.experts_gate_match import match_gate
 from compiled_engine.passes.experts_op import experts
-from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.linears import ExpertsLinear, experts_linear_of
 from compiled_engine.passes.matching import (
     arg,
     aten,
@@ -32,15 +32,17 @@ from compiled_engine.passes.matching import (
     through_cast,
     user_through_cast,
 )
-from compiled_engine.passes.structure import Structure
 
 
 class Experts(GraphPass):
     name = "experts"
     kernel_token_counts = (1, 64, 1024)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.routers
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each router: weights that are scattered to where a choice of the largest says."""
+        scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
+        indices = [arg(scatter, 2) for scatter in scatters]
+        return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.scatter.src, _rewrite)
@@ -54,15 +56,6 @@ class _Routing(NamedTuple):
     top_k: int
     renormalise: bool
     chosen: fx.Node | None = None
-
-
-class _Product(NamedTuple):
-    """x @ weight^T + bias for each expert; `transposed`: the parameter is the transpose of the weight."""
-
-    x: fx.Node
-    parameter: fx.Node
-    transposed: bool
-    bias: fx.Node | None
 
 
 def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | None:
@@ -80,7 +73,7 @@ def _rewrite(graph: fx.Graph, scatter: fx.Node) -> list[Replacement] | str | Non
         routing = _Routing(arg(scatter, 3), arg(scatter, 2).meta["val"].shape[1], False, arg(scatter, 2))
     with graph.inserting_before(total):
         matrices = [
-            emit(graph, aten.transpose.int, product.parameter, 1, 2) if product.transposed else product.parameter
+            emit(graph, aten.transpose.int, product.weight, 1, 2) if product.transposed else product.weight
             for product in (gate_up, down)
         ]
         arguments = {
@@ -125,7 +118,7 @@ def _is_share(value: Any, weights: fx.Node | None) -> bool:
     return is_call(total, aten.sum.dim_IntList) and total.args[0] is weights and total.args[1:] == ([-1], True)
 
 
-def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, _Product, Gate, _Product] | str:
+def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
     """(sum, x, first product, gate, second product) of the experts whose weights are scattered, or why they are not
     such."""
     transposed: Any = user_through_cast(scatter)
@@ -136,36 +129,16 @@ def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, _Product, Gate, _
         return "the weights are not made a column for each expert"
     if not (is_call(total, aten.sum.dim_IntList) and total.args[1:] == ([0],) and not total.kwargs):
         return "what is weighted is not summed over the experts"
-    down = next((_product(y) for y, weight in factors(weighted) if weight is column), None)
+    down = next((experts_linear_of(y) for y, weight in factors(weighted) if weight is column), None)
     if down is None:
         return "what is weighted is not a product with a parameter of each expert"
     found = match_gate(down.x)
     if isinstance(found, str):
         return found
     gated, gate = found
-    gate_up = _product(gated)
+    gate_up = experts_linear_of(gated)
     if gate_up is None:
         return "gate and up are not a product with a parameter of each expert"
     if not is_call(gate_up.x, aten.expand.default) or arg(gate_up.x, 0).meta["val"].dim() != 2:
         return "the experts do not all get the same tokens"
     return total, arg(gate_up.x, 0), gate_up, gate, down
-
-
-def _product(value: Any) -> _Product | None:
-    """A batched product with a parameter [E, K, N], or the transpose of one, and a bias [E, N] where there is one."""
-    bias = None
-    if is_call(value, aten.add.Tensor) and len(value.args) == 2 and not value.kwargs:
-        for product, row in (value.args, value.args[::-1]):
-            if is_call(row, aten.unsqueeze.default) and row.args[1] == 1 and is_parameter(row.args[0]):
-                value, bias = product, row.args[0]
-                break
-    if not is_call(value, aten.bmm.default):
-        return None
-    x, matrix = value.args
-    if is_parameter(matrix):
-        return _Product(x, matrix, True, bias)
-    transposed = is_call(matrix, aten.transpose.int) and matrix.args[1:] in ((1, 2), (2, 1))
-    permuted = is_call(matrix, aten.permute.default) and list(matrix.args[1]) == [0, 2, 1]
-    if (transposed or permuted) and is_parameter(matrix.args[0]):
-        return _Product(x, matrix.args[0], False, bias)
-    return None

@@ -12,16 +12,18 @@ import torch
 from torch import fx
 
 from compiled_engine.attention.value_op import ATTENTION, ATTENTION_VALUE
+from compiled_engine.passes.graph_inputs import source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.matching import arg, aten, emit_named, fake_mode_of, named
-from compiled_engine.passes.structure import Structure
 
 
 class ForeignAttention(GraphPass):
     name = "foreign_attention"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.attention_values
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each layer's cache: a model attends wherever it has one."""
+        inputs = graph.find_nodes(op="placeholder")
+        return sum(1 for node in inputs if node.users and source_of(node).name.startswith("kv_caches."))
 
     def run(self, graph: fx.Graph) -> PassResult:
         matches = graph.find_nodes(op="call_function", target=ATTENTION_VALUE)

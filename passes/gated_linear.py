@@ -12,10 +12,10 @@ from torch import fx
 
 from compiled_engine.passes import hopper_linear, hopper_product
 from compiled_engine.passes.gated_linear_op import gated_linear
-from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit_named, is_call, named, only_user, rewrite_calls
-from compiled_engine.passes.structure import Structure
+from compiled_engine.passes.linears import linear_of, why_no_linear
+from compiled_engine.passes.matching import arg, emit_named, named, only_user, rewrite_calls
+from compiled_engine.passes.silu_mul import gated_products
 
 
 class GatedLinear(GraphPass):
@@ -26,8 +26,8 @@ class GatedLinear(GraphPass):
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return f"{compile_range.name} tokens is a small-batch range" if compile_range.small else None
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.gated_products
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return gated_products(graph)
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, torch.ops.compiled_engine.silu_mul.default, _rewrite)
@@ -35,18 +35,15 @@ class GatedLinear(GraphPass):
 
 def _rewrite(graph: fx.Graph, activation: fx.Node) -> list[Replacement] | str:
     product = arg(activation, 0)
-    if not is_call(product, aten.mm.default, aten.addmm.default) or product.kwargs:
-        return "gate and up are not what a linear computes"
-    transposed = arg(product, -1)
-    if not (is_call(transposed, aten.t.default) and is_parameter(arg(transposed, 0))):
-        return "the matrix is not a transposed parameter"
-    bias = arg(product, 0) if len(product.args) == 3 else None
-    if bias is not None and not (is_parameter(bias) and bias.meta["val"].dim() == 1):
-        return "what is added is not a bias vector"
+    linear = linear_of(product)
+    if linear is None:
+        return why_no_linear(product) or "gate and up are not what a linear computes"
+    if not linear.is_plain:
+        return f"its weight is stored as {linear.format}"
     if only_user(product) is not activation:
         return "the linear's result has other users"
     with graph.inserting_before(activation):
-        arguments = {"x_TK": arg(product, -2), "weight_NK": arg(transposed, 0), "bias_N": bias}
+        arguments = {"x_TK": linear.x, "weight_NK": linear.weight, "bias_N": linear.bias}
         fused = emit_named(graph, gated_linear, named(activation) | arguments)
     activation.replace_all_uses_with(fused)
     return [Replacement(activation.name, fused)]

@@ -43,4 +43,5 @@ gated_linear = define_op(
     cpu=reference,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )

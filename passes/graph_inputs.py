@@ -1,27 +1,24 @@
 """What a traced graph's placeholders stand for: the convention that trace, passes and the stitcher share.
 
-Each placeholder's `meta["source"]` is a `Source`; each node's `meta["val"]` is its fake value.
+Each placeholder's `meta["source"]` is a `Source` or a `Parameter`; each node's `meta["val"]` is its fake value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-# What is computed of a parameter, in order: ("add", 1.0), ("mul", 2.0), ("to", "float32").
-Derivation = tuple[tuple[str, float | str], ...]
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.parameter import Parameter
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a graph input comes from at run time.
+    """Where a graph input that is no parameter comes from at run time.
 
-    kind "parameter": the parameter or buffer `name`, which is a packed tensor if it has `members`;
-    or what `derivation` makes of it;
-    "argument": the forward argument `name` (attention_inputs.seq_lens_R, kv_caches.3, ...);
+    kind "argument": the forward argument `name`, see StepTensor;
     "size": the length of dimension `dim` of that argument;
     "received", in a stage alone: value `name` (received.0, ...) of those that the stage before hands on.
     """
@@ -29,24 +26,53 @@ class Source:
     kind: str
     name: str
     dim: int = 0
-    members: tuple[str, ...] = ()
-    derivation: Derivation = ()
+
+    @property
+    def element(self) -> int | None:
+        """Which element of a list the source is: 3 for kv_caches.3; None for any other source."""
+        number = self.name.partition(".")[2]
+        return int(number) if self.kind != "parameter" and number.isdecimal() else None
+
+    @property
+    def expression(self) -> str:
+        """The source in Python, where the forward's arguments have their names."""
+        head, _, rest = self.name.partition(".")
+        return self.name if self.element is None else f"{head}[{rest}]"
 
 
-def source_of(placeholder: fx.Node) -> Source:
-    return placeholder.meta["source"]
-
-
-def derived(tensor: torch.Tensor, derivation: Sequence[Sequence[float | str]]) -> torch.Tensor:
-    """What a derivation makes of a parameter's value."""
-    for step, operand in derivation:
-        if step == "to":
-            tensor = tensor.to(getattr(torch, str(operand)))
-        else:
-            constant = float(operand)
-            tensor = tensor + constant if step == "add" else tensor * constant
-    return tensor
+def source_of(placeholder: fx.Node) -> Source | Parameter:
+    found: Source | Parameter = placeholder.meta["source"]
+    return found
 
 
 def is_parameter(node: object) -> bool:
     return isinstance(node, fx.Node) and node.op == "placeholder" and source_of(node).kind == "parameter"
+
+
+def parameter_of(placeholder: fx.Node) -> Parameter:
+    """The description of a placeholder for which `is_parameter` holds."""
+    found = source_of(placeholder)
+    assert isinstance(found, Parameter)
+    return found
+
+
+def describe_shards(graph: fx.Graph, shards: Mapping[str, Shard]) -> None:
+    """Put the shards, by name, into the descriptions of the graph's parameters."""
+    for node in graph.find_nodes(op="placeholder"):
+        if is_parameter(node):
+            node.meta["source"] = parameter_of(node).divided(shards)
+
+
+def shards_in(graph: fx.Graph) -> dict[str, Shard]:
+    """Return the shards that `describe_shards` has put there, by name."""
+    parameters = [parameter_of(node) for node in graph.find_nodes(op="placeholder") if is_parameter(node)]
+    return {leaf.name: leaf.shard for p in parameters for leaf in p.leaves() if leaf.shard is not None}
+
+
+def argument(graph: fx.Graph, name: str) -> fx.Node:
+    """The input that stands for a forward argument, such as a step tensor that a pass has asked for. Raises LookupError
+    if the graph has none of this name."""
+    for node in graph.find_nodes(op="placeholder"):
+        if source_of(node).kind == "argument" and source_of(node).name == name:
+            return node
+    raise LookupError(f"the graph has no argument {name}")

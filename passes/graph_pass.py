@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import fx
 
-from compiled_engine.passes.structure import Structure
+from compiled_engine.attention.step_tensors import StepTensor
 
 
 @dataclass(frozen=True)
@@ -46,20 +48,62 @@ class PassResult:
     replacements: tuple[Replacement, ...] = ()
 
 
-class GraphPass(Protocol):
-    """Rewrites a whole model's ATen graph in place, before it is split.
+@dataclass(frozen=True)
+class SplittingOp:
+    """An op that graphs are split at, since it writes to its arguments, as to a KV cache.
 
-    A pass that derives from this class need not define `applicable`.
+    name: its name in torch, compiled_engine::attention. function: what the compiled forward calls in the op's place,
+    without torch's dispatcher. attends: attention's result is there after the op, so a pipeline may be cut behind it.
+    around: for an op of which attention is a part, makes the function that calls another function for this part.
     """
 
     name: str
+    function: Callable[..., Any]
+    attends: bool = False
+    around: Callable[[Callable[..., None]], Callable[..., Any]] | None = None
+
+
+@runtime_checkable
+class GraphPass(Protocol):
+    """Rewrites a whole model's ATen graph in place, before it is split. A pass derives from this class.
+
+    requires: the names of passes without which this one is not run. splitting_ops: those that it introduces.
+    kernel_token_counts: the token counts up to which it launches other kernels than beyond. required: without each
+    match the graph computes something else, so falling short of the contract is an error in any mode. uuid: changes
+    when the pass does, for a pass that is not in a source file of its own.
+    """
+
+    name: str
+    requires: tuple[str, ...] = ()
+    splitting_ops: tuple[SplittingOp, ...] = ()
+    kernel_token_counts: tuple[int, ...] = ()
+    required: bool = False
+    uuid: str | None = None
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         """None where the pass applies, otherwise why it does not; here it applies everywhere."""
         return None
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        """How often the pass must match in a graph that had this structure before any pass ran."""
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """How often the pass must match, counted in the graph before any pass ran.
+
+        The count looks for the least that the pattern cannot be without, not for the pattern: what the pass does not
+        know counts too, and then the pass falls short and says why.
+        """
         ...
 
+    def step_tensors(self) -> tuple[StepTensor, ...]:
+        """The step tensors that the pass reads beside those of every forward; `graph_inputs.argument` finds their
+        inputs in the graph. They exist wherever the pass is enabled."""
+        return ()
+
     def run(self, graph: fx.Graph) -> PassResult: ...
+
+    def verify(
+        self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device
+    ) -> int | None:
+        """Check the graph after the pass, and return how many values were compared.
+
+        None, as here: the verifier is to compare the replacements. Raises VerificationError.
+        """
+        return None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import source_of
+from compiled_engine.passes.graph_inputs import Source, source_of
 
 CONTEXT_LINES = 2
 
@@ -60,7 +60,9 @@ def _line(node: fx.Node) -> str:
         return f"return {_value(node.args[0])}"
     if node.op == "placeholder":
         source = source_of(node)
-        origin = f"{source.name}.shape[{source.dim}]" if source.kind == "size" else source.name
+        origin = source.name
+        if isinstance(source, Source) and source.kind == "size":
+            origin += f".shape[{source.dim}]"
         return f"{node.name}: {_type(node.meta['val'])} = input {origin}"
     target = (
         str(node.target) if isinstance(node.target, torch._ops.OpOverload) else node._pretty_print_target(node.target)

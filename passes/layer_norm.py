@@ -6,7 +6,6 @@ start before the one in front of it has ended, and in small batches that is most
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -18,12 +17,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.layer_norm_match import match_layer_norm
-from compiled_engine.passes.matching import arg, aten, emit, emit_item, is_call, rewrite_calls
+from compiled_engine.passes.matching import arg, aten, emit, emit_item, factors, is_call, only_user, rewrite_calls
+from compiled_engine.passes.norms import is_deviation, norm_of, rounded, scaled_by_roots, why_no_norm
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.structure import Structure
 
 
 @quick_launches
@@ -117,14 +114,18 @@ layer_norm = define_op(
     cpu=reference,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )
 
 
 class LayerNorm(GraphPass):
     name = "layer_norm"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.layer_norms
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each LayerNorm of whole tokens, computed by ATen or op by op."""
+        native = graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)
+        of_tokens = [norm for norm in native if arg(norm, 0).meta["val"].dim() == 2]
+        return len(of_tokens) + sum(map(is_deviation, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
         native = rewrite_calls(graph, aten.native_layer_norm.default, _rewrite)
@@ -134,38 +135,36 @@ class LayerNorm(GraphPass):
         return PassResult(native.matches + written_out.matches, near_misses, replacements)
 
 
+def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
+    if arg(norm, 0).meta["val"].dim() != 2:
+        return None
+    normed = only_user(norm)
+    if normed is None or norm_of(normed) is None:
+        return why_no_norm(normed) or "its mean or its deviation is read too"
+    return _fuse(graph, normed)
+
+
 def _rewrite_written_out(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
     """rsqrt: the root in a norm that is computed op by op, or in anything else."""
-    found = match_layer_norm(rsqrt)
-    if found is None or isinstance(found, str):
-        return found
-    return _fuse(graph, found.value, found.x, found.weight, None, found.eps)
-
-
-def _rewrite(graph: fx.Graph, norm: fx.Node) -> list[Replacement] | str | None:
-    x, shape, weight, bias, eps = (arg(norm, i) for i in range(5))
-    value = x.meta["val"]
-    if value.dim() != 2:
+    scaled: Any = only_user(rsqrt)
+    centred: Any = next((other for root, other in factors(scaled) if root is rsqrt), None)
+    if not is_deviation(centred) or centred.meta["val"].dim() != 2:
         return None
-    items: list[Any] = list(norm.users)
-    if any(not is_call(item, operator.getitem) or item.args[1] != 0 for item in items) or len(items) != 1:
-        return "its mean or its deviation is read too"
-    if list(shape) != [value.shape[-1]]:
-        return "it is not over the last dimension"
-    for parameter in (weight, bias):
-        if parameter is not None and not (is_parameter(parameter) and parameter.meta["val"].dtype == value.dtype):
-            return "its weight or bias is not a parameter of its dtype"
-    return _fuse(graph, items[0], x, weight, bias, eps)
+    product = only_user(scaled)
+    value = None if product is None else rounded(product)
+    if value is None or norm_of(value) is None:
+        return why_no_norm(value) or "no multiplication with a weight follows"
+    return _fuse(graph, value)
 
 
-def _fuse(
-    graph: fx.Graph, value: fx.Node, total: fx.Node, weight: fx.Node | None, bias: fx.Node | None, eps: float
-) -> list[Replacement]:
-    """Put the op in the place of `value`, the norm of `total`."""
-    addends = _addends(total)
+def _fuse(graph: fx.Graph, value: fx.Node) -> list[Replacement]:
+    """Put the op in the place of a norm."""
+    norm = norm_of(value)
+    assert norm is not None
+    total, addends = norm.x, _addends(norm.x)
     # Others may read the sum before the norm does.
     with graph.inserting_before(value) if addends is None else graph.inserting_after(total):
-        fused = emit(graph, layer_norm, *(addends or (total, None)), weight, bias, eps)
+        fused = emit(graph, layer_norm, *(addends or (total, None)), norm.weight, norm.bias, norm.eps)
     with graph.inserting_after(fused):
         normed = emit_item(graph, fused, 0)
     value.replace_all_uses_with(normed)

@@ -16,8 +16,6 @@ from torch import fx
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_diff, graph_text
 from compiled_engine.passes.profile import DeviceProfile
-from compiled_engine.passes.structure import Structure
-from compiled_engine.passes.structure_counts import structure_of
 from compiled_engine.passes.verifier import copy_of, verify_rewrites
 
 
@@ -65,20 +63,23 @@ def run_passes(
     """Run the enabled passes, in the order of `passes`, where they apply and pay; rewrites `graph` in place.
 
     Returns a report for each known pass. `profile`: what was measured on the device; without one every pass that
-    applies runs. Raises ContractError in strict mode when a pass matched less often than its contract, and
-    VerificationError in verify mode when a rewrite computes something else.
+    applies runs. Raises ContractError when a required pass, in strict mode any pass, matched less often than its
+    contract, and VerificationError in verify mode when a rewrite computes something else.
     """
     reports = []
     text = graph_text(graph)
-    structure = structure_of(graph)
-    for graph_pass in passes:
-        reason = _why_not(graph_pass, enabled, compile_range, device, profile)
+    reasons = [_why_not(graph_pass, enabled, compile_range, device, profile) for graph_pass in passes]
+    contracts = [
+        graph_pass.contract(graph, compile_range) if reason is None else 0
+        for graph_pass, reason in zip(passes, reasons, strict=True)
+    ]
+    for graph_pass, reason, contract in zip(passes, reasons, contracts, strict=True):
         if reason is not None:
             reports.append(PassReport(graph_pass.name, graph_pass.name in enabled, False, reason))
             continue
-        report, text = _run(graph_pass, graph, text, structure, compile_range, device, verify)
+        report, text = _run(graph_pass, graph, text, contract, compile_range, device, verify)
         reports.append(report)
-        if strict:
+        if strict or graph_pass.required:
             require_contracts(compile_range, (report,))
     return tuple(reports)
 
@@ -102,7 +103,7 @@ def _why_not(
 ) -> str | None:
     if graph_pass.name not in enabled:
         return "disabled"
-    missing = [name for name in getattr(graph_pass, "requires", ()) if name not in enabled]
+    missing = [name for name in graph_pass.requires if name not in enabled]
     if missing:
         return f"needs {', '.join(missing)}, which is disabled"
     reason = graph_pass.applicable(compile_range, device.type)
@@ -113,7 +114,7 @@ def _run(
     graph_pass: GraphPass,
     graph: fx.Graph,
     text: list[str],
-    structure: Structure,
+    contract: int,
     compile_range: CompileRange,
     device: torch.device,
     verify: bool,
@@ -124,19 +125,19 @@ def _run(
     result = graph_pass.run(graph)
     graph.lint()
     seconds = time.perf_counter() - start
-    own_verifier = getattr(graph_pass, "verify", None)
     verified = 0
-    if before is not None and own_verifier is not None:
-        verified = own_verifier(graph, result, compile_range, device)
-    elif before is not None:
-        verified = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device)
+    if before is not None:
+        own = graph_pass.verify(graph, result, compile_range, device)
+        if own is None:
+            own = verify_rewrites(graph_pass.name, before, graph, result, compile_range, device)
+        verified = own
     after = graph_text(graph)
     report = PassReport(
         name=graph_pass.name,
         enabled=True,
         applied=True,
         matches=result.matches,
-        contract=graph_pass.contract(structure, compile_range),
+        contract=contract,
         near_misses=result.near_misses,
         seconds=seconds,
         nodes_before=len(text),
@@ -150,16 +151,15 @@ def _run(
 def pass_uuid(graph_pass: GraphPass) -> str:
     """Digest of the source of the module that defines a pass: part of the cache key.
 
-    A pass without a source file (in a notebook) gives an attribute `uuid` of its own.
+    A pass without a source file (in a notebook) has a `uuid` of its own.
     """
-    own = getattr(graph_pass, "uuid", None)
-    if own is not None:
-        return str(own)
+    if graph_pass.uuid is not None:
+        return graph_pass.uuid
     try:
         source = inspect.getsource(sys.modules[type(graph_pass).__module__])
     except (OSError, TypeError) as error:
         raise ValueError(
-            f"pass {graph_pass.name} has no source file to digest for the cache key: give it an attribute `uuid` that "
-            "changes when the pass does"
+            f"pass {graph_pass.name} has no source file to digest for the cache key: give it a `uuid` that changes "
+            "when the pass does"
         ) from error
     return hashlib.sha256(source.encode()).hexdigest()[:16]

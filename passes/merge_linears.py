@@ -9,17 +9,16 @@ read the same input, as those of attention do in parallel blocks.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import Source, is_parameter, source_of
+from compiled_engine.passes.graph_inputs import parameter_of, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.linears import Linear, emit_linear, linear_of, multiplied_values
 from compiled_engine.passes.matching import (
     ACTIVATIONS,
-    arg,
     aten,
     emit,
     emit_item,
@@ -28,27 +27,21 @@ from compiled_engine.passes.matching import (
     is_call,
     only_user,
 )
-from compiled_engine.passes.structure import Structure
-
-
-@dataclass(frozen=True)
-class _Linear:
-    node: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
+from compiled_engine.passes.parameter import packed
 
 
 class MergeLinears(GraphPass):
     name = "merge_linears"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.linear_groups
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each value that several matrices are multiplied with."""
+        return sum(1 for count in multiplied_values(graph).values() if count > 1)
 
     def run(self, graph: fx.Graph) -> PassResult:
-        by_input: dict[fx.Node, list[_Linear]] = defaultdict(list)
+        by_input: dict[fx.Node, list[Linear]] = defaultdict(list)
         for node in graph.nodes:
-            if (linear := _as_linear(node)) is not None:
-                by_input[arg(node, -2)].append(linear)
+            if (linear := linear_of(node)) is not None:
+                by_input[linear.x].append(linear)
         matches = 0
         near_misses: list[str] = []
         replacements: list[Replacement] = []
@@ -66,34 +59,24 @@ class MergeLinears(GraphPass):
         return PassResult(matches, tuple(near_misses), tuple(replacements))
 
 
-def _as_linear(node: fx.Node) -> _Linear | None:
-    """mm(x, t(weight)) or addmm(bias, x, t(weight)) with parameters."""
-    if not is_call(node, aten.mm.default, aten.addmm.default) or node.kwargs:
-        return None
-    transposed = arg(node, -1)
-    if not (is_call(transposed, aten.t.default) and is_parameter(arg(transposed, 0))):
-        return None
-    if len(node.args) == 2:
-        return _Linear(node, arg(transposed, 0), None)
-    return _Linear(node, arg(transposed, 0), arg(node, 0)) if is_parameter(node.args[0]) else None
-
-
-def _obstacle(group: list[_Linear]) -> str | None:
+def _obstacle(group: list[Linear]) -> str | None:
+    if not all(linear.is_plain for linear in group):
+        return f"their weights are stored as {', '.join(sorted({linear.format for linear in group}))}"
     parameters = [p for linear in group for p in (linear.weight, linear.bias) if p is not None]
     if any(len(parameter.users) > 1 for parameter in parameters):
         return "a parameter is used elsewhere too"
-    if any(source_of(parameter).derivation for parameter in parameters):
+    if any(parameter_of(parameter).make for parameter in parameters):
         return "a parameter is derived from another"
     if len({linear.bias is None for linear in group}) > 1:
         return "only some have a bias"
-    if any(len(arg(linear.node, -1).users) > 1 for linear in group):
+    if any(len(linear.operand.users) > 1 for linear in group):
         return "a transposed weight is used elsewhere too"
     if len({source_of(linear.weight).name.count(".") for linear in group}) > 1:
         return "their names differ in depth"
     return None
 
 
-def _gates_apart(group: list[_Linear]) -> list[list[_Linear]]:
+def _gates_apart(group: list[Linear]) -> list[list[Linear]]:
     """The group, or the two linears of a gated product, and the others if these are several."""
     for gate in group:
         activation: Any = only_user(gate.node)
@@ -105,27 +88,21 @@ def _gates_apart(group: list[_Linear]) -> list[list[_Linear]]:
     return [group]
 
 
-def _merge(graph: fx.Graph, group: list[_Linear]) -> list[Replacement]:
+def _merge(graph: fx.Graph, group: list[Linear]) -> list[Replacement]:
     first = group[0].node
     weight = _pack(graph, [linear.weight for linear in group])
     biases = [linear.bias for linear in group if linear.bias is not None]
     bias = _pack(graph, biases) if biases else None
     sizes = [linear.weight.meta["val"].shape[0] for linear in group]
     with graph.inserting_before(first):
-        transposed = emit(graph, aten.t.default, weight)
-        x = arg(first, -2)
-        if bias is None:
-            merged = emit(graph, aten.mm.default, x, transposed)
-        else:
-            merged = emit(graph, aten.addmm.default, bias, x, transposed)
+        merged = emit_linear(graph, group[0].x, weight, bias)
         parts = emit(graph, aten.split_with_sizes.default, merged, sizes, -1)
         outputs = [emit_item(graph, parts, i) for i in range(len(group))]
     replacements = [Replacement(x.node.name, output) for x, output in zip(group, outputs, strict=True)]
     for linear, output in zip(group, outputs, strict=True):
-        old_transposed = arg(linear.node, -1)
         linear.node.replace_all_uses_with(output)
         graph.erase_node(linear.node)
-        graph.erase_node(old_transposed)
+        graph.erase_node(linear.operand)
         graph.erase_node(linear.weight)
         if linear.bias is not None:
             graph.erase_node(linear.bias)
@@ -134,14 +111,14 @@ def _merge(graph: fx.Graph, group: list[_Linear]) -> list[Replacement]:
 
 def _pack(graph: fx.Graph, parameters: list[fx.Node]) -> fx.Node:
     """A placeholder for the parameters' concatenation along dimension 0."""
-    names = tuple(source_of(parameter).name for parameter in parameters)
+    members = tuple(map(parameter_of, parameters))
     values = [parameter.meta["val"] for parameter in parameters]
     with graph.inserting_before(parameters[0]):
-        packed = graph.placeholder(f"packed_{parameters[0].name}")
+        placeholder = graph.placeholder(f"packed_{parameters[0].name}")
     with fake_mode_of(values):
-        packed.meta["val"] = torch.cat(values)
-    packed.meta["source"] = Source("parameter", _packed_name(names), members=names)
-    return packed
+        placeholder.meta["val"] = torch.cat(values)
+    placeholder.meta["source"] = packed(_packed_name(tuple(member.name for member in members)), members)
+    return placeholder
 
 
 def _packed_name(names: tuple[str, ...]) -> str:

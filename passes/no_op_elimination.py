@@ -12,7 +12,6 @@ from torch import fx
 
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import always_equal, arg, aten, is_call
-from compiled_engine.passes.structure import Structure
 
 _RESHAPES = (aten.slice.Tensor, aten.view.default, aten.reshape.default, aten.expand.default, aten._unsafe_view.default)
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
@@ -21,8 +20,10 @@ _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default
 class NoOpElimination(GraphPass):
     name = "no_op_elimination"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.scalings_by_one
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each multiplication by one; other no-ops are as many as the trace happens to have."""
+        products = graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+        return sum(1 for product in products if product.args[1:] == (1.0,))
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements = []

@@ -20,8 +20,6 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.layout_form import Form, Size, permuted, reshaped, squeezed, unsqueezed
 from compiled_engine.passes.layout_ops import LayoutOps
 from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_item, fake_mode_of, is_call
-from compiled_engine.passes.structure import Structure
-from compiled_engine.passes.structure_counts import has_batch
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
@@ -30,8 +28,9 @@ _COPIES = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default
 class NormaliseLayout(GraphPass):
     name = "normalise_layout"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.batched_values
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each value with a batch of one in front."""
+        return sum(_has_batch(node) for node in graph.nodes if node.op == "call_function")
 
     def run(self, graph: fx.Graph) -> PassResult:
         return _Normalisation(graph).run()
@@ -60,7 +59,7 @@ class _Normalisation:
             self.forms[node] = form
             if form.is_core and form.core is not node and isinstance(node.meta["val"], torch.Tensor):
                 replacements.append(Replacement(node.name, form.core))
-        followed = sum(1 for node in self.forms if has_batch(node))
+        followed = sum(1 for node in self.forms if _has_batch(node))
         self.graph.eliminate_dead_code()
         misses = tuple(f"{count} x {target}: gets values as they were" for target, count in unknown.items())
         return PassResult(followed, misses, tuple(replacements))
@@ -186,4 +185,12 @@ def _are_tensors(node: fx.Node) -> bool:
     made = node.meta.get("val")
     return isinstance(made, torch.Tensor) or (
         isinstance(made, list | tuple) and all(isinstance(item, torch.Tensor) for item in made)
+    )
+
+
+def _has_batch(node: fx.Node) -> bool:
+    """Whether the value is a tensor with a first dimension of one and others behind it."""
+    value = node.meta.get("val")
+    return (
+        isinstance(value, torch.Tensor) and value.dim() > 1 and isinstance(value.shape[0], int) and value.shape[0] == 1
     )

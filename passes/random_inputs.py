@@ -1,4 +1,7 @@
-"""Random values for a graph's inputs: a valid batch of so many tokens, a filled cache, and weights of ordinary size."""
+"""Random values for a graph's inputs: a valid batch of so many tokens, a filled cache, and weights of ordinary size.
+
+A step tensor that a pass asks for holds padding, which leaves every token as it is without the pass.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import Source, derived, source_of
+from compiled_engine.attention.step_tensors import padding_of, step_of
+from compiled_engine.passes.graph_inputs import Source, source_of
+from compiled_engine.passes.parameter import Parameter, compute
 
 MOST_CONTEXT = 24
 
@@ -32,30 +37,29 @@ class RandomInputs:
         num_blocks = int(self._arguments["attention_inputs.block_table_RB"].max()) + 2
         for name, fake in caches.items():
             self._arguments[name] = self._normal((num_blocks, *fake.shape[1:]), fake.dtype)
+        sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
+        asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
+        self._arguments |= padding_of(asked, sizes, device)
 
     def of(self, placeholder: fx.Node) -> Any:
         """The value of a graph input."""
         source = source_of(placeholder)
-        if source.kind == "argument":
-            return self._arguments[source.name]
-        if source.kind == "size":
-            return self._arguments[source.name].shape[source.dim]
-        return derived(self._parameter(source, placeholder.meta["val"]), source.derivation)
+        if isinstance(source, Source):
+            value = self._arguments[source.name]
+            return value.shape[source.dim] if source.kind == "size" else value
+        return compute(source, self.parameter) if source.make else self.parameter(source)
 
-    def parameter(self, name: str) -> torch.Tensor:
-        """A parameter that `of` has given a value."""
-        return self._parameters[name]
-
-    def _parameter(self, source: Source, fake: torch.Tensor) -> torch.Tensor:
+    def parameter(self, parameter: Parameter) -> torch.Tensor:
         """With scale 1 matrices keep the size of what they multiply; the weights of norms are around 1."""
-        if source.name not in self._parameters:
-            value = self._normal(tuple(fake.shape), torch.float32)
-            if fake.dim() > 1:
-                value *= self._scale if "embed" in source.name else self._scale / fake.shape[-1] ** 0.5
+        name, shape = parameter.name, parameter.shape
+        if name not in self._parameters:
+            value = self._normal(shape, torch.float32)
+            if len(shape) > 1:
+                value *= self._scale if "embed" in name else self._scale / shape[-1] ** 0.5
             else:
-                value = self._scale * value if source.name.endswith("bias") else 1 + 0.2 * value
-            self._parameters[source.name] = value.to(fake.dtype)
-        return self._parameters[source.name]
+                value = self._scale * value if name.endswith("bias") else 1 + 0.2 * value
+            self._parameters[name] = value.to(parameter.torch_dtype)
+        return self._parameters[name]
 
     def _normal(self, shape: tuple[Any, ...], dtype: torch.dtype) -> torch.Tensor:
         sizes = tuple(int(size) for size in shape)
@@ -66,30 +70,14 @@ class RandomInputs:
 
     def _fill_batch(self, num_tokens: int, block_size: int) -> None:
         num_requests = min(num_tokens, 3)
-        lens_R = torch.ones(num_requests, dtype=torch.int64)
-        lens_R[-1] = num_tokens - (num_requests - 1)
-        computed_R = self._integers(MOST_CONTEXT, num_requests) + 1
-        seq_lens_R = computed_R + lens_R
-        blocks_each = int(-(-seq_lens_R.max() // block_size))
+        lens_R = [1] * (num_requests - 1) + [num_tokens - (num_requests - 1)]
+        computed_R = (self._integers(MOST_CONTEXT, num_requests) + 1).tolist()
+        spans = [range(start, start + count) for start, count in zip(computed_R, lens_R, strict=True)]
+        blocks_each = -(-max(span.stop for span in spans) // block_size)
         # Block 0 is nobody's: what a wrong slot hits is seen.
         table_RB = torch.randperm(num_requests * blocks_each, generator=self._generator) + 1
         table_RB = table_RB.view(num_requests, blocks_each)
-        ends_R = lens_R.cumsum(0)
-        rows_T = torch.repeat_interleave(torch.arange(num_requests), lens_R)
-        positions_T = torch.arange(num_tokens) - (ends_R - lens_R)[rows_T] + computed_R[rows_T]
-        slots_T = table_RB[rows_T, positions_T // block_size] * block_size + positions_T % block_size
+        ids_T = self._integers(8, num_tokens).tolist()
+        self._arguments = step_of(ids_T, spans, table_RB.tolist(), block_size, self._device)
         if num_tokens > 1:
-            slots_T[0] = -1
-        num_decodes = num_requests if num_tokens == num_requests else num_requests - 1
-        host_3 = torch.tensor([num_decodes, int(lens_R.max()), int(seq_lens_R.max())], dtype=torch.int32)
-        on_device = {
-            "input_ids_T": self._integers(8, num_tokens),
-            "positions_T": positions_T,
-            "attention_inputs.query_start_loc_R1": torch.cat([torch.zeros(1), ends_R]).int(),
-            "attention_inputs.seq_lens_R": seq_lens_R.int(),
-            "attention_inputs.block_table_RB": table_RB.int(),
-            "attention_inputs.slot_mapping_T": slots_T,
-            "attention_inputs.work_W": torch.empty(0, dtype=torch.int32),
-        }
-        self._arguments = {name: value.to(self._device) for name, value in on_device.items()}
-        self._arguments["attention_inputs.host_3"] = host_3
+            self._arguments["attention_inputs.slot_mapping_T"][0] = -1

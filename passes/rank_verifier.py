@@ -18,8 +18,8 @@ from compiled_engine.collectives.group import StandIn, in_group
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
-from compiled_engine.passes.matching import arg, aten, is_call
-from compiled_engine.passes.products import multiplied_parameter
+from compiled_engine.passes.linears import ExpertsLinear, Linear, product_of
+from compiled_engine.passes.matching import aten, is_call
 from compiled_engine.passes.random_inputs import RandomInputs
 from compiled_engine.passes.verifier import (
     MOST_TOKENS,
@@ -48,8 +48,9 @@ def verify_ranks(
     """
     originals = {node.name: node for node in whole.nodes}
     sums = {replacement.after: originals[replacement.before] for replacement in result.replacements}
-    packed = packed_values(divided, shards)
-    computed = partial_values(sums) | {arg(node, -1) for node in packed}
+    products = packed_products(divided, shards)
+    packed = {node: shards[source_of(product.weight).name] for node, product in products.items()}
+    computed = partial_values(sums) | {product.operand for product in products.values()}
     for num_tokens in sorted({compile_range.low, min(compile_range.high, MOST_TOKENS)}):
         inputs = RandomInputs(whole, num_tokens, device, 1.0)
         recorded, _ = run_whole(whole, inputs)
@@ -72,7 +73,7 @@ class _Rank:
     """One rank's view of the recorded values.
 
     sums: by name, the original of each sum over the ranks. computed: values that are not slices of recorded ones.
-    packed: see packed_values.
+    packed: the shards of the weights in packed_products.
     """
 
     def __init__(
@@ -126,20 +127,20 @@ def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
         before = node.all_input_nodes[:1]
         while before:
             found.add(before[0])
-            is_end = multiplied_parameter(before[0]) is not None
+            is_end = product_of(before[0]) is not None
             inner = before[0].all_input_nodes
             before = [] if is_end else [n for n in inner if is_call(n, aten.bmm.default, aten.mul.Tensor)]
     return found
 
 
-def packed_values(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Shard]:
+def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Node, Linear | ExpertsLinear]:
     """Products whose last dimension has several sections, each divided by itself."""
     found = {}
     for node in graph.nodes:
-        parameter = multiplied_parameter(node)
-        shard = None if parameter is None else shards.get(source_of(parameter).name)
-        if shard is not None and len(shard.sections) > 1 and not shard.divides_input:
-            found[node] = shard
+        product = product_of(node)
+        shard = None if product is None else shards.get(source_of(product.weight).name)
+        if product is not None and shard is not None and len(shard.sections) > 1 and not shard.divides_input:
+            found[node] = product
     return found
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection
 
+from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.attention.step_tensors import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
 from compiled_engine.passes.gated_linear import GatedLinear
-from compiled_engine.passes.graph_pass import GraphPass
+from compiled_engine.passes.graph_pass import GraphPass, SplittingOp
 from compiled_engine.passes.layer_norm import LayerNorm
 from compiled_engine.passes.merge_linears import MergeLinears
 from compiled_engine.passes.no_op_elimination import NoOpElimination
@@ -39,6 +42,9 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
     GatedLinear(),
 )
 
+# How the name of a step tensor ends, by its first dimension.
+_SUFFIXES: dict[tuple[int | str, ...], str] = {("tokens",): "T", ("requests",): "R"}
+
 # What register_pass adds to: the one list of the project that changes while it runs.
 _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
@@ -50,16 +56,38 @@ def registered_passes() -> tuple[GraphPass, ...]:
 
 def passes_of_ranks() -> frozenset[str]:
     """The names of those that only a model which several ranks share has a use for."""
-    return frozenset(p.name for p in _registered if TensorParallel.name in getattr(p, "requires", ()))
+    return frozenset(p.name for p in _registered if TensorParallel.name in p.requires)
 
 
 def kernel_token_counts(names: Collection[str]) -> tuple[int, ...]:
-    """The token counts up to which the kernels of these passes are others than beyond, ascending.
+    """The token counts up to which the kernels of these passes are others than beyond, ascending."""
+    return tuple(sorted({count for p in _registered if p.name in names for count in p.kernel_token_counts}))
 
-    A pass states its own as `kernel_token_counts`; one whose kernel is the same for every batch states none.
-    """
-    stated = (getattr(p, "kernel_token_counts", ()) for p in _registered if p.name in names)
-    return tuple(sorted({count for counts in stated for count in counts}))
+
+def splitting_ops() -> dict[str, SplittingOp]:
+    """The ops that graphs are split at, by name: those of the models, then those of the passes."""
+    of_models = [SplittingOp(name, function, attends=True) for name, function in ATTENTION_OPS.items()]
+    of_passes = [op for graph_pass in _registered for op in graph_pass.splitting_ops]
+    return {op.name: op for op in (*of_models, *of_passes)}
+
+
+def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
+    """The step tensors that these passes ask for. Raises ValueError for a declaration that is not allowed."""
+    found: dict[str, StepTensor] = {}
+    for graph_pass in _registered:
+        for tensor in graph_pass.step_tensors() if graph_pass.name in names else ():
+            place = f"pass {graph_pass.name}: step tensor {tensor.name!r}"
+            suffix = _SUFFIXES.get(tensor.dims[:1])
+            if suffix is None or any(isinstance(dim, str) for dim in tensor.dims[1:]):
+                raise ValueError(f"{place}: dims is {tensor.dims}; allowed: 'tokens' or 'requests', then numbers")
+            if not re.fullmatch(rf"[a-z]\w*_{suffix}\w*", tensor.name) or tensor.name in FORWARD_ARGUMENTS:
+                taken = ", ".join(FORWARD_ARGUMENTS)
+                raise ValueError(f"{place}: name must end in its shape, as slots_R does, and be none of {taken}")
+            if tensor.fill is None or tensor.on_host:
+                raise ValueError(f"{place}: fill must be a function, and on_host False")
+            if found.setdefault(tensor.name, tensor) != tensor:
+                raise ValueError(f"{place}: another pass declares it otherwise")
+    return tuple(found.values())
 
 
 def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
@@ -67,9 +95,8 @@ def register_pass(graph_pass: GraphPass, *, after: str | None = None) -> None:
 
     Raises ValueError when the name is taken or `after` is not known, TypeError when it is not a pass.
     """
-    missing = [name for name in ("name", "applicable", "contract", "run") if not hasattr(graph_pass, name)]
-    if missing:
-        raise TypeError(f"graph_pass is {graph_pass!r}, which lacks {', '.join(missing)}; see docs/passes.md")
+    if not isinstance(graph_pass, GraphPass) or not hasattr(graph_pass, "name"):
+        raise TypeError(f"graph_pass is {graph_pass!r}; allowed: a GraphPass with a name; see docs/passes.md")
     names = [known.name for known in _registered]
     if graph_pass.name in names:
         raise ValueError(f"name is {graph_pass.name!r}, which is taken; allowed: none of {', '.join(names)}")

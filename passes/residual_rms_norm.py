@@ -32,9 +32,8 @@ from compiled_engine.passes.matching import (
     through_cast,
     user_through_cast,
 )
+from compiled_engine.passes.norms import Norm, is_sum, norm_of, rounded, scaled_by_roots, why_no_norm
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.rms_norm import match_rms_norm
-from compiled_engine.passes.structure import Structure
 
 
 @quick_launches
@@ -135,14 +134,16 @@ residual_rms_norm = define_op(
     cpu=reference,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )
 
 
 class ResidualRMSNorm(GraphPass):
     name = "residual_rms_norm"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.sum_norms
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of a sum of whole tokens."""
+        return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.rsqrt.default, _rewrite)
@@ -157,20 +158,18 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
     if not (is_call(total, aten.add.Tensor) and total.meta["val"].dim() == 2):
         return None
     product: Any = user_through_cast(scaled)
-    value: Any = None if product is None else rms_norm.rounded(product)
-    found = None if value is None else match_rms_norm(value)
-    if found is None:
-        return "no multiplication with a weight follows"
-    if isinstance(found, str):
-        return found
+    value: Any = None if product is None else rounded(product)
+    norm = norm_of(value)
+    if norm is None:
+        return why_no_norm(value) or "no multiplication with a weight follows"
     left, right = total.args[:2]
     if not all(isinstance(a, fx.Node) and a.meta["val"].shape == total.meta["val"].shape for a in (left, right)):
         return "the addends differ in shape"
     if total.kwargs or any(a.meta["val"].dtype != total.meta["val"].dtype for a in (left, right)):
         return "the addends are scaled or differ in dtype"
-    right, left, inner_weight = _with_inner_norm(total, right, left, found)
+    right, left, inner_weight = _with_inner_norm(total, right, left, norm)
     with graph.inserting_after(total):
-        fused = emit(graph, residual_rms_norm, right, left, *found[1:], inner_weight)
+        fused = emit(graph, residual_rms_norm, right, left, norm.weight, *norm.how, inner_weight)
     with graph.inserting_after(fused):
         new_total = emit_item(graph, fused, 1)
     with graph.inserting_after(fused):
@@ -182,11 +181,11 @@ def _rewrite(graph: fx.Graph, rsqrt: fx.Node) -> list[Replacement] | str | None:
 
 
 def _with_inner_norm(
-    total: fx.Node, x: fx.Node, residual: fx.Node, norm: rms_norm.Norm
+    total: fx.Node, x: fx.Node, residual: fx.Node, norm: Norm
 ) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """(x, residual, weight): where one of the addends is a norm like that of the sum, x is what it norms."""
     for normed, other in ((x, residual), (residual, x)):
-        inner = match_rms_norm(normed)
-        if isinstance(inner, rms_norm.Norm) and only_user(normed) is total and inner[2:] == norm[2:]:
+        inner = norm_of(normed)
+        if inner is not None and not inner.centred and only_user(normed) is total and inner.how == norm.how:
             return inner.x, other, inner.weight
     return x, residual, None

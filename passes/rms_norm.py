@@ -6,8 +6,6 @@ pointwise op is left in the first piece, which then needs no compiling.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -17,11 +15,18 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, factors, is_call, only_user, rewrite_calls, through_cast
+from compiled_engine.passes.matching import aten, emit, rewrite_calls
+from compiled_engine.passes.norms import (
+    has_normed_addend,
+    is_deviation,
+    is_sum,
+    norm_of,
+    rounded,
+    scaled_by_roots,
+    why_no_norm,
+)
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.structure import Structure
 
 
 @triton.jit
@@ -121,91 +126,32 @@ rms_norm = define_op(
     cpu=reference,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )
 
 
 class RMSNorm(GraphPass):
     name = "rms_norm"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.norms
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of whole tokens that is neither of a sum, nor an addend of one, nor a LayerNorm."""
+        scaled = list(scaled_by_roots(graph))
+        sums = list(filter(is_sum, scaled))
+        inner = list(filter(has_normed_addend, sums))
+        return len(scaled) - sum(map(is_deviation, scaled)) - len(sums) - len(inner)
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.mul.Tensor, _rewrite)
 
 
-class Norm(NamedTuple):
-    """RMSNorm(x) * (offset + weight); wide: see `reference`. The arguments of the op."""
-
-    x: fx.Node
-    weight: fx.Node
-    eps: float
-    offset: float
-    wide: bool
-
-
 def _rewrite(graph: fx.Graph, product: fx.Node) -> list[Replacement] | str | None:
     value = rounded(product)
-    found = match_rms_norm(value) if value.meta["val"].dim() == 2 else None
-    if found is None or isinstance(found, str):
-        return found
+    if value.meta["val"].dim() != 2:
+        return None
+    norm = norm_of(value)
+    if norm is None or norm.centred:
+        return why_no_norm(value)
     with graph.inserting_before(value):
-        fused = emit(graph, rms_norm, *found)
+        fused = emit(graph, rms_norm, norm.x, norm.weight, *norm.how)
     value.replace_all_uses_with(fused)
     return [Replacement(value.name, fused)]
-
-
-def rounded(product: fx.Node) -> fx.Node:
-    """What a product is rounded to before anybody reads it; the product itself if it is not."""
-    user = only_user(product)
-    return user if user is not None and through_cast(user) is product else product
-
-
-def match_rms_norm(value: fx.Node) -> Norm | str | None:
-    """RMSNorm(x) * weight as the models compute it; why it is another norm; None for no norm."""
-    product = through_cast(value)
-    found = [
-        (weight, scaled, wide, rsqrt)
-        for weight, scaled in factors(product)
-        for wide, rsqrt in factors(through_cast(scaled))
-        if is_call(rsqrt, aten.rsqrt.default)
-    ]
-    if not found:
-        return None
-    weight, scaled, wide, rsqrt = found[0]
-    x = through_cast(wide)
-    size, dtype = x.meta["val"].shape[-1], x.meta["val"].dtype
-    eps = _eps(rsqrt, wide)
-    if eps is None:
-        return "its norm is not over the mean of its squares plus a constant"
-    in_fp32 = scaled.meta["val"].dtype == product.meta["val"].dtype == torch.float32 != dtype
-    if wide.meta["val"].dtype != torch.float32 or not (in_fp32 or scaled.meta["val"].dtype == dtype):
-        return "its norm is not computed in fp32 and rounded before or after the weight"
-    if value.meta["val"].dtype != dtype:
-        return f"its norm is not rounded to the {dtype} of its input"
-    parameter, offset = _weight_and_offset(weight)
-    if offset and weight.meta["val"].dtype != torch.float32:
-        return "the weight of its norm plus a constant is rounded"
-    is_vector = is_parameter(parameter) and parameter.meta["val"].shape == (size,)
-    if not is_vector or parameter.meta["val"].dtype not in ((dtype, torch.float32) if in_fp32 else (dtype,)):
-        return "the weight of its norm is not a parameter of its dtype with an element for each of the last dimension"
-    # In a model of fp32 nothing is rounded; Gemma's norm is the same op there.
-    return Norm(x, parameter, eps, offset, in_fp32)
-
-
-def _weight_and_offset(weight: fx.Node) -> tuple[fx.Node, float]:
-    """(w, c) of w + c, w maybe converted; c is 0 where nothing is added."""
-    if is_call(weight, aten.add.Tensor) and not weight.kwargs and isinstance(weight.args[1], int | float):
-        return through_cast(weight.args[0]), float(weight.args[1])
-    return through_cast(weight), 0.0
-
-
-def _eps(rsqrt: fx.Node, wide: fx.Node) -> float | None:
-    """eps of rsqrt(mean(wide ** 2) + eps) over the last dimension."""
-    shifted: Any = arg(rsqrt, 0)
-    if not is_call(shifted, aten.add.Tensor) or shifted.kwargs or not isinstance(shifted.args[1], float):
-        return None
-    mean, eps = shifted.args
-    if not is_call(mean, aten.mean.dim) or mean.kwargs or mean.args[1:] != ([-1], True):
-        return None
-    return eps if is_call(mean.args[0], aten.pow.Tensor_Scalar) and mean.args[0].args == (wide, 2) else None

@@ -21,7 +21,6 @@ from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, aten, emit, emit_item, factors, is_call, only_user, rewrite_calls
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.structure import Structure
 
 
 @quick_launches
@@ -112,14 +111,16 @@ rope_angles = define_op(
     cpu=reference,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )
 
 
 class RopeAngles(GraphPass):
     name = "rope_angles"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.angles
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each cosine."""
+        return len(graph.find_nodes(op="call_function", target=aten.cos.default))
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, aten.cos.default, _rewrite)

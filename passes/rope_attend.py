@@ -8,6 +8,7 @@ op is called.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,9 @@ from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of, witho
 from compiled_engine.attention.op import ROTATION, SCORING_AND_INPUTS, attend
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_kv_write
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement, SplittingOp
 from compiled_engine.passes.matching import emit_named, is_call, named, only_user, rewrite_calls
-from compiled_engine.passes.structure import Structure
+from compiled_engine.passes.rope_match import rotary_attentions
 
 # Of the op's arguments behind the tensors that it writes: first those of the rotation.
 OF_ROTATION = len(Rotation._fields)
@@ -76,9 +77,12 @@ FUSED = torch.ops.compiled_engine.rope_attend.default
 class RopeAttend(GraphPass):
     name = "rope_attend"
     requires = ("rope_kv_write",)
+    splitting_ops = (
+        SplittingOp("compiled_engine::rope_attend", rope_attend, True, lambda attention: partial(in_two, attention)),
+    )
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.turned_attentions
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return rotary_attentions(graph)
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, rope_kv_write.ATTEND, _rewrite)

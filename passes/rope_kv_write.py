@@ -15,10 +15,9 @@ from torch import fx
 from compiled_engine.attention.inputs import Rotation
 from compiled_engine.attention.op import ROTATION, write_kv
 from compiled_engine.passes import rms_norm, rope_kv_write_kernel
-from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement, SplittingOp
 from compiled_engine.passes.matching import always_equal, arg, aten, emit, emit_named, is_call, named, rewrite_calls
-from compiled_engine.passes.rope_match import Rotated, match_rotation
-from compiled_engine.passes.structure import Structure
+from compiled_engine.passes.rope_match import Rotated, match_rotation, rotary_attentions
 
 
 def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,9 +91,10 @@ FUSED = torch.ops.compiled_engine.rope_kv_write.default
 
 class RopeKVWrite(GraphPass):
     name = "rope_kv_write"
+    splitting_ops = (SplittingOp("compiled_engine::rope_kv_write", rope_kv_write),)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.turned_attentions
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return rotary_attentions(graph)
 
     def run(self, graph: fx.Graph) -> PassResult:
         return rewrite_calls(graph, ATTENTION, _rewrite)

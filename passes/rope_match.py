@@ -10,8 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from compiled_engine.attention.value_op import ATTENTION
 from compiled_engine.passes.matching import always_equal, arg, aten, factors, is_call, through_cast
-from compiled_engine.passes.rms_norm import match_rms_norm
+from compiled_engine.passes.norms import Norm, norm_of, why_no_norm
+
+# Ops that may stand between an angle and a query that it rotates: what rotations are written with, and views.
+_ROTATING = (
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default, aten.stack.default, aten.select.int),
+    *(aten.slice.Tensor, aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten._to_copy.default),
+    *(aten.clone.default, aten.expand.default, aten.alias.default, aten.permute.default, aten.transpose.int),
+)
 
 
 class RopeForm(NamedTuple):
@@ -60,13 +68,19 @@ def match_rotation(value: fx.Node) -> Rotated | str:
             if isinstance(found, Rotated) and found.norm_weight is None:
                 return replace(found, scale=scale)
             return "a product follows the rotation"
-    norm = match_rms_norm(value)
-    found = _match_turn(value if norm is None or isinstance(norm, str) else norm.x)
-    if norm is None or isinstance(norm, str) or isinstance(found, str):
+    norm = _rms_norm(value)
+    found = _match_turn(norm.x if isinstance(norm, Norm) else value)
+    if not isinstance(norm, Norm) or isinstance(found, str):
         return found
     if found.norm_weight is not None:
         return "norms precede and follow the rotation"
-    return replace(found, norm_weight=norm.weight, how=norm[2:], form=found.form._replace(norm_last=True))
+    return replace(found, norm_weight=norm.weight, how=norm.how, form=found.form._replace(norm_last=True))
+
+
+def _rms_norm(value: fx.Node) -> Norm | str | None:
+    """The RMSNorm that a value is; why it is another norm; None for anything else, LayerNorm included."""
+    norm = norm_of(value)
+    return why_no_norm(value) if norm is None or norm.centred else norm
 
 
 def _match_turn(value: fx.Node) -> Rotated | str:
@@ -90,12 +104,12 @@ def _match_turn(value: fx.Node) -> Rotated | str:
     if interleaved:
         cos, sin = _of_pairs(cos), _of_pairs(sin)
     form = RopeForm(rotary_dim, interleaved, wide)
-    normed = match_rms_norm(x)
+    normed = _rms_norm(x)
     if isinstance(normed, str):
         return normed
     if normed is None:
         return Rotated(x, None, (0.0, 0.0, False), cos, sin, form)
-    return Rotated(normed.x, normed.weight, normed[2:], cos, sin, form)
+    return Rotated(normed.x, normed.weight, normed.how, cos, sin, form)
 
 
 def _whole_and_rest(value: fx.Node) -> tuple[fx.Node, int]:
@@ -211,3 +225,22 @@ def _of_pairs(angles: Any) -> fx.Node:
 
 def is_last(dim: int, x: fx.Node) -> bool:
     return dim in (-1, x.meta["val"].dim() - 1)
+
+
+def rotary_attentions(graph: fx.Graph) -> int:
+    """Calls of attention whose query is made with cosines, without a linear in between: what contracts count."""
+    return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
+
+
+def _is_made_with_cosines(query: Any) -> bool:
+    pending, seen = [query], set()
+    while pending:
+        node = pending.pop()
+        if not isinstance(node, fx.Node) or node in seen:
+            continue
+        seen.add(node)
+        if is_call(node, aten.cos.default):
+            return True
+        if is_call(node, *_ROTATING):
+            pending += node.all_input_nodes
+    return False

@@ -16,8 +16,8 @@ from torch import fx
 
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, emit_named, is_call, named, only_user
+from compiled_engine.passes.norms import is_sum, scaled_by_roots
 from compiled_engine.passes.sequence_parallel_op import LEAST_TOKENS, sequence_parallel_norm
-from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.tensor_parallel import all_reduce
 
 _SUMMED = torch.ops.compiled_engine.all_reduce_residual_rms_norm.default
@@ -36,8 +36,9 @@ class SequenceParallel(GraphPass):
             return f"{compile_range.name} tokens are few: whole rows are exchanged at once"
         return None
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.sum_norms
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One for each norm of a sum of whole tokens."""
+        return sum(map(is_sum, scaled_by_roots(graph)))
 
     def run(self, graph: fx.Graph) -> PassResult:
         graph.eliminate_dead_code()

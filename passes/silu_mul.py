@@ -18,9 +18,18 @@ from compiled_engine.kernels.block_sizes import cdiv
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user, other_factor, rewrite_calls
+from compiled_engine.passes.matching import (
+    ACTIVATIONS,
+    arg,
+    aten,
+    emit,
+    factors,
+    is_call,
+    only_user,
+    other_factor,
+    rewrite_calls,
+)
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.structure import Structure
 
 # Up to so many tokens, smaller programs reach every multiprocessor.
 FEW_TOKENS = 128
@@ -96,8 +105,19 @@ def _fake(gate_up_TI2: torch.Tensor, activation: str = "silu") -> torch.Tensor:
 
 
 silu_mul = define_op(
-    'silu_mul(Tensor gate_up_TI2, str activation="silu") -> Tensor', cpu=reference, cuda=launch, fake=_fake
+    'silu_mul(Tensor gate_up_TI2, str activation="silu") -> Tensor',
+    cpu=reference,
+    cuda=launch,
+    fake=_fake,
+    reference=reference,
 )
+
+
+def gated_products(graph: fx.Graph) -> int:
+    """How often an activation of whole tokens is multiplied with another value: what contracts count."""
+    activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
+    products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
+    return sum(any(left is node is not right for left, right in factors(product)) for node, product in products)
 
 
 class SiluMul(GraphPass):
@@ -105,11 +125,11 @@ class SiluMul(GraphPass):
     requires = ("merge_linears",)
     kernel_token_counts = (FEW_TOKENS,)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.gated_products
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return gated_products(graph)
 
     def run(self, graph: fx.Graph) -> PassResult:
-        silu, gelu = (rewrite_calls(graph, target, _rewrite) for target in (aten.silu.default, aten.gelu.default))
+        silu, gelu = (rewrite_calls(graph, target, _rewrite) for target in ACTIVATIONS)
         replacements = (*silu.replacements, *gelu.replacements)
         return PassResult(silu.matches + gelu.matches, (*silu.near_misses, *gelu.near_misses), replacements)
 

@@ -15,22 +15,19 @@ import torch
 from torch import fx
 
 from compiled_engine.passes.experts_op import experts
-from compiled_engine.passes.graph_inputs import is_parameter
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
-from compiled_engine.passes.matching import arg, aten, change, emit, emit_named, is_call, named, only_user
+from compiled_engine.passes.linears import Linear, linear_of, multiplied_values, why_no_linear
+from compiled_engine.passes.matching import aten, change, emit, emit_named, is_call, named, only_user
 from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, small_batch_linear
-from compiled_engine.passes.structure import Structure
 
 
 @dataclass(frozen=True)
-class _Linear:
-    """A linear and what it takes in; `result` is the node whose value it computes then."""
+class _Fused:
+    """A linear and what it takes in; `result` is the node whose value it computes then, of `x` as it is read."""
 
-    node: fx.Node
+    linear: Linear
     result: fx.Node
     x: fx.Node
-    weight: fx.Node
-    bias: fx.Node | None
     norm_weight: fx.Node | None = None
     eps: float = 0.0
     norm_offset: float = 0.0
@@ -47,51 +44,39 @@ class SmallBatchLinear(GraphPass):
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return None if compile_range.small else f"{compile_range.name} tokens is not a small-batch range"
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return structure.linear_inputs
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        """One linear for each value that matrices are multiplied with, as merge_linears leaves them."""
+        return len(multiplied_values(graph))
 
     def run(self, graph: fx.Graph) -> PassResult:
-        linears: dict[fx.Node, _Linear] = {}
+        linears: dict[fx.Node, _Fused] = {}
         near_misses: list[str] = []
         for node in graph.nodes:
-            found = _as_linear(node)
-            if isinstance(found, _Linear):
-                linears[node] = found
-            elif found is not None:
-                near_misses.append(f"{node.name}: {found}")
+            linear = linear_of(node)
+            if linear is not None and linear.is_plain:
+                linears[node] = _Fused(linear, node, linear.x)
+            elif linear is not None:
+                near_misses.append(f"{node.name}: its weight is stored as {linear.format}")
+            elif (reason := why_no_linear(node)) is not None:
+                near_misses.append(f"{node.name}: {reason}")
         known = set(graph.nodes)
         _take_in_silu_mul(linears)
         new = _take_in_norms(graph, linears)
-        for linear in linears.values():
-            new[linear.result] = _rewrite(graph, linear, new)
+        for fused in linears.values():
+            new[fused.result] = _rewrite(graph, fused, new)
         replacements = tuple(Replacement(before.name, after) for before, after in new.items() if before in known)
         graph.eliminate_dead_code()
         return PassResult(len(linears), tuple(near_misses), replacements)
 
 
-def _as_linear(node: fx.Node) -> _Linear | str | None:
-    """A linear, why a matrix product is none, or None for anything else."""
-    if not is_call(node, aten.mm.default, aten.addmm.default):
-        return None
-    transposed, x = arg(node, -1), arg(node, -2)
-    if not (is_call(transposed, aten.t.default) and is_parameter(arg(transposed, 0))):
-        return "the matrix is not a transposed parameter"
-    bias = arg(node, 0) if len(node.args) == 3 else None
-    if node.kwargs:
-        return "the product is scaled"
-    if bias is not None and not (is_parameter(bias) and bias.meta["val"].dim() == 1):
-        return "what is added is not a bias vector"
-    return _Linear(node, node, x, arg(transposed, 0), bias)
-
-
-def _take_in_silu_mul(linears: dict[fx.Node, _Linear]) -> None:
-    for node, linear in linears.items():
+def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
+    for node, fused in linears.items():
         user = only_user(node)
         if user is not None and is_call(user, torch.ops.compiled_engine.silu_mul.default):
-            linears[node] = replace(linear, result=user, silu_mul=True, activation=named(user)["activation"])
+            linears[node] = replace(fused, result=user, silu_mul=True, activation=named(user)["activation"])
 
 
-def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.Node, fx.Node]:
+def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
     """Where only linears read a norm, each computes it itself; if it is one of a sum, the linear before adds that.
 
     Returns what stands for the sums that no linear could take in, additions of their own, and for changed experts.
@@ -135,13 +120,13 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Linear]) -> dict[fx.
     return new
 
 
-def _takes(linears: dict[fx.Node, _Linear], user: fx.Node, value: fx.Node) -> bool:
+def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> bool:
     """Whether the user is a linear, or the op of experts, whose input is the value."""
     return linears[user].x is value if user in linears else is_call(user, experts) and user.args[0] is value
 
 
 def _take_in_norm(
-    linears: dict[fx.Node, _Linear], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
+    linears: dict[fx.Node, _Fused], changed_experts: dict[fx.Node, fx.Node], user: fx.Node, norm: dict[str, Any]
 ) -> None:
     """Let the user compute what a call of rms_norm with these arguments gives."""
     x, weight = norm["x_TD"], norm["weight_D"]
@@ -157,21 +142,21 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
     return next((user for user in sequence.users if is_call(user, operator.getitem) and user.args[1] == index), None)
 
 
-def _rewrite(graph: fx.Graph, linear: _Linear, new: dict[fx.Node, fx.Node]) -> fx.Node:
+def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
     """Put the op in the place of the linear's result; `new` has what stands for values that were replaced before."""
     arguments = {
-        "x_TK": new.get(linear.x, linear.x),
-        "weight_NK": linear.weight,
-        "bias_N": linear.bias,
-        "norm_weight_K": linear.norm_weight,
-        "eps": linear.eps,
-        "residual_TM": None if linear.residual is None else new.get(linear.residual, linear.residual),
-        "silu_mul": linear.silu_mul,
-        "activation": linear.activation,
-        "norm_offset": linear.norm_offset,
-        "norm_wide": linear.norm_wide,
+        "x_TK": new.get(fused.x, fused.x),
+        "weight_NK": fused.linear.weight,
+        "bias_N": fused.linear.bias,
+        "norm_weight_K": fused.norm_weight,
+        "eps": fused.eps,
+        "residual_TM": None if fused.residual is None else new.get(fused.residual, fused.residual),
+        "silu_mul": fused.silu_mul,
+        "activation": fused.activation,
+        "norm_offset": fused.norm_offset,
+        "norm_wide": fused.norm_wide,
     }
-    with graph.inserting_before(linear.result):
-        fused = emit_named(graph, small_batch_linear, arguments)
-    linear.result.replace_all_uses_with(fused)
-    return fused
+    with graph.inserting_before(fused.result):
+        call = emit_named(graph, small_batch_linear, arguments)
+    fused.result.replace_all_uses_with(call)
+    return call

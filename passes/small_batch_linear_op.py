@@ -253,4 +253,5 @@ small_batch_linear = define_op(
     cpu=on_cpu,
     cuda=launch,
     fake=_fake,
+    reference=reference,
 )

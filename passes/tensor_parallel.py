@@ -22,10 +22,9 @@ from compiled_engine.collectives.vocabulary import embedding_part
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
+from compiled_engine.passes.linears import product_of
 from compiled_engine.passes.matching import arg, aten, emit, is_call, only_user
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.products import multiplied_parameter
-from compiled_engine.passes.structure import Structure
 
 
 def _all_reduce(x_TD: torch.Tensor) -> torch.Tensor:
@@ -57,11 +56,12 @@ class TensorParallel(GraphPass):
     """
 
     name = "tensor_parallel"
+    required = True  # a sum that is left out is a wrong result
 
     def __init__(self, shards: Mapping[str, Shard], num_ranks: int, whole: fx.Graph | None = None):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         """A sum for each product whose input is divided, two a layer; one for the embedding if its vocabulary is."""
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         return divided_inputs + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
@@ -79,7 +79,8 @@ class TensorParallel(GraphPass):
 
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         """The node whose value is only this rank's part of a sum, if `node` stands for one."""
-        shard = self._shard(multiplied_parameter(node))
+        product = product_of(node)
+        shard = None if product is None else self._shard(product.weight)
         if shard is not None and shard.divides_input:
             return _sum_of_experts(node) if is_call(node, aten.bmm.default) else node
         shard = self._shard(arg(node, 0)) if is_call(node, aten.embedding.default) else None
@@ -93,12 +94,12 @@ class TensorParallel(GraphPass):
     def _shard(self, parameter: Any) -> Shard | None:
         return self._shards.get(source_of(parameter).name) if is_parameter(parameter) else None
 
-    def verify(self, after: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
+    def verify(self, graph: fx.Graph, result: PassResult, compile_range: CompileRange, device: torch.device) -> int:
         """Compare all ranks with the undivided model; see verify_ranks. Returns how many sums were compared."""
         from compiled_engine.passes.rank_verifier import verify_ranks
 
         assert self._whole is not None
-        return verify_ranks(self._whole, after, result, self._shards, self._num_ranks, compile_range, device)
+        return verify_ranks(self._whole, graph, result, self._shards, self._num_ranks, compile_range, device)
 
 
 def _sum_of_experts(product: fx.Node) -> fx.Node | None:

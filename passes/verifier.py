@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.passes.graph_inputs import derived, source_of
+from compiled_engine.passes.graph_inputs import parameter_of, source_of
 from compiled_engine.passes.graph_pass import CompileRange, PassResult
 from compiled_engine.passes.matching import aten, is_call
+from compiled_engine.passes.parameter import compute
 from compiled_engine.passes.random_inputs import RandomInputs
 
 # How many times as far from the oracle as the original the rewrite may be, and how many units in the last place of a
@@ -143,9 +144,7 @@ def _verify(where: str, old: fx.Node, new: fx.Node, same: dict[fx.Node, fx.Node]
 
     def value(leaf: fx.Node | None, packed: fx.Node) -> Any:
         if leaf is None:
-            source = source_of(packed)
-            parts = [run.inputs.parameter(member) for member in source.members or (source.name,)]
-            return derived(torch.cat(parts), source.derivation)
+            return compute(parameter_of(packed), run.inputs.parameter)
         recorded = run.snapshots.get((leaf, old), run.values[leaf])
         return recorded.clone() if isinstance(recorded, torch.Tensor) else recorded
 

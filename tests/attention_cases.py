@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.case import AttentionCase, KVFormat, Refused
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.attention.registry import get_backend
 
@@ -32,28 +32,34 @@ class Request:
 
 @dataclass(frozen=True)
 class Case:
-    """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts."""
+    """A batch in outline. The leading requests with one query are the decodes. bound: the host's of the contexts.
+    block_size 0: that which the backend has by default."""
 
     name: str
     requests: tuple[Request, ...]
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 64
-    block_size: int = 16
+    block_size: int = 0
     sliding_window: int = 0
     bound: int = 0
     soft_cap: float = 0.0
     sinks: bool = False
 
-    def facts(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
+    def sized(self, backend_name: str) -> Case:
+        """The case with the block size that the backend is to have."""
+        return replace(self, block_size=self.block_size or get_backend(backend_name).default_block_size)
+
+    def asked(self, device_type: str, dtype: torch.dtype) -> AttentionCase:
+        """The case as a backend is asked for it."""
         return AttentionCase(
             device_type,
             dtype,
             self.num_heads,
             self.num_kv_heads,
             self.head_dim,
-            self.block_size,
-            self.sliding_window or None,
+            KVFormat(dtype, self.block_size),
+            self.sliding_window,
             self.soft_cap,
             self.sinks,
         )
@@ -86,6 +92,9 @@ PREFILLS = tuple(Request(length, length) for length in (1, 2, 15, 16, 17, 70))
 LONG_PREFILLS = (Request(300, 1), Request(260, 260), Request(421, 100), Request(256, 70), Request(0, 5))
 MIXED = (*decodes(1, 33, 150), Request(5, 5), Request(61, 20), Request(32, 1), Request(47, 16), Request(0, 3))
 
+CHUNKS = (Request(96, 16), Request(97, 16), Request(95, 16), Request(130, 1), Request(200, 2))
+# A token and three drafted ones for each request.
+DRAFTS = (Request(300, 4), Request(33, 4), Request(4, 4), Request(17, 4), Request(0, 4))
 # Windows of Gemma 3, Phi-3, Gemma 2 and StarCoder 2, and Mistral 7B 0.1.
 WINDOWS = (512, 1024, 2047, 2048, 4096)
 
@@ -100,69 +109,74 @@ CASES = (
     Case("one decode", decodes(300)),
     Case("decodes", decodes(1, 16, 17, 31, 32, 33, 64, 100, 257)),
     Case("decodes with padding rows", (*decodes(40, 7), PADDING, PADDING)),
+    Case("decodes of long contexts", decodes(1200, 1203), 4, 4, head_dim=256),
     Case("padding rows alone", (PADDING, PADDING)),
     Case("a prefill", (Request(100, 100),)),
     Case("prefills", PREFILLS),
-    Case("chunks after context", (Request(96, 16), Request(97, 16), Request(95, 16), Request(130, 1), Request(200, 2))),
+    Case("chunks after context", CHUNKS),
     Case("chunk borders on block borders", (Request(32, 16), Request(64, 32), Request(48, 48))),
+    Case("four queries a request", DRAFTS),
+    Case("four queries a request, bound of 4096", DRAFTS, bound=4096),
     Case("mixed", MIXED),
-    Case("mixed, block size 32", MIXED, block_size=32),
-    Case("mixed, block size 64", MIXED, block_size=64),
-    Case("mixed, block size 256", MIXED, block_size=256),
-    Case("mixed, block size 24", MIXED, block_size=24),
-    Case("prefills, bound of 4096", PREFILLS, bound=4096),
+    # Bounds of long contexts choose other tiles.
     Case("mixed, bound of 4096", MIXED, bound=4096),
-    Case("mixed, block size 256, bound of 4096", MIXED, block_size=256, bound=4096),
-    Case("window, mixed, bound of 4096", MIXED, sliding_window=20, bound=4096),
-    Case("heads 7:1, bound of 4096", MIXED, num_heads=14, num_kv_heads=2, bound=4096),
-    Case("head size 80, bound of 4096", MIXED, head_dim=80, bound=4096),
-    Case("head size 128, bound of 4096", MIXED, head_dim=128, bound=4096),
+    Case("prefills, bound of 4096", PREFILLS, bound=4096),
     Case("long prefills, bound of 4096", LONG_PREFILLS, bound=4096),
     Case("long prefills, head size 128, bound of 4096", LONG_PREFILLS, 2, 1, head_dim=128, bound=4096),
-    Case("window, long prefills, bound of 4096", LONG_PREFILLS, 2, 1, sliding_window=200, bound=4096),
+    *(Case(f"mixed, block size {size}", MIXED, block_size=size) for size in (24, 32, 64, 256)),
+    Case("mixed, block size 256, bound of 4096", MIXED, block_size=256, bound=4096),
     Case("prefill over two large blocks", (Request(290, 40), Request(257, 257)), block_size=256),
     Case("decodes over two large blocks", (*decodes(256, 257, 300), PADDING), block_size=256),
+    *(Case(f"heads {heads}:{kv}", MIXED, heads, kv) for heads, kv in ((2, 2), (6, 1), (14, 2), (16, 2), (32, 1))),
+    Case("heads 14:2, bound of 4096", MIXED, 14, 2, bound=4096),
+    *(Case(f"head size {size}", MIXED, head_dim=size) for size in (16, 20, 32, 80, 96, 112, 128, 160, 192, 256)),
+    Case("head size 80, bound of 4096", MIXED, head_dim=80, bound=4096),
+    Case("head size 128, bound of 4096", MIXED, head_dim=128, bound=4096),
     Case("window, decodes", (*decodes(5, 20, 21, 100, 300), PADDING), sliding_window=20),
     Case("window, mixed", MIXED, sliding_window=20),
+    Case("window, mixed, bound of 4096", MIXED, sliding_window=20, bound=4096),
     Case("window of one", MIXED, sliding_window=1),
     Case("window above every context", MIXED, sliding_window=4096),
     Case("window, block size 256", (*decodes(290, 30), Request(290, 40)), block_size=256, sliding_window=32),
-    Case("heads 1:1", MIXED, num_heads=2, num_kv_heads=2),
-    Case("heads 7:1", MIXED, num_heads=14, num_kv_heads=2),
-    Case("heads 8:1", MIXED, num_heads=16, num_kv_heads=2),
-    Case("multi-query", MIXED, num_heads=6, num_kv_heads=1),
-    Case("multi-query, block size 256", MIXED, num_heads=6, num_kv_heads=1, block_size=256),
-    Case("heads 7:1, block size 256", MIXED, num_heads=14, num_kv_heads=2, block_size=256),
-    Case("head size 20", MIXED, head_dim=20),
-    Case("head size 80", MIXED, head_dim=80),
-    Case("head size 80, block size 256", MIXED, head_dim=80, block_size=256),
-    Case("head size 96, block size 256", MIXED, head_dim=96, block_size=256),
-    Case("head size 128", MIXED, head_dim=128),
-    Case("head size 128, block size 256", MIXED, head_dim=128, block_size=256),
-    Case("head size 192, block size 256", MIXED, head_dim=192, block_size=256),
-    Case("head size 256, block size 256", MIXED, head_dim=256, block_size=256),
+    Case("window, long prefills, bound of 4096", LONG_PREFILLS, 2, 1, sliding_window=200, bound=4096),
+    Case("window of 2048, decodes", decodes(*around(2048)), 2, 1, sliding_window=2048),
+    *(
+        Case(
+            f"window of {window}, mixed",
+            (*decodes(*around(window)), Request(3, 3), Request(window + 20, 37)),
+            2,
+            1,
+            sliding_window=window,
+        )
+        for window in WINDOWS
+    ),
     Case("soft cap, one decode", decodes(300), soft_cap=5.0),
     Case("soft cap, mixed", MIXED, soft_cap=5.0),
     Case("soft cap, decodes in splits", (*decodes(1, 40, 700), PADDING), soft_cap=5.0),
     Case("soft cap, window, head size 256", MIXED, head_dim=256, soft_cap=20.0, sliding_window=20),
-    Case("soft cap, bound of 4096, block size 256", MIXED, soft_cap=5.0, bound=4096, block_size=256),
+    Case("soft cap, bound of 4096", MIXED, soft_cap=5.0, bound=4096),
     Case("sinks, one decode", decodes(300), sinks=True),
     Case("sinks, mixed", MIXED, sinks=True),
     Case("sinks, decodes in splits", (*decodes(1, 40, 700), PADDING), num_heads=16, sinks=True),
-    Case("sinks, heads 7:1, window", MIXED, num_heads=14, sinks=True, sliding_window=20),
-    Case("sinks, bound of 4096, block size 256", MIXED, sinks=True, bound=4096, block_size=256),
+    Case("sinks, heads 14:2, window", MIXED, num_heads=14, sinks=True, sliding_window=20),
+    Case("sinks, bound of 4096", MIXED, sinks=True, bound=4096),
     Case("sinks and soft cap", MIXED, sinks=True, soft_cap=5.0),
     Case("padding rows alone, sinks", (PADDING, PADDING), sinks=True),
-    *(
-        Case(f"window of {window}, mixed", (*decodes(*around(window)), Request(3, 3)), 2, 1, sliding_window=window)
-        for window in WINDOWS
-    ),
 )
+# Batches of layers with and without a window that attend with one plan: decodes beside a prompt, and so many of them
+# that they have a list of their own.
+LAYERS = tuple(
+    (window, requests)
+    for window in WINDOWS
+    for requests in ((*decodes(*around(window)), Request(40, 3)), decodes(*around(window) * 4))
+)
+SOME_LAYERS = next(layers for layers in LAYERS if layers[0] == 2048)
 # Tiles depend on the type too, but not on what is masked or added to scores.
 PLAIN = tuple(
     case
     for case in CASES
-    if case.head_dim != 64 or (case.block_size, case.sliding_window, case.soft_cap, case.sinks) == (16, 0, 0, False)
+    if case.head_dim in (80, 128, 256)
+    or (case.head_dim, case.block_size, case.sliding_window, case.soft_cap, case.sinks) == (64, 0, 0, 0, False)
 )
 # Cases with padding rows, partly filled blocks and unused blocks.
 WITH_GARBAGE = tuple(
@@ -178,7 +192,7 @@ def build(
 ) -> Batch:
     """Random values in a shuffled cache. The same seed gives the same real values whatever the garbage."""
     generator = torch.Generator().manual_seed(seed)
-    block_size, num_kv_heads, head_dim = case.block_size, case.num_kv_heads, case.head_dim
+    block_size, num_kv_heads, head_dim = case.block_size or 16, case.num_kv_heads, case.head_dim
     blocks_of = [-(-request.seq_len // block_size) for request in case.requests]
     num_blocks = sum(blocks_of) + 3
     num_tokens = sum(request.query_len for request in case.requests)
@@ -264,12 +278,13 @@ def step(backend_name: str, case: Case, batch: Batch) -> torch.Tensor:
     return out_THd
 
 
-def obstacle(backend_name: str, case: Case, device_type: str, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot run the case; None when it can."""
+def refusal(backend_name: str, case: AttentionCase) -> str | None:
+    """Why the backend refuses the case; None where it accepts it."""
     try:
-        return get_backend(backend_name).unsupported(case.facts(device_type, dtype))
-    except ImportError as error:
+        get_backend(backend_name).accept(case)
+    except (Refused, ImportError) as error:
         return str(error)
+    return None
 
 
 def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
@@ -287,24 +302,31 @@ def mistake(case: Case, batch: Batch, out_THd: torch.Tensor) -> str | None:
 
 
 def outcome(backend_name: str, case: Case, device: str, dtype: torch.dtype) -> str:
-    """Run a case: "right", "unsupported: " and the reason, or "wrong: " and what is."""
-    reason = obstacle(backend_name, case, torch.device(device).type, dtype)
+    """Run a case: "right", "refused: " and the reason, or "wrong: " and what is."""
+    case = case.sized(backend_name)
+    reason = refusal(backend_name, case.asked(torch.device(device).type, dtype))
     if reason:
-        return f"unsupported: {reason}"
+        return f"refused: {reason}"
     batch = build(case, dtype, device)
     wrong = mistake(case, batch, step(backend_name, case, batch))
     return f"wrong: {wrong}" if wrong else "right"
 
 
 def wrong_layers(
-    backend_name: str, requests: tuple[Request, ...], window: int, device: str, dtype: torch.dtype, captured: bool
+    backend_name: str,
+    window: int,
+    requests: tuple[Request, ...],
+    device: str,
+    dtype: torch.dtype,
+    captured: bool = False,
 ) -> list[str]:
     """Mistakes of layers with and without a window that attend with one planned list. captured: in a CUDA graph."""
     backend = get_backend(backend_name)
     heads = 8 if len(requests) > 16 else 1
-    cases = [Case("", requests, heads, heads, sliding_window=size, bound=8192) for size in (window, 0, window)]
+    block_size = backend.default_block_size
+    cases = [Case("", requests, heads, heads, 64, block_size, size, 8192) for size in (window, 0, window)]
     batches = [build(case, dtype, device) for case in cases]
-    facts = cases[0].facts(torch.device(device).type, dtype)
+    facts = cases[0].asked(torch.device(device).type, dtype)
     length = backend.work_length(len(batches[0].q_THd), len(requests), facts)
     work_W = torch.full((length,), 77, dtype=torch.int32, device=device)
     batches = [replace(batch, inputs=replace(batches[0].inputs, work_W=work_W)) for batch in batches]
@@ -405,7 +427,7 @@ def main(backend_name: str) -> None:
     }
     outcomes["wrong lists"] = wrong_lists()
     just_above = (Request(2049, 1), Request(3, 3))
-    outcomes["wrong layers"] = wrong_layers(backend_name, just_above, 2048, "cpu", torch.float32, captured=False)
+    outcomes["wrong layers"] = wrong_layers(backend_name, 2048, just_above, "cpu", torch.float32)
     outcomes["neighbours"] = depends_on_neighbours(backend_name)
     outcomes["garbage"] = {case.name: depends_on_garbage(backend_name, case) for case in WITH_GARBAGE}
     print(json.dumps(outcomes))

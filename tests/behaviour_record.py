@@ -119,7 +119,7 @@ def _parameters(config: EngineConfig) -> Iterator[tuple[str, dict[str, str]]]:
     for stage in stages:
         for rank in range(size):
             group: Any = _Alone(rank, size)
-            _, named = load_model(config, compiled.for_stage(stage), group, stage, SilentProgress())
+            _, named = load_model(config, compiled.for_stage(stage), group, SilentProgress())
             yield f"stage {stage.index}, rank {rank}", {name: _described(named[name]) for name in sorted(named)}
 
 

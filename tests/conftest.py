@@ -5,9 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+# Processes of gpu_tests.py that run side by side have a GPU each, in turn. Nothing has asked CUDA for its devices yet.
+if (_worker := os.environ.get("PYTEST_XDIST_WORKER")) and int(os.environ.get("GPU_TESTS_COUNT", "0")) > 1:
+    _visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    _devices = _visible.split(",") if _visible else [str(i) for i in range(int(os.environ["GPU_TESTS_COUNT"]))]
+    os.environ["CUDA_VISIBLE_DEVICES"] = _devices[int(_worker.removeprefix("gw")) % len(_devices)]
 
 import pytest
 import quick_compiler
@@ -57,7 +64,16 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         del os.environ["CXX"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run every case of tests that are products (marker: product)")
+    parser.addoption("--seed", default="0", help="chooses the cases of products that run without --all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = cases_left_out(items, config.getoption("--seed"))
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=list(left_out))
     for item in items:
         for marker, reason in SKIPPED.items():
             if reason and item.get_closest_marker(marker):
@@ -69,6 +85,21 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         skipped = [report for report in terminalreporter.stats.get("skipped", []) if marker in report.keywords]
         if skipped:
             terminalreporter.write_line(f"{len(skipped)} {marker} tests skipped: {reason}", yellow=True)
+
+
+def cases_left_out(items: list[pytest.Item], seed: str) -> set[pytest.Item]:
+    """All but a few cases of each test that is a product: one in so many as its marker says, and at least one."""
+    left_out: set[pytest.Item] = set()
+    products: dict[str, list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("product")) is not None:
+            drawn = zlib.crc32(f"{seed} {item.nodeid.rpartition('/')[2]}".encode())
+            products.setdefault(item.nodeid.partition("[")[0], []).append((drawn, item))
+            if drawn % marker.kwargs["one_in"]:
+                left_out.add(item)
+    for cases in products.values():
+        left_out.discard(min(cases, key=lambda case: case[0])[1])
+    return left_out
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ for each position, so a block that is shared wrongly, overwritten or stale canno
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
 VOCAB_SIZE = 11
+GARBAGE = -1
 
 
 def prefix_hashes(token_ids: Sequence[int]) -> Iterator[int]:
@@ -41,7 +42,7 @@ class Share(NamedTuple):
 
 def shares_of(step: SchedulerOutput) -> list[Share]:
     """The columns of a step, turned by request."""
-    blocks = [step.new_block_ids.get(request_id, ()) for request_id in step.request_ids]
+    blocks = [step.new_block_ids.get(request_id, ((),))[0] for request_id in step.request_ids]
     return [Share(*row) for row in zip(step.request_ids, step.starts, step.counts, blocks, step.samples, strict=True)]
 
 
@@ -76,7 +77,8 @@ class Row:
     params: SamplingParams
     block_ids: list[int]
     masked: bool
-    num_computed_tokens: int | None = None
+    num_computed_tokens: int
+    num_known: int = 0  # before its last step sampled
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -87,66 +89,105 @@ class FakeRunner:
     """Asserts that every message is one that a real runner could execute, within the limits given.
 
     serves_all: each step has a share for every request that has a row. token_masks: of requests that have one, by id;
-    whoever adds such a request fills it in.
+    whoever adds such a request fills it in. most_new_tokens: with more than 1, `yields` says how many tokens a request
+    gets of at most so many as it is called with. Guesses that are wrong leave garbage in their slots.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, max_num_seqs: int, budget: int, serves_all: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        serves_all: bool = True,
+        most_new_tokens: int = 1,
+        yields: Callable[[int], int] = lambda most: 1,
     ) -> None:
         self.serves_all = serves_all
+        self.most_new_tokens, self.yields = most_new_tokens, yields
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.max_num_seqs = max_num_seqs
         self.budget = budget
         self.token_masks: dict[str, TokenMask] = {}
         self.rows: dict[str, Row] = {}
-        self.slots: dict[tuple[int, int], int] = {}
+        self.slots: dict[tuple[int, int], int | None] = {}
         self.last_step = 0
         self.wanted: dict[int, dict[str, bytes]] = {}  # the masks, by step and request
-        self.written: dict[int, list[tuple[int, int]]] = {}  # the slots, by step
+        # By step the slots that it wrote to, and what they held before.
+        self.written: dict[int, dict[tuple[int, int], int | None]] = {}
         self.failed = False  # whether steps failed since the last one was received
 
     def execute(self, step: SchedulerOutput) -> RunnerOutput:
         """What it will produce with the right masks, which `check_masks` checks when they come."""
         self.receive(step)
         self.wanted[step.step] = {}
-        if all(count == 1 for count in step.counts):
+        if all(count == self.most_new_tokens for count in step.counts):
             # A real layer may write and read in one kernel, in any order of the requests.
             for share in shares_of(step):
-                self._read(self.rows[share.request_id], share.num_computed_tokens)
+                row = self.rows[share.request_id]
+                self._read(row, row.num_computed_tokens)
         # Else the whole step writes before anything reads.
-        written = [slot for share in shares_of(step) for slot in self._write(share)]
-        assert len(set(written)) == len(written), "two requests write to one slot"
-        self.written[step.step] = written
+        tokens_of: dict[str, list[int]] = {}
         token_ids: list[int] = []
+        counts: list[int] = []
         logprobs: list[TokenLogprobs] = []
+        for share in shares_of(step):
+            tokens_of[share.request_id] = []
+            if share.samples:
+                tokens, entries = self._sample(step, share)
+                tokens_of[share.request_id] = tokens
+                token_ids += tokens
+                counts.append(len(tokens))
+                logprobs += entries
+        written: dict[tuple[int, int], int | None] = {}
+        for share in shares_of(step):
+            for slot, content in self._contents(share):
+                assert slot not in written, "two requests write to one slot"
+                written[slot] = self.slots.get(slot)
+                self.slots[slot] = content
+        self.written[step.step] = written
         prompt_logprobs = {}
         wanted = False
         for share in shares_of(step):
-            row = self.rows[share.request_id]
-            end = share.num_computed_tokens + share.num_tokens
+            row, num_sampled = self.rows[share.request_id], len(tokens_of[share.request_id])
+            end = self._end(row, share, num_sampled)
             self._read(row, end)
             row.num_computed_tokens = end
+            wanted |= share.samples and row.params.logprobs is not None
             if row.params.prompt_logprobs is not None and share.num_computed_tokens + 1 < row.num_prompt_tokens:
                 positions = range(share.num_computed_tokens + 1, min(end + 1, row.num_prompt_tokens))
                 prompt_logprobs[share.request_id] = (
                     positions.start,
                     LogprobRows.of(logprobs_of(row.hashes[p - 1], row.token_ids[p]) for p in positions),
                 )
-            if share.samples:
-                output_ids = row.token_ids[row.num_prompt_tokens :]
-                token_mask = self.token_masks.get(share.request_id)
-                mask = mask_of(token_mask, output_ids)
-                assert row.masked == (token_mask is not None)
-                assert step.awaits_masks or not row.masked
-                if mask is not None:
-                    self.wanted[step.step][share.request_id] = mask.tobytes()
-                token_id = next_token(row.hashes[-1], token_mask, output_ids)
-                token_ids.append(token_id)
-                wanted |= row.params.logprobs is not None
-                logprobs.append(logprobs_of(row.hashes[-1], token_id))
-                row.append(token_id)
-        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs)
+        several = None if self.most_new_tokens == 1 else counts
+        return RunnerOutput(token_ids, LogprobRows.of(logprobs) if wanted else None, {}, prompt_logprobs, several)
+
+    def _sample(self, step: SchedulerOutput, share: Share) -> tuple[list[int], list[TokenLogprobs]]:
+        """The row's next tokens, which it has from now on, and their log-probabilities."""
+        row = self.rows[share.request_id]
+        token_mask = self.token_masks.get(share.request_id)
+        mask = mask_of(token_mask, row.token_ids[row.num_prompt_tokens :])
+        assert row.masked == (token_mask is not None)
+        assert step.awaits_masks or not row.masked
+        if mask is not None:
+            self.wanted[step.step][share.request_id] = mask.tobytes()
+        row.num_known = len(row.token_ids)
+        guesses = row.num_computed_tokens + share.num_tokens - row.num_known
+        assert not (guesses and row.masked), "a mask is made for one token"
+        tokens, entries = [], []
+        for _ in range(1 if self.most_new_tokens == 1 else self.yields(1 + guesses)):
+            token_id = next_token(row.hashes[-1], token_mask, row.token_ids[row.num_prompt_tokens :])
+            tokens.append(token_id)
+            entries.append(logprobs_of(row.hashes[-1], token_id))
+            row.append(token_id)
+        return tokens, entries
+
+    def _end(self, row: Row, share: Share, num_sampled: int) -> int:
+        """How many tokens are computed after the step: all that were known, and the guesses that were right. Without a
+        token the last known one is to be computed again, as no other can be sampled."""
+        return row.num_known - 1 + num_sampled if share.samples else row.num_computed_tokens + share.num_tokens
 
     def check_masks(self, step: SchedulerOutput, masks: TokenMasks, ended: Container[str]) -> None:
         """They are those that the request's tokens so far ask for; `ended`: who needs none any more."""
@@ -170,8 +211,9 @@ class FakeRunner:
                 list(prefix_hashes(new.token_ids)),
                 new.num_prompt_tokens,
                 new.sampling_params,
-                list(new.block_ids),
+                list(*new.block_ids),
                 new.masked,
+                step.starts[step.request_ids.index(new.request_id)],
             )
         ids = [share.request_id for share in shares_of(step)]
         assert len(set(ids)) == len(ids)
@@ -179,17 +221,16 @@ class FakeRunner:
         assert not self.serves_all or set(ids) == self.rows.keys(), "a request that has a row is not served"
         assert len(ids) <= self.max_num_seqs
         assert sum(share.num_tokens for share in shares_of(step)) <= self.budget
-        several = [share.num_tokens > 1 for share in shares_of(step)]
-        assert several == sorted(several), "single tokens come first"
+        others = [share.num_tokens != self.most_new_tokens for share in shares_of(step)]
+        assert others == sorted(others), "decodes come first"
         new_ids = {new.request_id for new in step.new}
         for share in shares_of(step):
             self._check_share(share, is_new=share.request_id in new_ids)
 
     def fail(self, steps: Iterable[int]) -> None:
-        """Lose what these steps wrote. Removals that the next one repeats are no error."""
-        for step in steps:
-            for slot in self.written.pop(step):
-                self.slots.pop(slot, None)
+        """As if these steps, in order, had written nothing. Removals that the next one repeats are no error."""
+        for step in reversed([*steps]):
+            self.slots.update(self.written.pop(step))
         self.failed = True
 
     def _check_share(self, share: Share, *, is_new: bool) -> None:
@@ -197,24 +238,33 @@ class FakeRunner:
         if is_new:
             assert share.new_block_ids == ()
             assert share.num_computed_tokens % self.block_size == 0
-        else:
+        elif self.most_new_tokens == 1:
             assert share.num_computed_tokens == row.num_computed_tokens
+        else:
+            assert share.num_computed_tokens >= row.num_computed_tokens
         row.block_ids += share.new_block_ids
-        end = share.num_computed_tokens + share.num_tokens
+        end = row.num_computed_tokens + share.num_tokens
         assert share.num_tokens >= 1
-        assert end <= len(row.token_ids)
-        assert share.samples == (end == len(row.token_ids))
-        assert len(row.block_ids) == -(-len(row.token_ids) // self.block_size)
+        assert share.samples == (end >= len(row.token_ids))
+        most = 1 if is_new or row.num_computed_tokens + 1 < len(row.token_ids) else self.most_new_tokens
+        assert end < len(row.token_ids) + most
+        if self.most_new_tokens == 1:
+            assert len(row.block_ids) == -(-len(row.token_ids) // self.block_size)
+        assert len(row.block_ids) * self.block_size >= end
         assert len(set(row.block_ids)) == len(row.block_ids)
         assert set(row.block_ids) <= set(range(self.num_blocks))
 
-    def _write(self, share: Share) -> Iterator[tuple[int, int]]:
+    def _contents(self, share: Share) -> Iterator[tuple[tuple[int, int], int]]:
+        """The slots of the share's tokens, and what they hold once these are computed. Guesses that are right are the
+        tokens that were sampled, but for the last of these."""
         row = self.rows[share.request_id]
-        for position in range(share.num_computed_tokens, share.num_computed_tokens + share.num_tokens):
+        num_sampled = len(row.token_ids) - row.num_known if share.samples else 0
+        right = self._end(row, share, num_sampled)
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + share.num_tokens):
             index, offset = divmod(position, self.block_size)
             slot = row.block_ids[index], offset
-            self.slots[slot] = row.hashes[position]
-            yield slot
+            is_known = position < row.num_known or not share.samples
+            yield slot, row.hashes[position] if is_known or position < right else GARBAGE
 
     def _read(self, row: Row, end: int) -> None:
         for position in range(end):

@@ -1,7 +1,7 @@
-"""Runs the tests of a GPU, as `make test-gpu` does: those that can share the GPU side by side, then the others alone.
+"""Runs the tests of a GPU, as `make test-gpu` does: the most telling first, those that can share the GPU side by side.
 
-Says in a line how they went, and writes a result with the commit, the machine and the versions. Exit status 1 if a test
-failed or none ran.
+Says in a line how they went, and writes a result with the commit, the machine and the versions, also when it is
+interrupted or out of time. Exit status 1 if a test failed, was cut off, or none ran.
 """
 
 from __future__ import annotations
@@ -9,44 +9,168 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import torch
 
-from compiled_engine.bench.machine import provenance
-
 TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
-STAGES = {"side by side": "gpu and not gpu_alone", "alone": "gpu_alone"}
-MOST_PROCESSES = 12
+MOST_PROCESSES = 12  # for each GPU
+# Where compiled models and kernels are kept: one folder for all stages, never the user's.
+CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
+# So long a stage that is cut has to end by itself.
+FAREWELL_S = 10.0
+# In a process of its own: one that has asked for the GPU's name keeps some of its memory.
+PROVENANCE = """
+import json, torch
+from compiled_engine.bench.machine import provenance
+print(json.dumps(provenance(torch.device("cuda", 0))))
+"""
 
 
-def run_stage(markers: str, processes: int, more: list[str], folder: Path) -> dict[str, Any]:
-    """Counts of tests and the names of those that failed, with the seconds that all took."""
-    report = folder / "report.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", markers, f"--junitxml={report}", f"--rootdir={TESTS.parent}"]
-    command += ["-p", "no:cacheprovider", *(["-n", str(processes), "--dist", "worksteal"] if processes > 1 else [])]
+@dataclass(frozen=True)
+class Stage:
+    """Tests that run together. alone: one after the other, as each wants the GPU for itself."""
+
+    name: str
+    files: tuple[Path, ...]
+    alone: bool = False
+
+
+def stages_of(folder: Path) -> list[Stage]:
+    """All tests with the marker `gpu`: what starts engines, then the kernels, then what is measured alone."""
+    having = [path for path in sorted(folder.glob("test_*.py")) if re.search(r"mark\.gpu\b", path.read_text())]
+    with_alone = [path for path in having if re.search(r"mark\.gpu_alone\b", path.read_text())]
+    starts = [path for path in having if path.name == "test_gpu_starts.py"]
+    engines = [path for path in having if path.name.startswith("test_gpu_") and path not in starts]
+    engines.sort(key=lambda path: path.name not in ("test_gpu_engine.py", "test_gpu_graphs.py"))
+    kernels = [path for path in having if path not in starts + engines]
+    stages = [Stage("starts", tuple(starts)), Stage("engines", tuple(engines)), Stage("kernels", tuple(kernels))]
+    stages.append(Stage("alone", tuple(with_alone), alone=True))
+    return [stage for stage in stages if stage.files]
+
+
+@dataclass
+class Found:
+    """What became of a stage's tests. failed: names. not_run: how many did not end; None if that is not known, as
+    nothing was collected. cut: why they did not."""
+
+    seconds: float = 0.0
+    passed: int = 0
+    skipped: int = 0
+    failed: list[str] = field(default_factory=list)
+    not_run: int | None = None
+    cut: str | None = None
+
+
+# --- a plugin of pytest: each test's end as a line, so that it is known whatever happens to the process afterwards ---
+
+LINES_VARIABLE = "GPU_TESTS_LINES"
+COUNT_VARIABLE = "GPU_TESTS_COUNT"  # of GPUs, which processes side by side divide among themselves, see conftest.py
+
+
+def _say(**fields: Any) -> None:
+    if path := os.environ.get(LINES_VARIABLE):
+        with open(path, "a") as lines:
+            lines.write(json.dumps(fields) + "\n")
+
+
+def pytest_collection_finish(session: Any) -> None:
+    if session.items:
+        _say(collected=len(session.items))
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that started the others hears of all tests
+        _say(test=report.nodeid, when=report.when, outcome=report.outcome)
+
+
+def read_lines(path: Path) -> Found:
+    """What the lines of a stage say."""
+    outcomes: dict[str, str] = {}
+    ended: set[str] = set()
+    collected: int | None = None
+    for line in path.read_text().splitlines() if path.exists() else ():
+        said = json.loads(line)
+        if "collected" in said:
+            collected = said["collected"]
+            continue
+        name = said["test"]
+        outcomes[name] = max(outcomes.get(name, "passed"), said["outcome"], key=("passed", "skipped", "failed").index)
+        if said["when"] == "teardown" or said["outcome"] == "failed":
+            ended.add(name)
+    failed = sorted(name for name, outcome in outcomes.items() if outcome == "failed")
+    passed, skipped = (sum(outcomes[name] == kind for name in ended) for kind in ("passed", "skipped"))
+    return Found(0.0, passed, skipped, failed, None if collected is None else max(collected - len(ended), 0))
+
+
+# --- the run ---
+
+
+def num_gpus() -> int:
+    return torch.cuda.device_count()
+
+
+def run_stage(
+    stage: Stage, processes: int, more: Sequence[str], limit_s: float | None, cache: str, found: Found
+) -> None:
+    """Run a stage's tests, for limit_s at most, and write into `found` what became of them, also when interrupted.
+    cache: the folder that stages share."""
+    if limit_s is not None and limit_s <= 0:
+        found.cut = "no time was left"
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "gpu_tests"]
+    command += ["-m", "gpu_alone" if stage.alone else "gpu and not gpu_alone"]
+    command += [] if stage.alone or processes == 1 else ["-n", str(processes), "--dist", "worksteal"]
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_XDIST_WORKER"}
+    environment = {CACHE_VARIABLE: cache} | inherited
     start = time.monotonic()
-    ended = subprocess.run([*command, *more, str(TESTS)], check=False, cwd=folder)
-    seconds = time.monotonic() - start
-    found: dict[str, Any] = {"seconds": seconds, "passed": 0, "failed": [], "skipped": 0}
-    if not report.exists():
-        return found | {"failed": [f"pytest ended with status {ended.returncode}"]}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            found["failed"].append(f"{case.get('classname')}::{case.get('name')}")
-        elif "skipped" in kinds:
-            found["skipped"] += 1
-        else:
-            found["passed"] += 1
-    return found
+    with tempfile.TemporaryDirectory() as folder:
+        lines = Path(folder) / "lines"
+        process = subprocess.Popen(
+            [*command, *more, f"--rootdir={TESTS.parent}", *map(str, stage.files)],
+            cwd=TESTS,  # where this file is found as a plugin
+            env=environment | {LINES_VARIABLE: str(lines), COUNT_VARIABLE: str(num_gpus())},
+            start_new_session=True,
+        )
+        cut = "interrupted"
+        try:
+            process.wait(None if limit_s is None else max(limit_s - FAREWELL_S, 0.0))
+            cut = None
+        except subprocess.TimeoutExpired:
+            cut = "the time was over"
+        finally:
+            if cut is not None:
+                _end(process)
+            vars(found).update(vars(read_lines(lines)), seconds=time.monotonic() - start, cut=cut)
+            if cut is None and process.returncode not in (0, 1, 5):  # 5: further arguments left nothing
+                found.failed.append(f"{stage.name}: pytest ended with status {process.returncode}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a stage and all its processes; what it has said stays."""
+    for sent, wait_s in ((signal.SIGINT, FAREWELL_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sent)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(wait_s)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def provenance() -> dict[str, Any]:
+    said = subprocess.run([sys.executable, "-c", PROVENANCE], check=False, capture_output=True, text=True)
+    return json.loads(said.stdout) if said.returncode == 0 else {"machine": {}, "versions": {}}
 
 
 def commit() -> str | None:
@@ -58,30 +182,70 @@ def commit() -> str | None:
         return None
 
 
+def summary(stages: dict[str, Found], gpu: str) -> str:
+    """Stages that were cut, and tests that failed, a line each; then the line that counts."""
+    lines = []
+    for name, found in stages.items():
+        if found.cut is not None:
+            left = "its" if found.not_run is None else f"{found.not_run} of its"
+            lines.append(f"cut: {name}, {left} tests did not run: {found.cut}")
+    lines += [f"failed: {name}" for found in stages.values() for name in found.failed]
+    passed, failed, skipped = (
+        sum(found.passed for found in stages.values()),
+        sum(len(found.failed) for found in stages.values()),
+        sum(found.skipped for found in stages.values()),
+    )
+    minutes = sum(found.seconds for found in stages.values()) / 60
+    cut = ", not all were run" if any(found.cut for found in stages.values()) else ""
+    return "\n".join(
+        [*lines, f"{passed} passed, {failed} failed, {skipped} skipped in {minutes:.1f} minutes on {gpu}{cut}"]
+    )
+
+
+def run_all(
+    stages: Sequence[Stage], output: Path, limit_s: float | None, more: Sequence[str], facts: dict[str, Any]
+) -> int:
+    """Run the stages one after the other and write the result after each. facts: what the result says beside them.
+    Returns the exit status."""
+    processes = max(1, min(MOST_PROCESSES * max(1, num_gpus()), (os.cpu_count() or 2) * 3 // 4))
+    found = {stage.name: Found(cut="it was not begun") for stage in stages}
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+
+    def write() -> None:
+        minutes = sum(each.seconds for each in found.values()) / 60
+        counts = {name: asdict(each) for name, each in found.items()}
+        output.write_text(json.dumps({**facts, "minutes": minutes, "stages": counts}, indent=1) + "\n")
+
+    try:
+        with tempfile.TemporaryDirectory(prefix="compiled-engine-tests-", ignore_cleanup_errors=True) as cache:
+            for stage in stages:
+                left_s = None if deadline is None else deadline - time.monotonic()
+                run_stage(stage, processes, more, left_s, cache, found[stage.name])
+                write()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    finally:
+        write()
+    print(summary(found, facts["machine"].get("gpu", "an unknown GPU")))
+    whole = all(each.cut is None and not each.failed for each in found.values())
+    return int(not whole or not any(each.passed for each in found.values()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("-o", "--output", type=Path, default=RESULT, help="where the result is written")
     parser.add_argument("--commit", help="what is tested, where that is no git repository")
+    parser.add_argument(
+        "--limit", type=float, metavar="SECONDS", help="for all tests; what does not fit is cut, and said"
+    )
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("these tests need an NVIDIA GPU, and PyTorch finds none", file=sys.stderr)
         return 1
-    processes = max(1, min(MOST_PROCESSES, (os.cpu_count() or 2) * 3 // 4))
-    stages: dict[str, Any] = {}
-    for name, markers in STAGES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            stages[name] = run_stage(markers, processes if name != "alone" else 1, arguments.pytest, Path(folder))
-    result = {"commit": arguments.commit or commit(), "stages": stages} | provenance(torch.device("cuda", 0))
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    passed, skipped = (sum(stage[kind] for stage in stages.values()) for kind in ("passed", "skipped"))
-    failed = [name for stage in stages.values() for name in stage["failed"]]
-    minutes = sum(stage["seconds"] for stage in stages.values()) / 60
-    for name in failed:
-        print(f"failed: {name}")
-    gpu = result["machine"]["gpu"]
-    print(f"{passed} passed, {len(failed)} failed, {skipped} skipped in {minutes:.1f} minutes on {gpu}")
-    return int(bool(failed) or not passed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    facts = {"commit": arguments.commit or commit(), **provenance()}
+    return run_all(stages_of(TESTS), arguments.output, arguments.limit, arguments.pytest, facts)
 
 
 if __name__ == "__main__":

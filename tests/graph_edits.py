@@ -12,6 +12,7 @@ from torch import fx
 
 import compiled_engine.passes.registry  # noqa: F401 - defines the ops
 from compiled_engine.passes import rope_kv_write
+from compiled_engine.passes.graph_inputs import is_parameter
 
 aten = torch.ops.aten
 ours = torch.ops.compiled_engine
@@ -90,7 +91,7 @@ def reverse_packed(ending: str) -> Edit:
     def edit(graph: fx.Graph) -> None:
         for node in graph.find_nodes(op="placeholder"):
             source = node.meta["source"]
-            if source.members and source.name.endswith(ending):
+            if is_parameter(node) and source.members and source.name.endswith(ending):
                 node.meta["source"] = replace(source, members=source.members[::-1])
                 return
         raise AssertionError(f"no packed parameter ends in {ending}")

@@ -1,7 +1,7 @@
 """A device that lags behind the host, on the CPU: work is queued at launch, and runs when a result is asked for.
 
-It sees what a CUDA stream would: staged writes, published parameters and uploads as they were at the launch, and what
-kernels read through unified addressing (known_ids_KL) as it is when they run.
+It sees what a CUDA stream would: staged writes as they were at the launch, and what kernels read through unified
+addressing (known_ids_KL) as it is when they run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from compiled_engine.messages import RunnerOutput, TokenMasks
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import UnsampledStep
-from compiled_engine.sampling.history import History
 
 
 class LaunchedStep:
@@ -35,12 +34,12 @@ class LaunchedStep:
 
 
 def host_state(*owners: object) -> Callable[[], None]:
-    """A function that puts back what the owners hold now: arrays by their content, tensors, lists and switches."""
+    """A function that puts back what the owners hold now: arrays by their content, dicts, lists and switches."""
     held = [
-        (owner, name, value.copy() if isinstance(value, np.ndarray) else value)
+        (owner, name, value.copy() if isinstance(value, np.ndarray | dict) else value)
         for owner in owners
         for name, value in vars(owner).items()
-        if isinstance(value, np.ndarray | torch.Tensor | list | bool)
+        if isinstance(value, np.ndarray | dict | list | bool)
     ]
 
     def put_back() -> None:
@@ -55,24 +54,11 @@ def host_state(*owners: object) -> Callable[[], None]:
 
 def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
     """A function that puts all that the host decides by as it is now, and returns one that puts it back."""
-    sampler, writes = runner.sampler, runner.states.writes
-
-    def state() -> Callable[[], None]:
-        table = {name: values.copy() for name, values in sampler.table.host.items()}
-        put_others_back = host_state(sampler, sampler.additions, writes)
-
-        def put_back() -> None:
-            for name, values in table.items():
-                sampler.table.host[name][:] = values
-            put_others_back()
-
-        return put_back
-
-    sampler.additions.publish()
-    put_as_at_launch = state()
+    owners = (runner.sampler, runner.states.writes)
+    put_as_at_launch = host_state(*owners)
 
     def restore() -> Callable[[], None]:
-        put_as_now = state()
+        put_as_now = host_state(*owners)
         put_as_at_launch()
         return put_as_now
 
@@ -82,7 +68,7 @@ def take_snapshot(runner: Runner) -> Callable[[], Callable[[], None]]:
 @contextmanager
 def lagging_device() -> Iterator[None]:
     """Engines run so meanwhile; they have to finish their steps inside."""
-    run, sample, start_counts, start_tail = Runner.run, Runner.sample, History.start_counts, History.start_tail
+    run, sample = Runner.run, Runner.sample
     queue: deque[Callable[[], None]] = deque()
     last: list[LaunchedStep] = []
 
@@ -116,16 +102,7 @@ def lagging_device() -> Iterator[None]:
 
         queue.append(execute)
 
-    def later(function: Callable[..., None]) -> Callable[..., None]:
-        def lagging(history: History, row: int, *token_ids: Any) -> None:
-            copies = [tuple(ids) if isinstance(ids, list | tuple) else ids for ids in token_ids]
-            queue.append(lambda: function(history, row, *copies))
-
-        return lagging
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Runner, "run", lagging_run)
         patch.setattr(Runner, "sample", lagging_sample)
-        patch.setattr(History, "start_counts", later(start_counts))
-        patch.setattr(History, "start_tail", later(start_tail))
         yield

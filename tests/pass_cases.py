@@ -25,6 +25,7 @@ from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.lowering import lower
 from compiled_engine.passes.manager import PassReport, run_passes
+from compiled_engine.passes.parameter import Parameter, compute
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.rope_config import RopeConfig
 
@@ -75,6 +76,7 @@ GLM4 = Family("Glm4ForCausalLM", foreign="glm4")
 COHERE = Family("CohereForCausalLM", foreign="cohere")
 GLM4_MOE = Family("Glm4MoeForCausalLM", foreign="glm4_moe")
 HUNYUAN = Family("HunYuanDenseV1ForCausalLM", foreign="hunyuan_v1_dense")
+PERSIMMON = Family("PersimmonForCausalLM", foreign="persimmon")
 MINISTRAL3 = Family("Ministral3ForCausalLM", foreign="ministral3")
 FAMILIES = (QWEN3, LLAMA, QWEN2, MISTRAL, BIASED, QWEN3_YARN, GEMMA2, GEMMA3, PHI3, QWEN3_MOE)
 
@@ -128,19 +130,20 @@ def graph_of(function: Callable[..., object], arguments: Tensors, parameters: Te
         fakes = [mode.from_tensor(tensor) for tensor in inputs.values()]
         module = make_fx(lambda *values: function(**dict(zip(inputs, values, strict=True))))(*fakes)
     for node, name in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        node.meta["source"] = Source("parameter" if name in parameters else "argument", name)
+        is_parameter = name in parameters
+        node.meta["source"] = Parameter.of(name, inputs[name]) if is_parameter else Source("argument", name)
     return module
 
 
-def packed_sources(module: fx.GraphModule) -> list[Source]:
-    """Of the inputs that a pass has packed."""
+def packed_parameters(module: fx.GraphModule) -> list[Parameter]:
+    """The inputs that a pass has packed."""
     sources = [source_of(node) for node in module.graph.find_nodes(op="placeholder")]
-    return [source for source in sources if source.members]
+    return [source for source in sources if isinstance(source, Parameter) and source.members]
 
 
 def run(module: fx.GraphModule, inputs: Tensors) -> tuple[torch.Tensor, ...]:
     """Execute a rewritten graph, packing parameters as the layout says."""
-    packed = {source.name: torch.cat([inputs[m] for m in source.members]) for source in packed_sources(module)}
+    packed = {p.name: compute(p, lambda leaf: inputs[leaf.name]) for p in packed_parameters(module)}
     module.recompile()
     values = [(inputs | packed)[n.meta["source"].name] for n in module.graph.find_nodes(op="placeholder")]
     return module(*values)

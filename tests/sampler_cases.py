@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.logprobs import NO_LOGPROBS, batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 64
@@ -61,7 +62,7 @@ def logprob_entries(
 
 
 def make_sampler(vocab_size: int = VOCAB_SIZE, max_num_rows: int = 16) -> Sampler:
-    return Sampler(max_num_rows, vocab_size, "cpu")
+    return Sampler(RowFields(max_num_rows, "cpu"), vocab_size)
 
 
 def random_logits(num_rows: int, seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:

@@ -15,16 +15,15 @@ import torch
 from sampler_cases import logprob_entries
 from token_masks import ByLastToken, step_masks
 
-from compiled_engine.sampling import edits_triton, filters_triton, gumbel, gumbel_triton, penalties
+from compiled_engine.rows.row_fields import RowFields
+from compiled_engine.sampling import edits, edits_triton, filters_triton, gumbel, gumbel_triton
+from compiled_engine.sampling.edits import IN_PROMPT, MAX_COUNT, EditedRows, forbid_
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
-from compiled_engine.sampling.history import IN_PROMPT, MAX_COUNT, record_
-from compiled_engine.sampling.logit_additions import LogitAdditions, add_, row_additions
 from compiled_engine.sampling.logprobs import FEW_TOKENS, NO_LOGPROBS
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.row_table import RowTable
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.step_masks import forbid_
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
@@ -119,7 +118,7 @@ def thresholds_match(device: str, num_samples: int, vocab_size: int, dtype: torc
     present = (row_index_S >= 0).numpy()
     expected_S = torch.full((num_samples,), -torch.inf)
     rows = row_index_S.numpy()[present]
-    expected_S[present] = thresholds(logits_SV.float()[present], Filters.from_table(fields, rows))
+    expected_S[present] = thresholds(logits_SV.float()[present], Filters.from_fields(fields, rows))
     logits_SV[~present] = torch.nan
     on_device = (torch.from_numpy(fields[name]).to(device) for name in FIELDS)
     got_S = filters_triton.thresholds(to_device(logits_SV, device), row_index_S.to(device), *on_device).cpu()
@@ -168,39 +167,34 @@ def edits_match(device: str, num_samples: int, vocab_size: int) -> None:
     words_NV[:, 3] = MAX_COUNT
     tail_NL = torch.randint(0, 5, (NUM_ROWS, 3), generator=generator, dtype=torch.int32)
     tail_NL[::2] = torch.tensor([-1, 5, 6], dtype=torch.int32)
-    states = {}
-    for name, where in (("cpu", "cpu"), ("kernel", device)):
-        table = RowTable(NUM_ROWS, torch.device(where))
-        additions = LogitAdditions(table, torch.device(where))
+    on_cpu, on_device = RowFields(NUM_ROWS, "cpu"), RowFields(NUM_ROWS, device, triton=True)
+    for fields in (on_cpu, on_device):
+        edited = EditedRows(fields, VocabularySlice.of(vocab_size, None))
         for row in range(NUM_ROWS):
-            params = requests[row % len(requests)]
-            kinds = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-            table.set_row(row, **{kind: getattr(params, kind) for kind in kinds})
-            additions.set_row(row, row_additions(params, 4, [EOS], vocab_size))
-        additions.publish()
-        table.publish()
-        states[name] = (table, additions, words_NV.clone().to(where), tail_NL.clone().to(where))
+            edited.add_row(row, requests[row % len(requests)], [1] * 4, 4, [EOS])
+        fields.lengthen("tail", 3)
+        fields.writes.apply()
+        fields["counts"].copy_(words_NV)
+        fields["tail"].copy_(tail_NL)
     for step in range(3):
         positions_S = torch.randint(4, 10, (num_samples,), generator=generator)
         logits_SV = strided_logits(num_samples, vocab_size, torch.float32, step)
         expected_SV, got_SV = logits_SV.clone(), to_device(logits_SV, device).clone()
-        table, additions, words, tail = states["cpu"]
-        add_(expected_SV, row_index_S, positions_S, additions, tail, table)
-        penalties.penalise_(expected_SV, row_index_S, words, table)
-        table, additions, words, tail = states["kernel"]
+        edits.add_(expected_SV, row_index_S, positions_S, on_cpu)
+        edits.penalise_(expected_SV, row_index_S, on_cpu)
         rows, positions = row_index_S.to(device), positions_S.to(device)
-        edits_triton.add_(got_SV, rows, positions, additions, tail, table)
-        edits_triton.penalise_(got_SV, rows, words, table)
+        edits_triton.add_(got_SV, rows, positions, on_device)
+        edits_triton.penalise_(got_SV, rows, on_device)
         torch.testing.assert_close(got_SV.cpu(), expected_SV, rtol=1e-6, atol=1e-6)
         token_ids_S = torch.randint(0, min(vocab_size, 12), (num_samples,), generator=generator)
         token_ids_S[::3] = 3
         token_ids_S[1::5] = NOT_A_NUMBER
         padded_S = row_index_S.clone()
         padded_S[::4] = -1
-        record_(padded_S, token_ids_S, *states["cpu"][2:])
-        edits_triton.record_(padded_S.to(device), token_ids_S.to(device), *states["kernel"][2:])
-        for expected, got in zip(states["cpu"][2:], states["kernel"][2:], strict=True):
-            assert torch.equal(got.cpu(), expected)
+        edits.record_(padded_S, token_ids_S, on_cpu)
+        edits_triton.record_(padded_S.to(device), token_ids_S.to(device), on_device)
+        for name in ("counts", "tail"):
+            assert torch.equal(on_device[name].cpu(), on_cpu[name])
 
 
 def masks_match(device: str, num_samples: int, vocab_size: int) -> None:
@@ -274,7 +268,8 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
         SamplingParams(temperature=0.7, token_mask=ByLastToken(vocab_size)),
     ]
     masks = [params.token_mask for params in requests]
-    samplers = [Sampler(num_rows, vocab_size, "cpu"), Sampler(num_rows, vocab_size, device, triton=True)]
+    places = RowFields(num_rows, "cpu"), RowFields(num_rows, device, triton=True)
+    samplers = [Sampler(place, vocab_size) for place in places]
     generator = np.random.default_rng(vocab_size)
     outputs: dict[int, list[int]] = {}
     mask_of: dict[int, TokenMask | None] = {-1: None}
@@ -319,7 +314,7 @@ def samplers_match(device: str, vocab_size: int, num_rows: int, num_steps: int) 
 def composition_does_not_matter(device: str, vocab_size: int, num_samples: int) -> None:
     """A row alone, and among others at other places with padding: the same token."""
     logits_SV = strided_logits(num_samples, vocab_size, torch.float32, 9)
-    sampler = Sampler(NUM_ROWS, vocab_size, device, triton=True)
+    sampler = Sampler(RowFields(NUM_ROWS, device, triton=True), vocab_size)
     requests = [SamplingParams(), SamplingParams(temperature=0.7, top_p=0.8), SamplingParams(temperature=0)]
     for row in range(NUM_ROWS):
         sampler.add_row(row, requests[row % 3], row % 40, [1], 1, set())
@@ -343,7 +338,7 @@ def degenerate_logits(device: str, vocab_size: int, triton: bool) -> None:
     """Minus infinity for all but one: that one. For all, or any NaN: no token. The largest floats: any token."""
     filters: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}, {"top_k": 5, "top_p": 0.5}]
     requests = [SamplingParams(temperature=t, **each) for t in (0, 1e-5, 1.0, 1e37) for each in filters]
-    sampler = Sampler(len(requests), vocab_size, device, triton)
+    sampler = Sampler(RowFields(len(requests), device, triton), vocab_size)
     for row, params in enumerate(requests):
         sampler.add_row(row, params, row, [1], 1, set())
     rows = np.arange(len(requests))
@@ -370,7 +365,7 @@ def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.nda
     """Counts of 25 tokens and their exact probabilities."""
     logits_V = torch.randn(25, generator=torch.Generator().manual_seed(4))
     requested = SamplingParams(**params)
-    sampler = Sampler(NUM_ROWS, 25, device, triton=True)
+    sampler = Sampler(RowFields(NUM_ROWS, device, triton=True), 25)
     for row in range(NUM_ROWS):
         sampler.add_row(row, requested, row, [1], 1, set())
     rows = np.arange(NUM_ROWS)
@@ -381,6 +376,6 @@ def frequencies(device: str, params: dict[str, Any], draws: int) -> tuple[np.nda
         drawn = sampler.sample(logits_V.expand(NUM_ROWS, -1).to(device), rows, index, positions)
         counts += np.bincount(drawn.cpu().numpy(), minlength=25)
     fields = {name: np.array([value], np.float32) for name, value in filter_fields(requested).items()}
-    threshold = thresholds(logits_V[None], Filters.from_table(fields, np.array([0])))
+    threshold = thresholds(logits_V[None], Filters.from_fields(fields, np.array([0])))
     weights = np.exp(logits_V.double().numpy() / requested.temperature) * (logits_V >= threshold).numpy()
     return counts, weights / weights.sum()

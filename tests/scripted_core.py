@@ -1,4 +1,4 @@
-"""A core without a model: every request says the tokens that a script has for it, one a step."""
+"""A core without a model: every request says the tokens that a script has for it, one or several a step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from compiled_engine.sampling.token_mask import TokenMask
 class ScriptedCore:
     """`script` gives the tokens that a request says, until an end-of-sequence or stop token, or max_tokens.
 
-    `before_step` is called with the step's number before it. `live` are the requests under way.
+    `tokens_a_step`: how many a request says, or a function that is asked each time. `before_step` is called with the
+    step's number before it. `live` are the requests under way.
     """
 
     def __init__(
         self,
         script: Callable[[EngineRequest], Sequence[int]],
         *,
-        tokens_a_step: int = 1,
+        tokens_a_step: int | Callable[[], int] = 1,
         before_step: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.live: dict[str, tuple[EngineRequest, list[int]]] = {}
@@ -27,7 +28,7 @@ class ScriptedCore:
         self.stopped: list[str] = []  # those of them whose output was complete
         self.steps = 0
         self._script = script
-        self._tokens_a_step = tokens_a_step
+        self._tokens_a_step = tokens_a_step if callable(tokens_a_step) else lambda: tokens_a_step
         self._before_step = before_step
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
@@ -46,11 +47,16 @@ class ScriptedCore:
         self.steps += 1
         self._before_step(self.steps)
         outputs = [self._advance(*entry) for entry in list(self.live.values())]
-        even = [o for o in outputs if o == EngineOutput(o.request_id, o.new_token_ids) and len(o.new_token_ids) == 1]
+        outputs = [output for output in outputs if output.new_token_ids]
+        even = [o for o in outputs if o == EngineOutput(o.request_id, o.new_token_ids, o.logprobs)]
+        token_ids = [token_id for output in even for token_id in output.new_token_ids]
+        counts = [len(output.new_token_ids) for output in even]
         return StepOutputs(
             [output.request_id for output in even],
-            [output.new_token_ids[0] for output in even],
+            token_ids,
             [output for output in outputs if output not in even],
+            LogprobRows.of(map(logprobs_of, token_ids)) if any(output.logprobs for output in even) else None,
+            None if all(count == 1 for count in counts) else counts,
         )
 
     def _advance(self, request: EngineRequest, said: list[int]) -> EngineOutput:
@@ -59,7 +65,8 @@ class ScriptedCore:
         first = len(said) == 0
         new: list[int] = []
         finish_reason = stop_reason = None
-        while len(new) < self._tokens_a_step and finish_reason is None:
+        num_new = self._tokens_a_step()
+        while len(new) < num_new and finish_reason is None:
             token_id = self._script(request)[len(said)]
             said.append(token_id)
             new.append(token_id)

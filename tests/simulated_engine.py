@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
@@ -46,7 +47,7 @@ class SimulatedEngine:
     """`step` is `begin_step` (schedule and execute) and `finish_step` (update); requests may come between.
 
     Up to `steps_in_flight` steps are begun and not finished. A result is known to the scheduler no sooner than the
-    step is finished.
+    step is finished. most_new_tokens, yields: see FakeRunner.
     """
 
     def __init__(
@@ -62,13 +63,19 @@ class SimulatedEngine:
         prefix_caching: bool = True,
         steps_in_flight: int = 1,
         num_lanes: int = 1,
+        most_new_tokens: int = 1,
+        yields: Callable[[int], int] = lambda most: 1,
     ) -> None:
         config = SchedulerConfig(max_num_seqs, budget, max_model_len, policy, max_prefill_tokens=max_prefill_tokens)
         cache = CacheConfig(block_size, None, 0.9, prefix_caching)
-        self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes)
+        self.scheduler = Scheduler(config, cache, num_blocks, VOCAB_SIZE, steps_in_flight, num_lanes, most_new_tokens)
+        self.most_new_tokens = most_new_tokens
         self.steps_in_flight = steps_in_flight
         self.most_unknown = 2 if steps_in_flight > num_lanes else 1
-        self.runner = FakeRunner(num_blocks, block_size, max_num_seqs, budget, serves_all=num_lanes == 1)
+        serves_all = num_lanes == most_new_tokens == 1
+        self.runner = FakeRunner(
+            num_blocks, block_size, max_num_seqs, budget, serves_all, most_new_tokens, yields=yields
+        )
         self.max_total_tokens = min(max_model_len, num_blocks * block_size + 1)
         self.longest_prompt = min(max_model_len, num_blocks * block_size) - 1
         self.by_priority = policy == "priority"
@@ -202,6 +209,8 @@ class SimulatedEngine:
                 assert starts[request_id] == 0, "prompt tokens are skipped whose logprobs are asked for"
 
     def _is_ending(self, request_id: str) -> bool:
+        if self.most_new_tokens > 1:
+            return False  # a length cannot be foreseen
         record = self.live[request_id]
         params, num_prompt_tokens = record.request.sampling_params, len(record.request.prompt_token_ids)
         num_tokens = len(record.token_ids)
@@ -257,6 +266,8 @@ class SimulatedEngine:
     def run(self) -> None:
         """Until every request has ended, in a number of steps that rules out that they hinder one another forever."""
         steps_left = len(self.live) * (self.max_request_tokens + 1) * 2 * self.steps_in_flight + self.steps_in_flight
+        if self.most_new_tokens > 1:
+            steps_left *= 8  # many yield nothing
         while self.scheduler.has_unfinished():
             assert steps_left > 0, "requests do not end"
             steps_left -= 1

@@ -224,9 +224,10 @@ def test_arguments_come_while_they_are_written() -> None:
     ],
 )
 def test_reasoning(prompt: str, text: str, reasoning: str, answer: str) -> None:
-    pieces = parse(AnswerParser(reasoning_parser("qwen3", prompt), None), text)
-    assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == reasoning
-    assert content(pieces) == answer
+    for chunks in ([text], list(text)):
+        pieces = parse(AnswerParser(reasoning_parser("qwen3", prompt), None), *chunks)
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == reasoning
+        assert content(pieces) == answer
 
 
 def test_calls_after_reasoning_and_none_within_it() -> None:

@@ -17,6 +17,7 @@ from async_engines import ENGINE, LONG, collect, idle, run
 from small_engines import PROMPTS
 
 from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.core.control import ControlError
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20),
@@ -340,3 +341,23 @@ def test_reset_prefix_cache(engine: AsyncLLM) -> None:
         return [*found, output.num_cached_tokens]
 
     assert run(main()) == [0, 32, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("close", {}, "call is 'close'; allowed: metrics, reset_prefix_cache, check_integrity"),
+        ("reset_prefix_cache", {"some": 1}, "reset_prefix_cache: TypeError: .* unexpected keyword argument 'some'"),
+    ],
+)
+def test_a_call_that_fails_ends_nothing(engine: AsyncLLM, name: str, arguments: dict[str, int], message: str) -> None:
+    client = engine._client
+
+    async def main() -> list[RequestOutput]:
+        async with aclosing(engine.generate(PROMPTS[0], LONG)) as stream:
+            await anext(stream)
+            with pytest.raises(ControlError, match=f"^{message}$"):
+                await client.call(name, **arguments)
+            return await collect(stream)
+
+    assert run(main())[-1].finished

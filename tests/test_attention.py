@@ -7,11 +7,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,20 +20,20 @@ import torch
 import triton
 from attention_cases import (
     CASES,
+    LAYERS,
     PADDING,
     PLAIN,
-    WINDOWS,
+    SOME_LAYERS,
     WITH_GARBAGE,
     Case,
     Request,
-    around,
     build,
     decodes,
     depends_on_garbage,
     depends_on_neighbours,
     mistake,
-    obstacle,
     outcome,
+    refusal,
     step,
     wrong_layers,
     wrong_lists,
@@ -42,25 +43,39 @@ from hypothesis import strategies as st
 
 from compiled_engine.attention.backends.cpp_backend import HEAD_DIMS
 from compiled_engine.attention.backends.torch_backend import write_kv_without_waiting
-from compiled_engine.attention.registry import BACKENDS
+from compiled_engine.attention.case import AttentionCase, KVFormat
+from compiled_engine.attention.registry import BACKENDS, get_backend
 
 ON_A_GPU = tuple(name for name in BACKENDS if name != "cpp")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [case.name for case in CASES]
-LIMITS_OF_TRITON = {
-    "mixed, block size 24": "block_size is 24; allowed: multiples of 16",
-    "head size 20": "head_dim is 20; allowed: multiples of 8 from 16 to 256",
-}
-# Version 3 takes any block size.
-LIMITS_OF_FLASH_ATTN = {
-    case.name: f"block_size is {case.block_size}; allowed: multiples of 256"
-    for case in CASES
-    if case.block_size != 256 and not find_spec("flash_attn_interface")
-} | {"head size 20": "head_dim is 20; allowed: multiples of 8 up to 256"}
-LIMITS_OF_FLASH_ATTN |= {
-    case.name: "the model's attention has sinks, which flash-attn does not know; allowed: models without"
-    for case in CASES
-    if case.sinks and case.name not in LIMITS_OF_FLASH_ATTN
+
+
+def refused(
+    head_dims: tuple[Callable[[int], bool], str], block_multiple: int = 1, sinks: bool = True
+) -> dict[str, str]:
+    """The cases of the table that a backend is to refuse, and with which reason."""
+    fits, allowed = head_dims
+    reasons = {}
+    for case in CASES:
+        if not fits(case.head_dim):
+            reasons[case.name] = f"head_dim is {case.head_dim}; allowed: {allowed}"
+        elif case.block_size % block_multiple:
+            reasons[case.name] = f"block_size is {case.block_size}; allowed: multiples of {block_multiple}"
+        elif case.sinks and not sinks:
+            reasons[case.name] = "sinks is True; allowed: False, since flash-attn has none"
+    return reasons
+
+
+LIMITS = {
+    "torch": {},
+    "cpp": refused((lambda size: size in HEAD_DIMS, "16, 32, 64, 80, 96, 128, 192, 256")),
+    "triton": refused((lambda size: size % 8 == 0, "multiples of 8 from 16 to 256"), 16),
+    "flash_attn": refused(
+        (lambda size: size % 8 == 0, "multiples of 8 up to 256"),
+        1 if find_spec("flash_attn_interface") else 256,  # version 3 takes any block size
+        sinks=False,
+    ),
 }
 # Triton 3.6 has its interpreter turn arrays of one element into integers, which numpy refuses from 2.5 on.
 INTERPRETER_IS_BROKEN = triton.__version__.startswith("3.6.") and np.lib.NumpyVersion(np.__version__) >= "2.5.0"
@@ -75,36 +90,78 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def unsupported(backend: str, device_type: str, dtype: torch.dtype) -> dict[str, str]:
-    """The cases that the backend says it cannot run, with its reasons."""
-    reasons = {case.name: obstacle(backend, case, device_type, dtype) for case in CASES}
+def refusals(backend: str, device_type: str, dtype: torch.dtype) -> dict[str, str]:
+    """The cases that the backend refuses, with its reasons."""
+    try:
+        get_backend(backend)
+    except ImportError as error:
+        return dict.fromkeys(NAMES, str(error))
+    reasons = {case.name: refusal(backend, case.sized(backend).asked(device_type, dtype)) for case in CASES}
     return {name: reason for name, reason in reasons.items() if reason}
 
 
+def expected(backend: str, cases: tuple[Case, ...] = CASES) -> dict[str, str]:
+    """The outcome of each case."""
+    limits = LIMITS[backend]
+    return {case.name: f"refused: {limits[case.name]}" if case.name in limits else "right" for case in cases}
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [*product(["torch"], DTYPES), *product(["cpp"], [torch.float32, torch.bfloat16])],
+    ids=str,
+)
+def test_on_a_cpu(backend: str, dtype: torch.dtype) -> None:
+    """The table: a backend is right in each case, or refuses it with a reason."""
+    assert {case.name: outcome(backend, case, "cpu", dtype) for case in CASES} == expected(backend)
+    assert wrong_layers(backend, *SOME_LAYERS, "cpu", dtype) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_torch_on_cpu(case: Case, dtype: torch.dtype) -> None:
-    assert outcome("torch", case, "cpu", dtype) == "right"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=NAMES)
-def test_cpp(case: Case, dtype: torch.dtype) -> None:
-    left_out = "unsupported: head_dim is 20; allowed: 16, 32, 64, 80, 96, 128, 192, 256"
-    assert outcome("cpp", case, "cpu", dtype) == (left_out if case.head_dim == 20 else "right")
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_only_torch_runs_every_case_on_a_cpu(dtype: torch.dtype) -> None:
-    assert unsupported("torch", "cpu", dtype) == {}
-    no_cuda = "device is cuda; allowed: cpu"
-    assert unsupported("cpp", "cuda", dtype) == dict.fromkeys(NAMES, no_cuda)
-    assert unsupported("triton", "cpu", dtype) == dict.fromkeys(NAMES, "device is cpu; allowed: cuda")
+def test_backends_refuse_the_other_device(dtype: torch.dtype) -> None:
+    assert refusals("cpp", "cuda", dtype) == dict.fromkeys(NAMES, "device is cuda; allowed: cpu")
+    assert refusals("triton", "cpu", dtype) == dict.fromkeys(NAMES, "device is cpu; allowed: cuda")
     if not torch.cuda.is_available():
-        assert unsupported("triton", "cuda", dtype) == LIMITS_OF_TRITON
-    missing = "attention_backend 'flash_attn' needs the package flash-attn: No module named 'flash_attn'"
-    installed = "device is cpu; allowed: cuda"
-    assert unsupported("flash_attn", "cpu", dtype) in (dict.fromkeys(NAMES, missing), dict.fromkeys(NAMES, installed))
+        assert refusals("triton", "cuda", dtype) == LIMITS["triton"]
+    reasons = refusals("flash_attn", "cpu", dtype)
+    assert "needs the package" in reasons[NAMES[0]] or reasons == dict.fromkeys(NAMES, "device is cpu; allowed: cuda")
+
+
+ASKED = AttentionCase("cpu", torch.float32, 4, 2, 64, KVFormat(torch.float32, 16))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"causal": False}, "causal is False; allowed: True"),
+        ({"cache": None}, "cache is None; allowed: a paged cache"),
+        (
+            {"cache": KVFormat(torch.int8, 16)},
+            "kv_cache_dtype is torch.int8; allowed: that of queries, torch.float32",
+        ),
+        ({"value_dim": 32}, "value_dim is 32; allowed: head_dim 64"),
+        ({"num_heads": 5}, "num_heads is 5; allowed: multiples of num_kv_heads 2"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("backend", "device"), [("torch", "cpu"), ("cpp", "cpu"), ("triton", "cuda")])
+def test_a_case_that_no_backend_runs_is_refused_by_each(
+    backend: str, device: str, change: dict[str, Any], reason: str
+) -> None:
+    case = replace(ASKED, device=device)
+    assert refusal(backend, case) is None
+    assert refusal(backend, replace(case, **change)) == reason
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_any_number_of_queries_is_accepted(backend: str) -> None:
+    for queries in (None, 1, 4):
+        assert refusal(backend, replace(ASKED, queries=queries)) is None
+
+
+def test_too_large_a_group_is_refused() -> None:
+    case = replace(ASKED, device="cuda", num_heads=66)
+    assert refusal("triton", case) == "num_heads is 66; allowed: up to 32 times num_kv_heads 2"
 
 
 def test_triton_in_the_interpreter() -> None:
@@ -119,36 +176,32 @@ def test_triton_in_the_interpreter() -> None:
         return
     assert process.returncode == 0, process.stderr
     outcomes = json.loads(process.stdout)
-    expected = dict.fromkeys(NAMES, "right")
-    expected |= {name: f"unsupported: {reason}" for name, reason in LIMITS_OF_TRITON.items()}
     assert outcomes.pop("wrong lists") == []
     assert outcomes.pop("wrong layers") == []
     assert outcomes.pop("neighbours") is False
     assert outcomes.pop("garbage") == {case.name: False for case in WITH_GARBAGE}
-    plain = {case.name: expected[case.name] for case in PLAIN}
-    assert outcomes == {"torch.float32": expected, "torch.float16": plain}
+    assert outcomes == {"torch.float32": expected("triton"), "torch.float16": expected("triton", PLAIN)}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ON_A_GPU)
 def test_on_cuda(backend: str, dtype: torch.dtype) -> None:
-    """The table on a GPU, and exactly which cases a backend leaves out there."""
-    reasons = unsupported(backend, "cuda", dtype)
-    if backend == "torch":
-        assert reasons == {}
-    elif backend == "triton":
-        assert reasons == LIMITS_OF_TRITON
-    elif dtype == torch.float32 or not (find_spec("flash_attn") or find_spec("flash_attn_interface")):
+    """The table on a GPU, and exactly which cases a backend refuses there."""
+    reasons = refusals(backend, "cuda", dtype)
+    if backend == "flash_attn" and len(reasons) == len(CASES):  # it is not there, or refuses the type
         assert reasons == dict.fromkeys(NAMES, reasons[NAMES[0]])
+        assert dtype == torch.float32 or not (find_spec("flash_attn") or find_spec("flash_attn_interface"))
     else:
         # A reduced build also leaves out soft caps and whole head sizes, and says so; the common sizes it must have.
         defects = {name: reason for name, reason in reasons.items() if reason.startswith("this build of flash-attn")}
+        assert backend == "flash_attn" or not defects
         heads = {case.head_dim for case in CASES if case.name in defects and not case.soft_cap}
         assert not heads & {64, 128}
-        assert {name: reason for name, reason in reasons.items() if name not in defects} == LIMITS_OF_FLASH_ATTN
+        assert {name: reason for name, reason in reasons.items() if name not in defects} == LIMITS[backend]
     outcomes = {case.name: outcome(backend, case, "cuda", dtype) for case in CASES if case.name not in reasons}
     assert outcomes == dict.fromkeys(outcomes, "right")
+    assert not outcomes or wrong_layers(backend, *SOME_LAYERS, "cuda", dtype) == []
 
 
 @pytest.mark.gpu
@@ -172,12 +225,11 @@ def test_work_lists_on_cuda() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("window", WINDOWS)
-def test_layers_with_and_without_windows_share_a_list_on_cuda(window: int, dtype: torch.dtype, captured: bool) -> None:
-    """Beside a prompt, and so many decodes alone that they have a list."""
-    lens = around(window)
-    for requests in ((*decodes(*lens), Request(40, 3)), decodes(*lens * 4)):
-        assert wrong_layers("triton", requests, window, "cuda", dtype, captured) == []
+@pytest.mark.parametrize(("window", "requests"), LAYERS)
+def test_layers_with_and_without_windows_share_a_list_on_cuda(
+    window: int, requests: tuple[Request, ...], dtype: torch.dtype, captured: bool
+) -> None:
+    assert wrong_layers("triton", window, requests, "cuda", dtype, captured) == []
 
 
 @pytest.mark.gpu
@@ -215,7 +267,7 @@ def test_triton_on_random_batches() -> None:
 def test_captured_decodes_follow_the_device_data(backend: str) -> None:
     """A graph captured with padding rows alone, for contexts of up to 512 tokens, then serves a real batch."""
     case = Case("", (*decodes(300, 2, 129), PADDING), block_size=256)
-    reason = obstacle(backend, case, "cuda", torch.bfloat16)
+    reason = refusal(backend, case.asked("cuda", torch.bfloat16))
     if reason:
         assert backend == "flash_attn"
         assert "needs the package" in reason
@@ -370,13 +422,6 @@ def test_padding_rows_leave_real_rows_bit_identical(backend: str) -> None:
         out_THd = step(backend, padded, padded_batch)
         assert torch.equal(out_THd[:4], expected_THd)
         assert not out_THd[4:].any()
-
-
-def test_more_decodes_than_are_gathered_at_a_time() -> None:
-    """So many long contexts that the torch backend takes them in several groups."""
-    case = Case("", decodes(*range(1200, 1205)), num_heads=8, num_kv_heads=8, head_dim=128)
-    batch = build(case)
-    assert mistake(case, batch, step("torch", case, batch)) is None
 
 
 def test_a_cache_that_is_not_contiguous_is_refused() -> None:

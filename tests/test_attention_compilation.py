@@ -19,7 +19,7 @@ from compiled_engine.attention.backends.triton_backend import MIN_SHARED_MEMORY
 from compiled_engine.attention.backends.triton_decode import combine_kernel, decode_kernel, decode_tiles
 from compiled_engine.attention.backends.triton_listed_decode import listed_decode_kernel, listed_decode_tiles
 from compiled_engine.attention.backends.triton_prefill import SHORT_CONTEXT, prefill_kernel, prefill_tiles
-from compiled_engine.attention.backends.triton_rope_decode_kernel import rope_decode_kernel
+from compiled_engine.attention.backends.triton_rope_decode import rope_decode_kernel
 from compiled_engine.attention.backends.triton_write_kv import write_kv_kernel
 from compiled_engine.attention.backends.work_list import HEADER, list_kernel
 

@@ -18,7 +18,7 @@ from compiled_engine.bench.ablation_plots import draw_all
 from compiled_engine.bench.ablation_workload import AblationWorkload
 from compiled_engine.bench.plot_style import DARK, LIGHT, short
 from compiled_engine.cli.app import app
-from compiled_engine.cli.bench_text import ablation_table, print_ablation
+from compiled_engine.cli.bench_ablation import ablation_table, print_ablation
 
 PNG = b"\x89PNG\r\n"
 EVIL = "<script>alert($1^2$)</script> without $x_$"

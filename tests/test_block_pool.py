@@ -6,19 +6,20 @@ import hashlib
 
 import pytest
 
-from compiled_engine.scheduling.block_pool import BlockPool, hash_block
+from compiled_engine.prefix_hashes import ROOT, hash_block
+from compiled_engine.scheduling.block_pool import BlockPool
 
 
 def test_a_hash_covers_the_block_and_all_before_it() -> None:
-    first = hash_block(None, [1, 2])
+    first = hash_block(ROOT, [1, 2])
     second = hash_block(first, [3, 4])
-    other = hash_block(None, [1, 9])
-    assert len({first, second, other, hash_block(other, [3, 4]), hash_block(None, [3, 4])}) == 5
+    other = hash_block(ROOT, [1, 9])
+    assert len({first, second, other, hash_block(other, [3, 4]), hash_block(ROOT, [3, 4])}) == 5
 
 
 def test_hashes_are_the_same_in_every_process() -> None:
     data = bytes(32) + (258).to_bytes(4, "little") + (7).to_bytes(4, "little")
-    assert hash_block(None, [258, 7]) == hashlib.sha256(data).digest()
+    assert hash_block(ROOT, [258, 7]) == hashlib.sha256(data).digest()
 
 
 def test_a_pool_needs_a_block() -> None:

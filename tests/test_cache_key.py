@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,9 @@ from compiled_engine.graphs.cache.key import (
     cache_factors,
     graph_config,
 )
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_rank
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.rope_config import RopeConfig
 
@@ -152,7 +151,7 @@ def perturbed(config: EngineConfig, field: str) -> EngineConfig:
 
 def final_graph(config: EngineConfig) -> list[Any]:
     """What a compiler would be given: for each range its plan and its unique pieces; and the compiler's options."""
-    traced = trace(without_storage(build_model(config.local_model), config.device), example_inputs(config))
+    traced = trace_rank(config, build_model(config.local_model))
     versions: list[Any] = [INDUCTOR_OPTIONS]
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, traced, compile_range)
@@ -166,11 +165,6 @@ def base() -> EngineConfig:
     return base_config()
 
 
-@pytest.fixture(scope="module")
-def base_graph(base: EngineConfig) -> list[Any]:
-    return final_graph(base)
-
-
 def test_every_field_is_perturbed(base: EngineConfig) -> None:
     assert flat_fields(base).keys() == PERTURBED.keys() | APART
     for field in PERTURBED:
@@ -181,15 +175,29 @@ def test_every_field_is_declared_once(base: EngineConfig) -> None:
     assert sorted([*GRAPH_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS]) == sorted(flat_fields(base))
 
 
-@pytest.mark.parametrize("field", PERTURBED)
-def test_the_key_changes_exactly_when_the_graph_does(field: str, base: EngineConfig, base_graph: list[Any]) -> None:
-    if architecture_with(field) != base.model.architecture:
-        base = with_value(base, "model.architecture", architecture_with(field))
-        base_graph = final_graph(base)
+@cache
+def base_with(architecture: str) -> tuple[EngineConfig, list[Any]]:
+    config = with_value(base_config(), "model.architecture", architecture)
+    return config, final_graph(config)
+
+
+@pytest.mark.parametrize("field", [field for field in PERTURBED if field not in OTHER_FIELDS])
+def test_a_field_that_changes_the_graph_changes_the_key(field: str) -> None:
+    base, base_graph = base_with(architecture_with(field))
     config = perturbed(base, field)
-    key_changed = cache_factors(config, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
-    assert key_changed == (final_graph(config) != base_graph)
-    assert key_changed == (field not in OTHER_FIELDS)
+    assert cache_factors(config, ENVIRONMENT) != cache_factors(base, ENVIRONMENT)
+    assert final_graph(config) != base_graph
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_the_other_fields_change_neither(which: int, base: EngineConfig) -> None:
+    """Of the key each alone, of the graph half of them together."""
+    others = [field for field in PERTURBED if field in OTHER_FIELDS]
+    config = base
+    for field in others[which::2]:
+        assert cache_factors(perturbed(base, field), ENVIRONMENT) == cache_factors(base, ENVIRONMENT), field
+        config = perturbed(config, field)
+    assert final_graph(config) == base_with(base.model.architecture)[1]
 
 
 def test_how_positions_are_scaled_counts_only_where_the_graph_has_it(base: EngineConfig) -> None:

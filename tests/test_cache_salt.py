@@ -11,7 +11,7 @@ from running_server import ENGINE, RunningServer, running
 
 from compiled_engine import AsyncLLM
 from compiled_engine.frontend.prompts import LONGEST_SALT
-from compiled_engine.scheduling.block_pool import hash_block, salt_root
+from compiled_engine.prefix_hashes import hash_block, prefix_root
 from compiled_engine.server.options import ServerOptions
 
 PROMPT = list(range(40, 140))
@@ -58,7 +58,7 @@ def test_salts_have_bounds(server: RunningServer, salt: Any) -> None:
 
 
 def test_a_salt_is_none_of_the_tokens() -> None:
-    roots = [salt_root(salt) for salt in (None, "a", "b", "\0" * 32)]
+    roots = [prefix_root(salt=salt) for salt in (None, "a", "b", "\0" * 32)]
     assert len({hash_block(root, [1, 2]) for root in roots}) == len(roots)
 
 

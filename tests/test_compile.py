@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from pass_cases import graph_of
 from tiny_models import tiny_config
 
+from compiled_engine.attention.step_tensors import arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.direct_piece import direct_source, load_direct
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.split import SplitError, make_plan, split
-from compiled_engine.graphs.compiler.stitch import forward_source
+from compiled_engine.graphs.compiler.stitch import forward_source, stitch
 from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.parameters import materialize
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
-from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.graph_pass import CompileRange, GraphPass, SplittingOp
+from compiled_engine.passes.registry import register_pass, unregister_pass
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
 
@@ -93,6 +97,42 @@ def test_an_unknown_mutating_op_is_an_error() -> None:
         split(graph)
 
 
+@torch.library.custom_op("tests::accumulate", mutates_args=("total_T",))
+def accumulate(total_T: torch.Tensor, x_T: torch.Tensor) -> None:
+    total_T += x_T
+
+
+class Accumulates(GraphPass):
+    """A pass whose op writes to what it is given, as to a cache."""
+
+    name = "accumulates"
+    splitting_ops = (SplittingOp("tests::accumulate", lambda total_T, x_T: total_T.add_(10 * x_T)),)
+
+
+def test_a_pass_declares_the_ops_that_the_graph_is_split_at() -> None:
+    """The compiled forward calls the declared function in the op's place."""
+
+    def function(input_ids_T: torch.Tensor, positions_T: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        accumulate(input_ids_T, positions_T.unsqueeze(0).squeeze(0))
+        return (input_ids_T.unsqueeze(0),)
+
+    inputs = {"input_ids_T": torch.tensor([1, 2]), "positions_T": torch.tensor([3, 4])}
+    graph = graph_of(function, inputs, {}).graph
+    with pytest.raises(SplitError, match="tests::accumulate mutates an input"):
+        split(graph)
+    register_pass(Accumulates())
+    try:
+        steps = split(graph)
+        plan, unique = make_plan(graph, steps)
+        pieces = {key: load_direct(direct_source(text), "cpu") for key, text in unique.items()}
+        forward = stitch(plan, pieces, {})
+    finally:
+        unregister_pass("accumulates")
+    assert [step.op for step in steps] == [None, "tests::accumulate", None]
+    assert not plan.carried  # nothing attends
+    assert forward(inputs["input_ids_T"], inputs["positions_T"], None, []).tolist() == [[31, 42]]
+
+
 @pytest.fixture(scope="module")
 def compiled_config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     config = tiny_config(num_layers=3)
@@ -112,25 +152,19 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     warm = compile_model(config, no_model, SilentProgress(), Timeline())
     assert (warm.lookup.status, warm.counts.traces, warm.counts.compiles) == ("hit", 0, 0)
     model = build_model(config.model)
-    parameters = materialize(model, warm.packed, config.device)
-    fill_with_random_weights(model, seed=0)
-    forward = warm.bind(dict(model.named_parameters(remove_duplicate=False)) | parameters).hidden
+    weights = materialize(model, warm.parameters, config.device)
+    fill_with_random_weights(weights, seed=0)
+    forward = warm.bind(weights.tensors).hidden
     for num_tokens in (1, 2, 17, 256):
-        inputs = example_inputs(config)
-        attention = replace(
-            inputs.attention_inputs,
-            query_start_loc_R1=torch.tensor([0, num_tokens], dtype=torch.int32),
-            seq_lens_R=torch.tensor([num_tokens], dtype=torch.int32),
-            block_table_RB=torch.arange(16, dtype=torch.int32)[None],
-            slot_mapping_T=torch.arange(num_tokens),
-            host_3=torch.tensor([int(num_tokens == 1), num_tokens, num_tokens], dtype=torch.int32),
-        )
-        ids, positions = torch.randint(0, 101, (num_tokens,)), torch.arange(num_tokens)
+        block_size = config.cache.block_size
+        ids = torch.randint(0, 101, (num_tokens,)).tolist()
+        step = step_of(ids, [range(num_tokens)], [range(16)], block_size, config.device)
+        inputs = attention_inputs_of(step, config.attention_backend)
         results = []
         for function in (forward, model):
-            caches = [torch.zeros(16, *cache.shape[1:]) for cache in inputs.kv_caches]
+            caches = [torch.zeros(shape) for shape in config.model.kv_shapes(16, block_size)]
             with torch.inference_mode(), torch.compiler.set_stance("fail_on_recompile"):
-                results.append((function(ids, positions, attention, caches), caches))
+                results.append((function(*arguments_of(step, inputs, caches)), caches))
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5)
 

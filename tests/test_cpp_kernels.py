@@ -10,7 +10,7 @@ import torch
 from small_batch_linear_cases import Arguments, Case, arguments_of, error, nan_in_new_tensors
 from test_rope_kv_write_op import FORMS, SHAPES, expected_of, in_form, random_arguments
 
-from compiled_engine.attention.backends.cpp_rotation import rotate_and_write
+from compiled_engine.attention.backends.cpp_backend import rotate_and_write
 from compiled_engine.attention.inputs import Rotation
 from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.small_batch_linear_op import on_cpu

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes
 
 MAX_SEQ_LEN = 4096
@@ -197,3 +197,34 @@ def test_graphs_for_longer_contexts_of_the_same_size_stand_in_for_a_short_one() 
         51: ["short-100 4", "decode 4"],
         101: ["decode 4"],
     }
+
+
+FIELDS = st.lists(
+    st.builds(KeyField, st.sampled_from(["rank", "pictures"]), st.sampled_from([(8,), (4, 16), (1, 2, 3)])),
+    max_size=2,
+    unique_by=lambda field: field.name,
+)
+
+
+@given(fields=FIELDS, tokens=st.integers(1, 80), decodes=st.booleans(), data=st.data())
+def test_a_pass_adds_a_field_to_the_keys(
+    fields: list[KeyField], tokens: int, decodes: bool, data: st.DataObject
+) -> None:
+    """A batch without it has the graph that it had; one with it the smallest that holds it, or none."""
+    graph = GraphConfig(GraphMode.FULL, (1, 8), (2, 64), short_decodes=((8, 512),))
+    limits = SchedulerConfig(8, 64, MAX_SEQ_LEN, "fcfs")
+    plain, dispatcher = Dispatcher(graph, limits), Dispatcher(graph, limits, fields)
+    batch = (tokens, tokens, 1, 100) if decodes else (tokens, 1, tokens, 100)
+    expected = plain.dispatch(*batch)
+    assert dispatcher.dispatch(*batch) == dispatcher.dispatch(*batch, dict.fromkeys("ab", 0)) == expected
+    values = {field.name: data.draw(st.integers(0, 18)) for field in fields}
+    sizes = {field.name: smallest((0, *field.sizes), values[field.name]) for field in fields}
+    found = dispatcher.dispatch(*batch, values)
+    if None in sizes.values():
+        assert found == ()
+    else:
+        extra = tuple((name, size) for name, size in sizes.items() if size)
+        assert found == tuple(replace(key, extra=extra) for key in expected)
+    assert set(found) <= set(dispatcher.keys)
+    assert len({key.name for key in dispatcher.keys}) == len(dispatcher.keys)
+    assert set(plain.keys) <= set(dispatcher.keys)

@@ -64,15 +64,13 @@ def test_every_kind_of_call_is_made_once(
     config = config_of(family)
     config = replace(config, model=replace(config.model, sliding_windows=windows))
     model = build_model(config.local_model)
-    parameters = materialize(model, {}, CPU)
-    fill_with_random_weights(model, 0)
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
         plan, pieces = planned(config, compile_range, fused=fused)
-        packed = {name: torch.cat([parameters[m] for m in members]) for name, members in plan.packed().items()}
-
-        whole, expected = calls_of(plan, pieces, parameters | packed, caches)
-        once, found = calls_of(distinct_calls(plan), pieces, parameters | packed, caches)
+        weights = materialize(model, plan.parameters, CPU)
+        fill_with_random_weights(weights, 0)
+        whole, expected = calls_of(plan, pieces, weights.tensors, caches)
+        once, found = calls_of(distinct_calls(plan), pieces, weights.tensors, caches)
         assert set(once) == set(whole)
         assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
         assert sum(call[0] == "attention" for call in whole) == NUM_LAYERS

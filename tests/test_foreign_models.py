@@ -32,10 +32,10 @@ from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.foreign import compat, description
 from compiled_engine.models.foreign.description import description_file
 from compiled_engine.models.foreign.transformers_model import build_foreign_model
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.keywords import make_options
 
 TEXTBOOK_PASSES = ("merge_linears", "residual_rms_norm", "rms_norm", "rope_angles", "rope_kv_write", "silu_mul")
 

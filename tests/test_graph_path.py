@@ -338,7 +338,7 @@ def test_a_step_that_fails_anywhere_leaves_the_core_usable(monkeypatch: pytest.M
         (runner.states, "remove"),
         (runner.model, "run"),
         (runner.sampler, "sample"),
-        (scheduler, "token_output"),
+        (scheduler, "tokens_output"),
     )
     for owner, name in broken_ones:
         for request in make_requests(2, 6):

@@ -35,7 +35,12 @@ def buffers(states: RequestStates) -> InputBuffers:
 
 def new_request(request_id: str, tokens: list[int], blocks: list[int], num_prompt_tokens: int = 0) -> NewRequest:
     return NewRequest(
-        request_id, tuple(tokens), num_prompt_tokens or len(tokens), SamplingParams(seed=1), frozenset(), tuple(blocks)
+        request_id,
+        tuple(tokens),
+        num_prompt_tokens or len(tokens),
+        SamplingParams(seed=1),
+        frozenset(),
+        (tuple(blocks),),
     )
 
 
@@ -240,13 +245,15 @@ def test_a_steady_batch_of_decodes_stages_nothing(states: RequestStates, buffers
     states.add(new_request("a", [1, 2, 3], [4, 5]), 2)
     make_batch(step_of(scheduled("a", 2, 1)), states, buffers, decode_key(2, MAX_MODEL_LEN))
     states.writes.apply()
-    states.writes.memory.fill_(77)
+    staged = (buffers.rows_R, buffers.query_start_loc_R1, states.num_computed_S, states.block_table_SB)
+    for tensor in staged:
+        tensor.fill_(77)
     make_batch(step_of(scheduled("a", 3, 1)), states, buffers, decode_key(2, MAX_MODEL_LEN))
     states.writes.apply()
-    assert (states.writes.memory == 77).all()
+    assert all((tensor == 77).all() for tensor in staged)
     make_batch(step_of(scheduled("a", 3, 1)), states, buffers, None)
     states.writes.apply()
-    assert (states.writes.memory != 77).any()
+    assert any((tensor != 77).any() for tensor in staged)
 
 
 def test_decodes_are_staged_anew_when_anything_of_them_is_new(states: RequestStates, buffers: InputBuffers) -> None:

@@ -91,10 +91,10 @@ def test_threads_that_build_one_file_at_the_same_time_do_not_damage_it(root: Pat
     assert damaged_kernels(root) == []
 
 
-def _of_another(root: Path) -> None:
+def _of_another(folder: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can give a folder away")
-    os.chown(root / "kernels", 12345, 12345)
+    os.chown(folder, 12345, 12345)
 
 
 def _linked(root: Path) -> None:
@@ -108,7 +108,9 @@ CHANGES: dict[str, Callable[[Path], None]] = {
     "the root is the group's": lambda root: root.chmod(0o770),
     "the folder is anybody's": lambda root: (root / "kernels").chmod(0o777),
     "the folder is the group's": lambda root: (root / "kernels").chmod(0o770),
-    "the folder is another user's": _of_another,
+    "the root is another user's": _of_another,
+    "the root is a link": lambda root: root.symlink_to(root.rename(root.parent / "elsewhere")),
+    "the folder is another user's": lambda root: _of_another(root / "kernels"),
     "the folder is a link": _linked,
 }
 

@@ -46,3 +46,14 @@ def test_where_a_lane_is_full_the_newest_prompts_wait() -> None:
     lanes = Lanes(2, most_requests=4, steps_in_flight=2)
     assert lanes.of_step(requests, 0) == [requests[index] for index in (0, 1, 3, 4)]
     assert lanes.of_step(requests, 1) == [requests[index] for index in (1, 2, 3, 5)]
+
+
+def test_lanes_take_turns() -> None:
+    """A lane may have a second step in flight only where steps are scheduled ahead of all lanes."""
+    lanes = Lanes(3, most_requests=4, steps_in_flight=3)
+    assert list(lanes.in_turn([])) == [0, 1, 2]
+    lanes.took(0)
+    assert list(lanes.in_turn([])) == [1, 2, 0]
+    assert list(lanes.in_turn([0, 2])) == [1]
+    ahead = Lanes(3, most_requests=4, steps_in_flight=4)
+    assert list(ahead.in_turn([0, 1, 1])) == [0, 2]

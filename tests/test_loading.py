@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,15 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import InsufficientMemoryError, materialize
+from compiled_engine.models.checkpoint.parameters import (
+    STAGED_BYTES,
+    InsufficientMemoryError,
+    materialize,
+    parameters_of,
+)
+from compiled_engine.parallel.shards import Section, Shard
+from compiled_engine.passes.parameter import KEPT, Parameter, made
+from compiled_engine.passes.parameter import packed as pack
 from compiled_engine.process.progress import SilentProgress
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,7 +34,7 @@ INDEX = "model.safetensors.index.json"
 CPU = torch.device("cpu")
 Packed = dict[str, tuple[str, ...]]
 NOTHING_PACKED: Packed = {}
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 def packed_linears(num_layers: int) -> Packed:
@@ -49,10 +57,16 @@ def read(path: Path, dtype: str = "auto", load_format: str = "auto") -> ModelCon
     return config
 
 
+def described(model: nn.Module, packed: Packed) -> list[Parameter]:
+    """All that the model has, and these beside it."""
+    own = {parameter.name: parameter for parameter in parameters_of(model)}
+    return [*own.values(), *(pack(name, tuple(own[member] for member in names)) for name, names in packed.items())]
+
+
 def load(config: ModelConfig, packed: Packed = NOTHING_PACKED, device: torch.device = CPU) -> nn.Module:
     model = build_model(config)
-    materialize(model, packed, device)
-    load_weights(model, config, SilentProgress())
+    weights = materialize(model, described(model, packed), device)
+    load_weights(weights, model, config, SilentProgress())
     return model
 
 
@@ -68,11 +82,11 @@ def expect_error(path: Path, *parts: str) -> None:
     """load_weights raises a ValueError with every part in its message, and leaves all parameters alone."""
     config = read(path)
     model = build_model(config)
-    materialize(model, NOTHING_PACKED, CPU)
+    weights = materialize(model, parameters_of(model), CPU)
     for parameter in model.parameters():
         parameter.fill_(42)
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the message is checked below)
-        load_weights(model, config, SilentProgress())
+        load_weights(weights, model, config, SilentProgress())
     for part in parts:
         assert part in str(error.value)
     assert all(bool((parameter == 42).all()) for parameter in model.parameters())
@@ -126,8 +140,9 @@ def test_packed_parameters_share_memory_with_their_members(tmp_path: Path) -> No
     config = read(tmp_path)
     packed = packed_linears(config.num_layers)
     model = build_model(config)
-    tensors = materialize(model, packed, CPU)
-    load_weights(model, config, SilentProgress())
+    weights = materialize(model, described(model, packed), CPU)
+    load_weights(weights, model, config, SilentProgress())
+    tensors = weights.tensors
     assert_holds(model, oracle)
     for packed_name, names in packed.items():
         members = [model.get_parameter(name) for name in names]
@@ -137,19 +152,18 @@ def test_packed_parameters_share_memory_with_their_members(tmp_path: Path) -> No
             assert member.data_ptr() == tensors[packed_name][row:].data_ptr()
             row += len(member)
 
-    members = {name for names in packed.values() for name in names}
-    alone = {name: parameter for name, parameter in model.named_parameters() if name not in members}
-    buffers = dict(model.named_buffers())
-    assert tensors.keys() == packed.keys() | alone.keys() | buffers.keys()
-    assert all(tensors[name] is tensor for name, tensor in (alone | buffers).items())
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert tensors.keys() == packed.keys() | own.keys()
+    assert all(tensors[name] is tensor for name, tensor in own.items())
 
 
 def test_a_tied_parameter_is_one_under_both_names(tmp_path: Path) -> None:
     oracle = make_checkpoint(tmp_path, "llama", tie_word_embeddings=True)
     config = read(tmp_path)
     model = build_model(config)
-    tensors = materialize(model, NOTHING_PACKED, CPU)
-    load_weights(model, config, SilentProgress())
+    weights = materialize(model, parameters_of(model), CPU)
+    load_weights(weights, model, config, SilentProgress())
+    tensors = weights.tensors
     assert tensors[HEAD] is tensors[EMBEDDING]
     assert tensors[HEAD] is model.get_parameter(HEAD)
     assert torch.equal(tensors[HEAD], oracle.get_parameter(EMBEDDING))
@@ -158,9 +172,9 @@ def test_a_tied_parameter_is_one_under_both_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("packed", "part"),
     [
-        ({"p": ("model.norm.weight", "model.norm.bias")}, "model.norm.bias"),
-        ({"p": ("model.norm.weight", "model.norm.weight")}, "more than once: model.norm.weight"),
-        ({"p": (EMBEDDING, "model.norm.weight")}, "agree"),
+        ({"p": (NORM, NORM)}, f"more than once: {NORM}"),
+        ({"p": (NORM,), "q": (NORM,)}, f"more than once: {NORM}"),
+        ({"p": (EMBEDDING, NORM)}, "agree"),
         ({"p": ()}, "agree"),
         ({HEAD: (EMBEDDING,)}, f"taken: {HEAD}"),
     ],
@@ -168,8 +182,85 @@ def test_a_tied_parameter_is_one_under_both_names(tmp_path: Path) -> None:
 def test_packed_parameters_that_do_not_fit_are_refused(packed: Packed, part: str, single: Path) -> None:
     model = build_model(read(single))
     with pytest.raises(ValueError, match=part):
-        materialize(model, packed, CPU)
+        materialize(model, described(model, packed), CPU)
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_parameters_that_the_model_does_not_have_are_refused(single: Path) -> None:
+    model = build_model(read(single))
+    norm = model.get_parameter(NORM)
+    for wrong, message in (
+        (Parameter.of("model.norm.bias", norm), "the model lacks: model.norm.bias"),
+        (Parameter.of(NORM, norm[1:]), "model.norm.weight would be"),
+        (Parameter.of(NORM, norm.bfloat16()), "model.norm.weight would be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            materialize(model, [wrong], CPU)
+    doubled = made(Parameter.of(NORM, norm), "mul", 2.0, norm)
+    with pytest.raises(ValueError, match=r"described in two ways: model\.norm\.weight\.mul"):
+        materialize(model, [doubled, replace(doubled, make=(("mul", 3.0),))], CPU)
+
+
+def test_what_is_made_of_tensors_follows_them(tmp_path: Path) -> None:
+    """After an update of the checkpoint the same code fills the same memory; what is only made of has none."""
+    make_checkpoint(tmp_path, "qwen2")
+    config = read(tmp_path, "bfloat16")
+    model = build_model(config)
+    own = {parameter.name: parameter for parameter in parameters_of(model)}
+    norm, gate, up = own[NORM], own["model.layers.0.mlp.gate_proj.weight"], own["model.layers.0.mlp.up_proj.weight"]
+    fp32 = made(norm, "to", "float32", model.get_parameter(NORM).float())
+    shifted = made(fp32, "add", 1.0, model.get_parameter(NORM).float())
+    both = pack("gate_up", (gate, up))
+    halved = made(both, "mul", 0.5, torch.empty(both.shape, dtype=config.dtype, device="meta"))
+    weights = materialize(model, [shifted, both, halved, up, fp32], CPU)
+    assert model.get_parameter(NORM).is_meta
+    places = {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
+    for factor in (1, 3):
+        edit(tmp_path, lambda tensors, factor=factor: [tensor.mul_(factor) for tensor in tensors.values()])  # type: ignore[misc]
+        load_weights(weights, build_model(config), config, SilentProgress())
+        tensors = {name: tensor.bfloat16() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+        rows = torch.cat([tensors[gate.name], tensors[up.name]])
+        assert torch.equal(weights.tensors["gate_up"], rows)
+        assert torch.equal(weights.tensors[halved.name], rows * 0.5)
+        assert torch.equal(weights.tensors[up.name], tensors[up.name])
+        assert torch.equal(weights.tensors[fp32.name], tensors[NORM].float())
+        assert torch.equal(weights.tensors[shifted.name], tensors[NORM].float() + 1)
+        assert places == {name: tensor.data_ptr() for name, tensor in weights.tensors.items()}
+
+
+def test_few_tensors_at_a_time_are_there_only_for_others() -> None:
+    """Each once, whatever is made of it. On the meta device they take no memory."""
+    meta = torch.device("meta")
+    like = torch.empty(STAGED_BYTES // 2, dtype=torch.bfloat16, device=meta)
+    model = nn.ParameterDict({name: nn.Parameter(like, requires_grad=False) for name in "abc"})
+    own = parameters_of(model)
+    halves = [made(parameter, "mul", 0.5, like) for parameter in own]
+    weights = materialize(model, [*halves, made(own[1], "to", "float16", like.half())], meta)
+    read = [[leaf.name for leaf, _ in batch] for batch in weights.batches()]
+    assert read == [[], ["a"], ["b"], ["c"]]
+    assert not weights.tensors.keys() & model.keys()
+
+
+def test_what_the_engine_keeps_is_left_alone(single: Path) -> None:
+    config = read(single)
+    model = build_model(config)
+    table = Parameter("slots.scale", (4, 8), "float16", KEPT)
+    weights = materialize(model, [*parameters_of(model), table], CPU)
+    load_weights(weights, model, config, SilentProgress())
+    assert torch.equal(weights.tensors[table.name], torch.zeros(4, 8, dtype=torch.float16))
+    weights.tensors[table.name].fill_(3)
+    for again in (config, replace(config, load_format="dummy")):
+        load_weights(weights, model, again, SilentProgress())
+        assert bool((weights.tensors[table.name] == 3).all())
+    with pytest.raises(ValueError, match=f"taken: {NORM}"):
+        materialize(build_model(config), [replace(table, name=NORM)], CPU)
+
+
+def test_descriptions_survive_json(single: Path) -> None:
+    own = parameters_of(build_model(read(single)), {NORM: Shard((64,), 0, (Section(64, 2), Section(8, 1)))})
+    first = made(own[0], "to", "float16", torch.empty(own[0].shape, dtype=torch.float16))
+    for parameter in (*own, first, pack("two", (first, replace(first, name="other")))):
+        assert Parameter.from_json(json.loads(json.dumps(asdict(parameter)))) == parameter
 
 
 def test_too_little_memory_is_an_error_before_anything_is_allocated(single: Path) -> None:
@@ -177,7 +268,7 @@ def test_too_little_memory_is_an_error_before_anything_is_allocated(single: Path
     model = build_model(config)
     needed = 2**44 * config.hidden_size * 4 / 2**30
     with pytest.raises(InsufficientMemoryError, match=rf"need {needed:.2f} GiB; cpu has \d+\.\d\d GiB free"):
-        materialize(model, NOTHING_PACKED, CPU)
+        materialize(model, parameters_of(model), CPU)
     assert all(parameter.is_meta for parameter in model.parameters())
     assert issubclass(InsufficientMemoryError, MemoryError)
 
@@ -296,9 +387,9 @@ class CountingProgress:
 
 def check_progress(config: ModelConfig, device: torch.device) -> None:
     model = build_model(config)
-    materialize(model, NOTHING_PACKED, device)
+    weights = materialize(model, parameters_of(model), device)
     progress = CountingProgress()
-    load_weights(model, config, progress)
+    load_weights(weights, model, config, progress)
     num_tensors = len(list(model.parameters()))
     assert progress.stages == [("load weights", num_tensors, num_tensors)]
 
@@ -357,9 +448,9 @@ def test_an_error_in_a_copying_thread_reaches_the_caller(tmp_path: Path) -> None
     cuda_checkpoint(tmp_path)
     config = read(tmp_path)
     model = build_model(config)
-    materialize(model, NOTHING_PACKED, torch.device("cuda"))
+    weights = materialize(model, parameters_of(model), torch.device("cuda"))
     with pytest.raises(OSError, match="stderr is gone"):
-        load_weights(model, config, Broken())
+        load_weights(weights, model, config, Broken())
 
 
 @pytest.mark.gpu
@@ -373,4 +464,4 @@ def test_dummy_weights_on_cuda_repeat_themselves(tmp_path: Path) -> None:
 def test_too_little_gpu_memory_is_an_error(single: Path) -> None:
     model = build_model(replace(read(single), vocab_size=2**44))
     with pytest.raises(InsufficientMemoryError, match=r"GiB; cuda:0 has \d+\.\d\d GiB free"):
-        materialize(model, NOTHING_PACKED, torch.device("cuda", 0))
+        materialize(model, parameters_of(model), torch.device("cuda", 0))

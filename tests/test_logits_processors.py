@@ -18,6 +18,7 @@ from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.logits_processors import resolve_logits_processors
+from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.logits_processor import build_processors
 from compiled_engine.sampling.row_chunks import row_chunks
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
@@ -236,7 +237,7 @@ def test_on_a_gpu(temperature: float) -> None:
 
 
 def test_what_makes_a_batch_general() -> None:
-    sampler = Sampler(4, 40, "cpu", processors=[Forbid()])
+    sampler = Sampler(RowFields(4, "cpu"), 40, processors=[Forbid()])
     for row, extra_args in enumerate([None, {"forbid": [1]}, {"force": 1}]):
         sampler.add_row(row, SamplingParams(extra_args=extra_args), 0, [1], 1, set())
     assert sampler.sampler_class(np.array([0, 2, -1])) is SamplerClass.TEMPERATURE_ONLY
@@ -247,7 +248,7 @@ def test_a_large_batch_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row in one of them, whatever the order; padding in none."""
     monkeypatch.setattr(row_chunks, "__defaults__", (3 * 40,))
     (processor,) = build_processors([ByPosition], 12, 40, torch.device("cpu"))
-    sampler = Sampler(12, 40, "cpu", processors=[processor, Forbid()])
+    sampler = Sampler(RowFields(12, "cpu"), 40, processors=[processor, Forbid()])
     for row in range(12):
         extra_args: dict[str, Any] = {"force": row} if row % 3 else {"forbid": [1]}
         sampler.add_row(row, SamplingParams(temperature=0, extra_args=extra_args), 0, [1], 1, set())

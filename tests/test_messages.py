@@ -32,17 +32,19 @@ PARAMS = SamplingParams(
     extra_args={"schema": {"type": "object", "depth": [1, 2.5, None, True]}},
 )
 LOGPROBS = LogprobRows.of([TokenLogprobs((5, 7), (-0.25, -1.5), 1)])
-NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), (4, 5), masked=True)
-STEP = SchedulerOutput(7, ("gone",), (NEW,), ["r", "s"], [3, 0], [1, 5], [True, False], {"s": (6,)}, True)
+NEW = NewRequest("r", (1, 2, 3), 2, PARAMS, frozenset({0, 2}), ((4, 5),), masked=True)
+STEP = SchedulerOutput(7, ("gone",), (NEW,), ["r", "s"], [3, 0], [1, 5], [True, False], {"s": ((6,),)}, True)
 MESSAGES = (
-    EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, "a salt", "a grammar"),
+    EngineRequest("r", (1, 2, 3), PARAMS, frozenset({0, 2}), 5, b"root" * 8, "a grammar"),
     GrammarVocabulary("a tokenizer", 9, frozenset({0, 2})),
     TokenMasks(["r"], memoryview(b"\x05\x00\x00\x00")),
     EngineOutput("r", (5,), LOGPROBS, (1, LOGPROBS), "stop", 5, 2),
     StepOutputs(["r"], [5], [EngineOutput("s", (), finish_reason="error", stop_reason="a mask failed")], LOGPROBS),
     NEW,
     STEP,
+    StepOutputs(["r", "s"], [5, 6, 7], [], counts=[1, 2]),
     RunnerOutput([5], LOGPROBS, {"r": LOGPROBS}, {"s": (1, LOGPROBS)}),
+    RunnerOutput([5, 6], counts=[2, 0]),
 )
 
 
@@ -56,3 +58,15 @@ def test_a_message_survives_the_crossing(message: Any) -> None:
 def test_what_is_no_data_is_refused() -> None:
     with pytest.raises(TypeError, match=r"extra_args\['parser'\] must be a JSON value .*, got <object"):
         SamplingParams(extra_args={"parser": object()})
+
+
+def test_parts_of_a_step_keep_the_tokens_of_each_request() -> None:
+    rows = LogprobRows.of([TokenLogprobs((token,), (-1.0,), 1) for token in range(6)])
+    outputs = StepOutputs(["a", "b", "c", "d"], range(6), (), rows, [2, 0, 1, 3])
+    tokens = {"a": (0, 1), "b": (), "c": (2,), "d": (3, 4, 5)}
+    for columns in ([0, 1, 2, 3], [3, 1], [2], [], range(1, 4)):
+        part = outputs.part(columns, ())
+        found = {output.request_id: output.new_token_ids for output in part}
+        assert found == {"abcd"[index]: tokens["abcd"[index]] for index in columns}
+        for output in part:
+            assert [entry.token_ids for entry in output.logprobs or ()] == [(t,) for t in output.new_token_ids]

@@ -17,7 +17,7 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.process.progress import SilentProgress
 
 BLOCK_SIZE = 4
@@ -91,8 +91,8 @@ CASES = [
 def load(path: Path, device: str = "cpu", dtype: str = "auto") -> tuple[nn.Module, ModelConfig]:
     config, _ = read_model_config(path, dtype=dtype, max_model_len=None, load_format="auto", seed=0, device_type=device)
     model = build_model(config)
-    materialize(model, {}, torch.device(device))
-    load_weights(model, config, SilentProgress())
+    weights = materialize(model, parameters_of(model), torch.device(device))
+    load_weights(weights, model, config, SilentProgress())
     return model, config
 
 

@@ -11,11 +11,8 @@ import torch
 from foreign_signatures import NANO_VLLM, VLLM_0_25, VLLM_0_33
 
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.compilation import CONFIG_KEYS
-from compiled_engine.other_engines.keywords import KEYWORDS
-from compiled_engine.other_engines.rows import Honoured, Nested, Only, WithoutEffect
-from compiled_engine.other_engines.translate import translate
-from compiled_engine.resolve.keywords import make_options
+from compiled_engine.other_engines.keywords import CONFIG_KEYS, KEYWORDS, Honoured, Nested, Only, WithoutEffect
+from compiled_engine.other_engines.translate import make_options, translate
 
 SIGNATURES = [
     pytest.param(engine, name, default, id=f"{engine} {name}")

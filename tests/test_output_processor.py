@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import signal
 import weakref
 from collections.abc import Callable, Iterator
@@ -8,6 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scripted_core import ScriptedCore
 from tiny_tokenizers import byte_level
 
@@ -86,6 +89,62 @@ def test_a_stop_string_ends_the_completion_and_the_request(tokens_a_step: int, i
     assert len(completion.logprobs) == len(completion.token_ids)
     assert completion.cumulative_logprob == -3.0 * len(completion.token_ids)
     assert frontend.core.aborted == frontend.core.stopped == [output.request_id]
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    stop=st.lists(st.integers(0, 50).flatmap(lambda i: st.integers(1, 8).map(lambda n: SAID[i : i + n])), max_size=2),
+    include=st.booleans(),
+    min_tokens=st.sampled_from([0, 0, 5]),
+    max_tokens=st.integers(5, 60),
+    stop_token=st.sampled_from([None, None, *TOKENIZER.encode(SAID)[4:8]]),
+    logprobs=st.sampled_from([None, 0, 2]),
+    partial=st.booleans(),
+)
+def test_several_tokens_a_step_give_what_single_ones_give(
+    seed: int,
+    stop: list[str],
+    include: bool,
+    min_tokens: int,
+    max_tokens: int,
+    stop_token: int | None,
+    logprobs: int | None,
+    partial: bool,
+) -> None:
+    """Stop strings, stop tokens and lengths end a request between any two tokens of a step; deltas add up."""
+    params: dict[str, Any] = {
+        "stop": stop,
+        "include_stop_str_in_output": include,
+        "min_tokens": min_tokens,
+        "max_tokens": max_tokens,
+        "stop_token_ids": [] if stop_token is None else [stop_token],
+        "logprobs": logprobs,
+        "n": 2,
+    }
+    rng = random.Random(seed)
+    single, several = Frontend(), Frontend(tokens_a_step=lambda: rng.randrange(5))
+    expected = single.run(["hello", "world"], **params)
+    assert [output.outputs for output in several.run(["hello", "world"], **params)] == [o.outputs for o in expected]
+    assert not several.core.live
+    processor = OutputProcessor(TOKENIZER)
+    running = [processor.add(request, partial=partial) for request in several.prepare(["hello", "world"], **params)]
+    for state in running:
+        for request in state.request.engine_requests:
+            several.core.add(request)
+    deltas: dict[tuple[int, int], tuple[str, list[int]]] = {}
+    while several.core.live:
+        changed, aborts = processor.process(several.core.step())
+        for request_id in aborts:
+            several.core.abort(request_id)
+        for state in changed:
+            for completion in state.delta().outputs:
+                key = running.index(state), completion.index
+                text, token_ids = deltas.get(key, ("", []))
+                deltas[key] = text + completion.text, [*token_ids, *completion.token_ids]
+    for number, output in enumerate(expected):
+        for completion in output.outputs:
+            assert deltas[number, completion.index] == (completion.text, completion.token_ids)
 
 
 def test_a_stop_string_in_the_last_token_is_not_aborted_again() -> None:

@@ -17,8 +17,8 @@ from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
 from compiled_engine.core_process.start_cores import gpus_of_replica
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.checkpoint.rank_shards import share_of
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import CHUNK_BYTES, chunks_of
 from compiled_engine.models.textbook.architectures import build_model
@@ -183,17 +183,18 @@ def test_a_rank_reads_its_share_and_no_more(num_ranks: int, tmp_path: Path, monk
     total = sum(tensor.nbytes for tensor in whole.values())
     read: list[int] = []
     parts: dict[str, list[torch.Tensor]] = {name: [] for name in whole}
+    shards = shards_of(config)
     for rank in range(num_ranks):
         model = build_model(config.local_model)
-        materialize(model, {}, CPU)
-        share = share_of(config, rank)
-        load_weights(model, config.model, SilentProgress(), share)
-        read.append(sum(share.of(name, tensor).nbytes for name, tensor in whole.items()))
+        weights = materialize(model, parameters_of(model, shards), CPU)
+        load_weights(weights, build_model(config.model), config.model, SilentProgress(), rank, num_ranks)
+        own = (shards[name].of(tensor, rank, num_ranks) if shards else tensor for name, tensor in whole.items())
+        read.append(sum(tensor.nbytes for tensor in own))
         for name, parameter in model.named_parameters():
             parts[name].append(parameter)
     assert max(read) < total / num_ranks + 0.05 * total
     for name, tensor in whole.items():
-        shard = share.shards.get(name)
+        shard = shards.get(name)
         if shard is None or shard.dim is None:
             found = sum(parts[name]) if shard is not None and shard.first_only else parts[name][0]
         else:

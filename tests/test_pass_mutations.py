@@ -72,7 +72,6 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.matching import emit
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.verifier import VerificationError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -179,7 +178,7 @@ ONE_RANGE = {"small_batch_linear": (SMALL,), "gated_linear": (DYNAMIC,)}
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(GraphPass):
     """A pass whose result is edited."""
 
     right: GraphPass
@@ -192,8 +191,8 @@ class Broken:
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return self.right.applicable(compile_range, device_type)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
-        return self.right.contract(structure, compile_range)
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
+        return self.right.contract(graph, compile_range)
 
     def run(self, graph: fx.Graph) -> PassResult:
         result = self.right.run(graph)
@@ -231,16 +230,13 @@ def test_the_unbroken_passes_are_not(family: Family, dtype: torch.dtype) -> None
 
 
 @dataclass(frozen=True)
-class ReplaceFlip:
+class ReplaceFlip(GraphPass):
     """Puts something else in the place of flip. Its input, by default, which is right for a single token."""
 
     becomes: Callable[[fx.Graph, fx.Node], fx.Node] = lambda graph, before: before
     name: str = "flip"
 
-    def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        return None
-
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:

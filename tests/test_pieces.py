@@ -17,6 +17,7 @@ from compiled_engine.graphs.compiled_model import load_piece
 from compiled_engine.graphs.compiler.compile_pool import CompileError, compile_pool
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct, load_direct
 from compiled_engine.graphs.compiler.piece import UnknownTarget, piece_from_json, piece_key, piece_to_json
+from compiled_engine.passes.op_library import OpDeclaration, declare_op
 from compiled_engine.passes.silu_mul import silu_mul
 
 aten = torch.ops.aten
@@ -177,6 +178,32 @@ def test_an_embedding_times_a_constant_needs_no_compiler(factor: float | None) -
         weights, tokens = torch.randn(8, 4), torch.tensor([5, 0, 5])
         (result,) = load_direct(direct_source(text), "cpu")(tokens, weights)
         torch.testing.assert_close(result, weights[tokens] * factor)
+
+
+@torch.library.custom_op("tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_op_of_a_user_needs_no_compiler_once_it_is_declared() -> None:
+    op = torch.ops.tests.doubled.default
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = torch.empty(3)
+    graph.output((graph.call_function(op, (x,)),))
+    text = piece_to_json(fx.GraphModule({}, graph))
+    assert not is_direct(text)
+    declare_op(op, OpDeclaration(direct=True, call=lambda x: x + x))
+    assert is_direct(text)
+    with Dispatched() as seen:
+        (result,) = load_direct(direct_source(text), "cpu")(torch.ones(3))
+    assert result.tolist() == [2.0, 2.0, 2.0]
+    assert "tests::doubled" not in seen.names
 
 
 def test_a_piece_with_pointwise_ops_is_compiled() -> None:

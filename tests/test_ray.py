@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.cli.app import app
 from compiled_engine.core_process.ray_actor import ReplicaActor
+from compiled_engine.core_process.ray_cluster import RayCluster
 from compiled_engine.core_process.ray_environment import differences, own_environment
 from compiled_engine.core_process.wire import FrontendOptions, Start, encode
 from compiled_engine.options import EngineOptions
@@ -137,6 +139,27 @@ def test_what_a_cluster_has_to_give_is_shown() -> None:
     shown = " ".join(CliRunner().invoke(app, arguments).stdout.split())
     assert "2 replicas" in shown
     assert "replica 1 on 1 CPUs of a node of the Ray cluster" in shown
+
+
+def test_a_cluster_that_nobody_named_is_not_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though one that runs here may be found: its address is in a file that any user can write."""
+    asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def init(*arguments: Any, **named: Any) -> None:
+        asked.append((arguments, named))
+        raise ConnectionError("no cluster")
+
+    monkeypatch.setattr(ray, "init", init)
+    config = resolve(EngineOptions(device="cpu", mode="eager"))
+    for address in ("", "10.0.0.1:6379"):
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConnectionError, match="no cluster"):
+            RayCluster(config, 0)
+    (own, its_own), (given, its_given) = asked
+    assert own == ("local",)
+    folder = Path(its_own["_temp_dir"]).stat()
+    assert (folder.st_uid, folder.st_mode & 0o077) == (os.geteuid(), 0)
+    assert (given, "_temp_dir" in its_given) == ((), False)
 
 
 def test_without_the_package_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,32 @@ def count_layers_and_caches(model: Any) -> None:
     model.model.__class__ = Model
 
 
+def hand_on_two_values(last: float) -> Callable[[nn.Module], None]:
+    """Each layer but the first takes two. last: a setting of the last one, equal to that of the others, which has it
+    use the second value first, and the first one later."""
+
+    def change(model: Any) -> None:
+        first_layer, norm = stack_of(model)[0], model.model.norm
+
+        class Layer(type(first_layer)):  # type: ignore[misc]
+            def forward(self, given: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+                one, two = given if isinstance(given, tuple) else (given, given * 2)
+                weight_D = self.input_layernorm.weight
+                x_TD = two * weight_D * 3 + one if self.turned > 0.4 else one * weight_D + two
+                return super().forward(x_TD, *arguments), x_TD
+
+        class Joined(type(norm)):  # type: ignore[misc]
+            def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> Any:
+                return super().forward(given[0] + given[1])
+
+        for number, layer in enumerate(stack_of(model)):
+            layer.__class__ = Layer
+            layer.turned = _Sly(last if number == 7 else 0.25)  # type: ignore[assignment]
+        norm.__class__ = Joined
+
+    return change
+
+
 def name_the_layers_of(kind: type) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
         for number, layer in enumerate(stack_of(model)):
@@ -215,6 +241,17 @@ def test_whatever_a_model_does_the_graph_is_that_of_a_whole_trace(
 ) -> None:
     config = tiny_config("LlamaForCausalLM", 8)
     few, every, found = both_ways(config, monkeypatch, change)
+    assert found == num_traced
+    assert ops(few) == ops(every)
+
+
+@pytest.mark.parametrize(("last", "num_traced"), [(0.25, 5), (0.5, 8)])
+def test_layers_that_take_the_same_values_in_another_order_are_all_traced(
+    last: float, num_traced: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer is behind the only one of another kind, of those that are traced."""
+    config = with_windows(tiny_config("Qwen2ForCausalLM"), (FULL,) * 3 + (WINDOW,) + (FULL,) * 4)
+    few, every, found = both_ways(config, monkeypatch, hand_on_two_values(last))
     assert found == num_traced
     assert ops(few) == ops(every)
 

@@ -6,9 +6,10 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 from queue import Queue
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,16 +18,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from compiled_engine import EngineDeadError, SamplingParams
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError
 from compiled_engine.core_process import replicas
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.replica import Replica
+from compiled_engine.core_process.replica_metrics import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH
 from compiled_engine.core_process.replicas import AHEAD, MOST_LOST, Replicas
 from compiled_engine.core_process.wire import (
     Abort,
     Add,
     Answered,
-    Ask,
+    Control,
     Failed,
     Stepped,
     ToApi,
@@ -35,7 +38,7 @@ from compiled_engine.core_process.wire import (
     decode_to_core,
     encode,
 )
-from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
@@ -86,11 +89,11 @@ class FakeCore:
                     case Abort(request_ids):
                         for request_id in request_ids:
                             self.requests.pop(request_id, None)
-                    case Ask(number):
+                    case Control(number):
                         self.say(Answered(number, {}))
 
     def step(self, most: int) -> None:
-        """A token for each request that runs, in columns where it is no more than that."""
+        """A token or a few for each request that runs, in columns where it is no more than that."""
         self.listen()
         columns, others = [], []
         for request_id, (request, said, position) in list(self.requests.items())[:most]:
@@ -109,8 +112,13 @@ class FakeCore:
             elif rows is not None or len(said) == 1:
                 others.append(EngineOutput(request_id, (said[-1],), None, rows))
             else:
-                columns.append((request_id, said[-1]))
-        self.say(Stepped(StepOutputs([each for each, _ in columns], [each for _, each in columns], others)))
+                first = len(said) - 1
+                while len(said) % 3 and len(said) + 1 < (params.max_tokens or 0):
+                    said.append(token_of(params.seed, len(request.prompt_token_ids) + len(said)))
+                columns.append((request_id, said[first:]))
+        token_ids = [token_id for _, tokens in columns for token_id in tokens]
+        counts = [len(tokens) for _, tokens in columns] if len(token_ids) > len(columns) else None
+        self.say(Stepped(StepOutputs([each for each, _ in columns], token_ids, others, counts=counts)))
 
 
 def make(cores: list[FakeCore]) -> Replicas:
@@ -240,7 +248,7 @@ def test_when_no_replica_is_left_everything_says_why() -> None:
         core.connection.close()
     with pytest.raises(EngineDeadError, match=r"replica 0 of 2 has ended: it was killed; replica 1 of 2 has ended"):
         step_for_ever(engine)
-    for call in (engine.metrics, engine.reset_prefix_cache, engine.step):
+    for call in (partial(engine.call, ControlCall("metrics")), engine.step):
         with pytest.raises(EngineDeadError, match="replica 0 of 2"):
             call()
     with pytest.raises(EngineDeadError, match="replica 0 of 2"):
@@ -299,12 +307,37 @@ def test_a_late_answer_is_not_one_to_the_next_question(monkeypatch: pytest.Monke
     threads = [threading.Thread(target=answer, args=(core, (1, 2, 3)), daemon=True) for core in cores]
     for thread in threads:
         thread.start()
-    engine.check_integrity()
+    check = ControlCall("check_integrity")
+    engine.call(check)
     monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
-    engine.check_integrity()  # without the second one, which has answered before
+    with pytest.raises(ControlError, match=r"^replica 1 of 2 has not answered within 0.05 s$"):
+        engine.call(check)
     monkeypatch.setattr(replicas, "_ANSWER_S", 20.0)
-    engine.reset_prefix_cache()
+    engine.call(ControlCall("reset_prefix_cache"))
     assert reset.is_set()
+    engine.close()
+
+
+def test_a_call_that_fails_in_one_replica_is_an_error() -> None:
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+
+    def answer(core: FakeCore, errors: Sequence[str | None]) -> None:
+        for error in errors:
+            assert core.connection.wait_readable(20)
+            (message,) = core.connection.receive()
+            assert isinstance(message, Control)
+            assert message.call == ControlCall("load", {"path": "x"})
+            core.say(Answered(message.number, {"loaded": "x"}, error))
+
+    said: list[tuple[str | None, ...]] = [(None, None, None), (None, "no room", None)]
+    for core, errors in zip(cores, said, strict=True):
+        threading.Thread(target=answer, args=(core, errors), daemon=True).start()
+    call = ControlCall("load", {"path": "x"})
+    assert engine.call(call) == {"loaded": "x"}
+    with pytest.raises(ControlError, match=r"^replica 1 of 2: no room$"):
+        engine.call(call)
+    assert engine.call(call) == {"loaded": "x"}
     engine.close()
 
 
@@ -356,6 +389,59 @@ def test_what_was_under_way_in_too_many_deaths_goes_on_nowhere() -> None:
     engine.add(EngineRequest("next", (1, 2, 3), SamplingParams(max_tokens=1, seed=1)))
     cores[0].step(1)
     assert [output.finish_reason for output in engine.step().others] == ["length"]
+    engine.close()
+
+
+# What a core that has done nothing answers when it is asked for its metrics.
+FIGURES: dict[str, Any] = dict.fromkeys((*COUNTED, *HELD, *OF_EACH, "kv_usage_peak"), 0) | {
+    name: {} for name in COUNTED_BY_NAME
+}
+
+
+def test_who_went_on_elsewhere_is_counted() -> None:
+    """Once for each time, and not when it ended instead."""
+    cores = [FakeCore() for _ in range(MOST_LOST + 1)]
+    engine = make(cores)
+    engine.add(EngineRequest("suspect", (1, 2, 3), SamplingParams(max_tokens=5, seed=1)))
+    for _ in range(MOST_LOST):
+        for core in cores:
+            core.listen()
+        (having,) = [core for core in cores if "suspect" in core.requests]
+        cores.remove(having)
+        having.connection.close()
+        engine.step()
+
+    def answer() -> None:
+        assert cores[0].connection.wait_readable(20)
+        (question,) = [message for message in cores[0].connection.receive() if isinstance(message, Control)]
+        cores[0].say(Answered(question.number, FIGURES))
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    assert engine.call(ControlCall("metrics"))["requests_rerun"] == MOST_LOST - 1
+    engine.close()
+
+
+def test_who_has_never_answered_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_ANSWER_S", 0.05)
+    cores = [FakeCore(), FakeCore()]
+    engine = make(cores)
+    answered = threading.Event()
+
+    def answer() -> None:
+        for core in cores:
+            assert core.connection.wait_readable(20)
+            core.connection.receive()
+        cores[0].say(Answered(1, FIGURES))
+        for _ in range(4):  # whoever waits looks whether the time is over
+            time.sleep(0.05)
+            cores[0].say(Stepped(StepOutputs()))
+        answered.set()
+        cores[1].say(Answered(1, FIGURES))
+
+    threading.Thread(target=answer, daemon=True).start()
+    engine.call(ControlCall("check_integrity"))
+    assert answered.is_set()
     engine.close()
 
 
@@ -440,7 +526,7 @@ def test_a_reset_cache_attracts_no_prompts() -> None:
     answering = [threading.Thread(target=answer_one, args=(core,), daemon=True) for core in cores]
     for thread in answering:
         thread.start()
-    engine.reset_prefix_cache()
+    engine.call(ControlCall("reset_prefix_cache"))
     for thread in answering:  # an answer can arrive before the call that sent it has returned
         thread.join(20)
     assert sent_to() == 1 - first

@@ -117,7 +117,7 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
         ({"verify_passes": "yes"}, TypeError, "verify_passes is 'yes'; allowed: True or False"),
         ({"verify_passes": True, "mode": "eager"}, ValueError, "verify_passes is True, but the mode is eager"),
         ({"compile_ranges": 8}, TypeError, "compile_ranges is 8; allowed: a list"),
-        ({"compile_ranges": (0,)}, ValueError, "compile_ranges is 0; allowed: an integer of at least 1"),
+        ({"compile_ranges": (0,)}, ValueError, "compile_ranges has 0; allowed: integers of at least 1"),
         (
             {"compile_ranges": (8, 128), "max_num_batched_tokens": 64},
             ValueError,

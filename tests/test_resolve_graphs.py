@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.attention.case import AttentionCase, KVFormat
+from compiled_engine.attention.registry import choose_backend
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, resolve_graphs
@@ -25,11 +27,12 @@ def resolved(
     **options: Any,
 ) -> tuple[GraphConfig, dict[str, str]]:
     reasons: dict[str, str] = {}
+    case = AttentionCase("cuda", torch.bfloat16, 4, 2, 64, KVFormat(torch.bfloat16, 16))
     graph = resolve_graphs(
         EngineOptions(mode=mode, **options),
         compiled=mode != "eager",
         graphed=mode == "graphed",
-        backend=backend,
+        attention=choose_backend(backend, "auto", [case]),
         short_contexts=short_contexts,
         recording_obstacle="calls are recorded on a CPU alone",
         scheduler=scheduler,

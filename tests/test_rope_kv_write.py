@@ -27,6 +27,7 @@ from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.merge_linears import MergeLinears
+from compiled_engine.passes.parameter import Parameter
 from compiled_engine.passes.random_inputs import RandomInputs
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
@@ -193,7 +194,8 @@ def attention_graph(
         module = make_fx(function)(fakes_p, fakes_b, torch.empty((9, 2, 16, 2, 16), dtype=dtype))
     names = [*parameters, *(f"attention_inputs.{name}" for name in batch), "kv_caches.0"]
     for node, name in zip(module.graph.find_nodes(op="placeholder"), names, strict=True):
-        node.meta["source"] = Source("parameter" if name in parameters else "argument", name)
+        is_parameter = name in parameters
+        node.meta["source"] = Parameter.of(name, node.meta["val"]) if is_parameter else Source("argument", name)
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     return fx.GraphModule({}, graph)

@@ -6,16 +6,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine import SamplingParams
-from compiled_engine.core_process.prefix_history import PrefixHistory, add_hashes
+from compiled_engine.core_process.prefix_history import PrefixHistory
 from compiled_engine.core_process.router import GENERATED, Route, Router
 from compiled_engine.messages import EngineRequest
+from compiled_engine.prefix_hashes import ROOT, hash_blocks, prefix_root
 
 BLOCK = 4
 
 
 def request(number: int, prompt: list[int], max_tokens: int = 8, salt: str | None = None) -> EngineRequest:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return EngineRequest(str(number), tuple(prompt), params, cache_salt=salt)
+    return EngineRequest(str(number), tuple(prompt), params, prefix_root=prefix_root(salt=salt))
 
 
 def make_router(replicas: int = 2, most: int = 1000, num_blocks: int = 64) -> Router:
@@ -133,12 +134,12 @@ def test_a_history_keeps_what_was_sent_last(sequences: list[list[int]], capacity
     history = PrefixHistory(capacity)
     for tokens in sequences:
         hashes: list[bytes] = []
-        add_hashes(hashes, tokens, BLOCK, None)
+        hash_blocks(hashes, ROOT, tokens, BLOCK)
         assert len(hashes) == len(tokens) // BLOCK
         history.add(hashes)
         assert len(history) <= capacity
         assert history.num_known(hashes) == min(len(hashes), capacity)
         longer = list(hashes)
-        add_hashes(longer, [*tokens, *[9] * BLOCK], BLOCK, None)
+        hash_blocks(longer, ROOT, [*tokens, *[9] * BLOCK], BLOCK)
         assert longer[: len(hashes)] == hashes
         assert history.num_known(longer) == min(len(hashes), capacity)

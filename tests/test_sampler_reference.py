@@ -286,7 +286,7 @@ def warped(logits_RV: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 def test_kept_tokens_are_those_of_transformers(seed: int, requests: list[SamplingParams]) -> None:
     logits_RV = random_logits(len(requests), seed, 300)
     fields = {name: np.array([filter_fields(params)[name] for params in requests], np.float32) for name in FIELDS}
-    filters = Filters.from_table(fields, np.arange(len(requests)))
+    filters = Filters.from_fields(fields, np.arange(len(requests)))
     kept_RV = logits_RV >= thresholds(logits_RV, filters)[:, None]
     for row, params in enumerate(requests):
         expected_V = torch.isfinite(warped(logits_RV[row : row + 1], params)[0])

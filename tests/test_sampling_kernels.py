@@ -16,11 +16,11 @@ import torch
 from interpreter import loops_to_a_loaded_bound
 from token_masks import step_masks
 
-from compiled_engine.sampling.history import History, penalty_bytes
+from compiled_engine.rows.row_fields import RowFields
+from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 EOS_ID = cases.EOS
 CHI_SQUARE_PARAMS: list[dict[str, Any]] = [
@@ -85,7 +85,8 @@ def check_chi_square(counts: np.ndarray, probabilities: np.ndarray) -> None:
 
 
 def marked(name: str) -> Any:
-    return pytest.param(name, marks=[loops_to_a_loaded_bound] if name in ("edits", "sampler") else [])
+    launches_writes = name in ("edits", "sampler", "degenerate", "frequencies")
+    return pytest.param(name, marks=[loops_to_a_loaded_bound] if launches_writes else [])
 
 
 @pytest.mark.parametrize("name", [marked(name) for name in BODIES])
@@ -101,6 +102,7 @@ COMPILED = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from compiled_engine.rows import staged_writes_kernel
 from compiled_engine.sampling import best_of_ranks_triton, edits_triton, filters_triton, gumbel_triton, logprobs_triton
 
 TYPES = {
@@ -115,7 +117,8 @@ def compile_for_hopper(kernel, num_warps=4, types={}, **constants):
     types = TYPES | types
     signature = {name: "constexpr" if name in constants else types.get(name, "*fp32") for name in kernel.arg_names}
     constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs)
+    jit_function = getattr(kernel, "jit_function", kernel)  # Triton 3.6 takes no Launcher
+    source = ASTSource(fn=jit_function, signature=signature, constexprs=constexprs)
     program = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
     assert program.asm["cubin"]
 
@@ -144,6 +147,8 @@ compile_for_hopper(edits_triton.add_kernel, tail_ptr=None, BLOCK_A=edits_triton.
 compile_for_hopper(edits_triton.record_kernel, VOCAB_SIZE=151_936, TILE_L=4)
 compile_for_hopper(edits_triton.record_kernel, VOCAB_SIZE=151_936, TILE_L=1, tail_ptr=None)
 compile_for_hopper(edits_triton.record_kernel, VOCAB_SIZE=0, TILE_L=64, counts_ptr=None)
+words = {"headers_ptr": "*i64", "words_ptr": "*i32"}
+compile_for_hopper(staged_writes_kernel.apply_kernel, 2, words, TILE=staged_writes_kernel.TILE)
 print("compiled")
 """
 
@@ -177,7 +182,7 @@ def test_compiled_for_hopper() -> None:
     ],
 )
 def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
-    sampler = Sampler(4, 40, "cpu")
+    sampler = Sampler(RowFields(4, "cpu"), 40)
     sampler.add_row(1, SamplingParams(), 0, [1], 1, set())
     masked = params.pop("masked", False)
     sampler.add_row(2, SamplingParams(**params), 0, [1], 1, {EOS_ID}, masked=masked)
@@ -188,7 +193,7 @@ def test_which_batches_are_plain(params: dict[str, Any], plain: bool) -> None:
 
 
 def test_plain_sampling_gives_the_tokens_of_sample() -> None:
-    sampler = Sampler(8, 40, "cpu")
+    sampler = Sampler(RowFields(8, "cpu"), 40)
     for row in range(8):
         sampler.add_row(row, SamplingParams(temperature=row / 4), row, [1], 1, set())
     logits_SV = cases.strided_logits(9, 40, torch.float32, 0)
@@ -202,7 +207,7 @@ def test_plain_sampling_gives_the_tokens_of_sample() -> None:
 
 
 def test_one_request_may_have_several_rows_of_logits() -> None:
-    sampler = Sampler(8, 40, "cpu")
+    sampler = Sampler(RowFields(8, "cpu"), 40)
     sampler.add_row(3, SamplingParams(top_p=0.9, logit_bias={1: 2.0}, logprobs=1), 5, [1], 1, set())
     logits_SV = cases.strided_logits(4, 40, torch.float32, 0)
     rows, positions_S = np.full(4, 3), torch.arange(4) + 1
@@ -213,26 +218,20 @@ def test_one_request_may_have_several_rows_of_logits() -> None:
         assert alone.tolist() == [int(together[i])]
 
 
-def test_penalties_take_memory_when_they_are_first_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History(16, VocabularySlice.of(40, None), torch.device("cpu"))
-    history.start_tail(0, [1], 2)
-    assert history.counts_NV is None
-    history.start_counts(1, [1], [])
-    assert history.counts_NV is not None
-    assert history.counts_NV.nbytes == penalty_bytes(16, 40) == 16 * 40 * 2
-    counted: list[int] = []
-    monkeypatch.setattr(History, "start_counts", lambda history, row, *token_ids: counted.append(row))
-    sampler = Sampler(16, 40, "cpu")
+def test_penalties_take_memory_when_they_are_first_asked_for() -> None:
+    fields = RowFields(16, "cpu")
+    sampler = Sampler(fields, 40)
     sampler.add_row(0, SamplingParams(bad_words_token_ids=((1, 2),)), 0, [1], 1, set())
+    assert "counts" not in fields
     sampler.add_row(1, SamplingParams(presence_penalty=1), 0, [1], 1, set())
-    assert counted == [1]
+    assert fields["counts"].nbytes == penalty_bytes(16, 40) == 16 * 40 * 2
 
 
 def test_longer_bad_words_leave_other_tails_alone() -> None:
     """A request with longer bad words comes while others are under way."""
     logits_V = torch.zeros(40)
     logits_V[[7, 8]] = torch.tensor([9.0, 5.0])
-    sampler = Sampler(4, 40, "cpu")
+    sampler = Sampler(RowFields(4, "cpu"), 40)
     sampler.add_row(0, SamplingParams(temperature=0, bad_words_token_ids=((5, 7),)), 0, [1, 5], 1, set())
     sampler.add_row(
         1, SamplingParams(temperature=0, bad_words_token_ids=((3, 4, 5, 6, 7),)), 0, [1, 3, 4, 5, 6], 1, set()
@@ -311,7 +310,7 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
     row_index_S = torch.arange(num_rows, dtype=torch.int32, device="cuda")
     positions_S = torch.full((num_rows,), 4, device="cuda")
     for attempt in range(2):  # what is allocated and compiled the first time may wait
-        sampler = Sampler(num_rows, vocab_size, "cuda")
+        sampler = Sampler(RowFields(num_rows, "cuda"), vocab_size)
         torch.cuda.set_sync_debug_mode("error" if attempt else "default")
         try:
             for row in range(num_rows):
@@ -337,7 +336,8 @@ def test_sampling_does_not_wait_for_the_gpu() -> None:
 def test_plain_sampling_in_a_cuda_graph() -> None:
     """Captured once with padding alone; replayed with other rows, parameters and positions."""
     vocab_size, size = 32_001, 16
-    sampler = Sampler(32, vocab_size, "cuda")
+    fields = RowFields(32, "cuda")
+    sampler = Sampler(fields, vocab_size)
     logits_SV = torch.full((size, vocab_size), torch.nan, dtype=torch.bfloat16, device="cuda")
     row_index_S = torch.full((size,), -1, dtype=torch.int32, device="cuda")
     positions_S, token_ids_S = (torch.zeros(size, dtype=torch.int64, device="cuda") for _ in range(2))
@@ -355,7 +355,7 @@ def test_plain_sampling_in_a_cuda_graph() -> None:
         row_index_S.copy_(torch.from_numpy(rows.astype(np.int32)))
         positions_S.copy_(torch.arange(size) + step)
         token_ids_S.fill_(-1)
-        sampler.publish()
+        fields.writes.apply()
         graph.replay()
         expected = sampler.sample(logits_SV, rows, row_index_S, positions_S)
         assert token_ids_S.tolist() == expected.tolist()
@@ -374,7 +374,7 @@ def test_a_step_in_flight_keeps_its_parameters() -> None:
     second = SamplingParams(temperature=0, logit_bias={8: 100.0, 9: 99.0})
     expected = []
     for busy in (False, True):
-        sampler = Sampler(4, vocab_size, "cuda")
+        sampler = Sampler(RowFields(4, "cuda"), vocab_size)
         for row in range(4):
             sampler.add_row(row, first, row, [1, 2], 1, set())
         sampler.sample(logits_SV, rows, row_index_S, positions_S)

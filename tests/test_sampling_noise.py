@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from compiled_engine.sampling.noise import GOLDEN_GAMMA, splitmix64
-from compiled_engine.sampling.noise import gumbel as gumbel_noise
+from compiled_engine.sampling.gumbel import GOLDEN_GAMMA, splitmix64
+from compiled_engine.sampling.gumbel import gumbel as gumbel_noise
 
 ALL_BITS = 2**64 - 1
 
@@ -111,7 +111,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from compiled_engine.sampling import gumbel_triton, noise
+from compiled_engine.sampling import gumbel as noise, gumbel_triton
 
 @triton.jit
 def hash_kernel(seed_ptr, index_ptr, bits_ptr, noise_ptr, SIZE: tl.constexpr):

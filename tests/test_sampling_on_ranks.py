@@ -17,15 +17,14 @@ from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
 
 from compiled_engine.collectives.group import StandIn
-from compiled_engine.sampling import gumbel, gumbel_triton, ranks_choice
-from compiled_engine.sampling.allowed_tokens import mask_of
+from compiled_engine.rows.row_fields import RowFields
+from compiled_engine.sampling import gumbel, gumbel_triton, ranks
+from compiled_engine.sampling.edits import StepMasks, mask_of
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.ranks_choice import keys_of
+from compiled_engine.sampling.ranks import Best, VocabularySlice, keys_of
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_logprobs import TokenLogprobs
-from compiled_engine.sampling.vocabulary_slice import Best, VocabularySlice
 
 VOCAB_SIZE, NUM_ROWS = 84, 8
 LAST = VOCAB_SIZE - 1
@@ -64,7 +63,7 @@ Outputs = list[tuple[list[int], list[TokenLogprobs | None]]]
 
 def outputs_of(kinds: list[dict[str, object]], seed: int, group: ThreadGroup | StandIn, *, broken: bool) -> Outputs:
     """Three steps of a request of each kind: tokens and log-probabilities."""
-    sampler = Sampler(NUM_ROWS, VOCAB_SIZE, "cpu", processors=[Doubled()], group=group)
+    sampler = Sampler(RowFields(NUM_ROWS, "cpu"), VOCAB_SIZE, processors=[Doubled()], group=group)
     masked = ["min_tokens" not in kind and kind in (KINDS["masked"], KINDS["masked, filtered"]) for kind in kinds]
     for row, kind in enumerate(kinds):
         sampler.add_row(row, SamplingParams(**kind), seed + row, [1, LAST, 50, 7], 2, {EOS}, masked=masked[row])  # type: ignore[arg-type]
@@ -141,7 +140,7 @@ def test_few_numbers_are_exchanged(name: str, most: int) -> None:
 
 def test_what_filters_cannot_do_with_few_candidates_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(check([KINDS["top-p"]], 1, 2)[0]) == VOCAB_SIZE // 2
-    monkeypatch.setattr(ranks_choice, "CANDIDATES", 4)
+    monkeypatch.setattr(ranks, "CANDIDATES", 4)
     assert max(check([KINDS["top-k"]], 1, 2)[0]) == VOCAB_SIZE // 2
 
 

@@ -7,14 +7,23 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
-from compiled_engine.messages import EngineRequest, RunnerOutput
+from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
+from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 from compiled_engine.scheduling.scheduler import Scheduler
 
 
-def bare_scheduler(**changes: Any) -> Scheduler:
+def bare_scheduler(most_new_tokens: int = 1, **changes: Any) -> Scheduler:
     limits = {"max_num_seqs": 4, "max_num_batched_tokens": 8, "max_model_len": 20, "policy": "fcfs"} | changes
-    return Scheduler(SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True), num_blocks=3, vocab_size=11)
+    config, cache = SchedulerConfig(**limits), CacheConfig(4, None, 0.9, True)
+    return Scheduler(config, cache, num_blocks=3, vocab_size=11, most_new_tokens=most_new_tokens)
+
+
+def next_step(scheduler: Scheduler) -> SchedulerOutput:
+    step = scheduler.schedule()
+    assert step is not None
+    return step
 
 
 def request_of(num_tokens: int, request_id: str = "a") -> EngineRequest:
@@ -66,3 +75,32 @@ def test_one_step_at_a_time() -> None:
 
 def test_without_requests_there_is_no_step() -> None:
     assert bare_scheduler().schedule() is None
+
+
+def test_a_step_yields_no_more_tokens_than_it_may() -> None:
+    scheduler = bare_scheduler()
+    scheduler.add(request_of(3))
+    step = next_step(scheduler)
+    with pytest.raises(RuntimeError, match="step 1 yields several tokens for a request; allowed: one"):
+        scheduler.update(step, RunnerOutput([1, 2], counts=[2]))
+    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler.add(request_of(3))
+    scheduler.update(next_step(scheduler), RunnerOutput([1], counts=[1]))
+    step = next_step(scheduler)
+    with pytest.raises(RuntimeError, match="request 'a' gets 5 tokens; allowed: 0 to 4"):
+        scheduler.update(step, RunnerOutput([1] * 5, counts=[5]))
+
+
+@pytest.mark.parametrize("why", sorted(NO_TOKENS))
+def test_what_comes_before_an_error_is_given_out(why: int) -> None:
+    """A row of several tokens may end in a place where there is none."""
+    scheduler = bare_scheduler(most_new_tokens=4)
+    scheduler.add(EngineRequest("a", (1, 2), SamplingParams(logprobs=0)))
+    rows = LogprobRows.of([TokenLogprobs((token,), (-1.0,), 1) for token in range(4)])
+    for tokens in ([1], [2, 3, why, 4]):
+        result = RunnerOutput(tokens, rows.select(slice(len(tokens))), counts=[len(tokens)])
+        (output,) = scheduler.update(next_step(scheduler), result)
+    assert (output.new_token_ids, output.finish_reason) == ((2, 3), "error")
+    assert output.logprobs == rows.select(slice(2))
+    assert not scheduler.has_unfinished()
+    scheduler.check_integrity()

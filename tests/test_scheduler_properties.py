@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from fake_runner import VOCAB_SIZE
@@ -35,6 +36,12 @@ sampling_params = st.builds(
 )
 
 
+def yields_of(seed: int) -> Callable[[int], int]:
+    """How many tokens of the most that there may be a request gets: any number, and often all."""
+    rng = random.Random(seed)
+    return lambda most: rng.choice([*range(most + 1), most])
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Requests come, go and fail at every moment, in flight too; ids and prompts are used again and again."""
 
@@ -53,10 +60,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         lanes=st.sampled_from(LANES),
+        most_new_tokens=st.sampled_from([1, 1, 2, 4]),
+        seed=st.integers(0, 99),
     )
-    def start(self, lanes: tuple[int, int], **limits: int | str | bool | None) -> None:
+    def start(
+        self, lanes: tuple[int, int], budget: int, most_new_tokens: int, seed: int, **limits: int | str | bool | None
+    ) -> None:
         steps_in_flight, num_lanes = lanes
-        self.engine = SimulatedEngine(steps_in_flight=steps_in_flight, num_lanes=num_lanes, **limits)  # type: ignore[arg-type]
+        self.engine = SimulatedEngine(
+            steps_in_flight=steps_in_flight,
+            num_lanes=num_lanes,
+            budget=max(budget, most_new_tokens),
+            most_new_tokens=most_new_tokens,
+            yields=yields_of(seed),
+            **limits,  # type: ignore[arg-type]
+        )
 
     def free_ids(self) -> list[str]:
         return [i for i in IDS if i not in self.engine.live]
@@ -140,9 +158,12 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 @pytest.mark.parametrize(("steps_in_flight", "num_lanes"), [(1, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("most_new_tokens", [1, 4])
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**32))
-def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, num_lanes: int, seed: int) -> None:
+def test_a_heavy_load_is_served_in_full(
+    policy: str, steps_in_flight: int, num_lanes: int, most_new_tokens: int, seed: int
+) -> None:
     """Dozens of requests over shared prefixes, in pools from ample to so small that most are preempted."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8, 16])
@@ -150,13 +171,15 @@ def test_a_heavy_load_is_served_in_full(policy: str, steps_in_flight: int, num_l
     engine = SimulatedEngine(
         block_size=block_size,
         num_blocks=rng.choice([60, 100, 200, 1000]) // block_size,
-        budget=rng.choice([1, 3, 16, 100]),
+        budget=max(rng.choice([1, 3, 16, 100]), most_new_tokens),
         max_num_seqs=rng.choice([1, 4, 32]),
         max_model_len=rng.choice([40, 80]),
         policy=policy,
         prefix_caching=rng.random() < 0.8,
         steps_in_flight=steps_in_flight,
         num_lanes=num_lanes,
+        most_new_tokens=most_new_tokens,
+        yields=yields_of(seed),
     )
     roots = [[rng.randrange(11) for _ in range(30)] for _ in range(3)]
     for i in range(60):

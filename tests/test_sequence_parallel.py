@@ -26,7 +26,6 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.registry import registered_passes
 from compiled_engine.passes.sequence_parallel_op import sequence_parallel_norm
-from compiled_engine.passes.structure import Structure
 from compiled_engine.passes.verifier import VerificationError
 from compiled_engine.resolve.engine import resolve
 
@@ -50,8 +49,8 @@ def run_on_a_rank(
 ) -> tuple[fx.GraphModule, dict[str, PassReport]]:
     """Every pass, on a graph of one of two ranks. The first, which divides it, has a verifier and tests of its own."""
     config, graphs = graphs_of_a_rank(family, num_layers)
-    first, passes = structure_passes(config, compile_range, None), passes or registered_passes()
     module = graphs.for_range(compile_range)
+    first, passes = structure_passes(config, module.graph, compile_range, None), passes or registered_passes()
     names = [graph_pass.name for graph_pass in (*first, *passes)]
     with in_group(StandIn(2)):
         run_passes(module.graph, first, names, compile_range, CPU)
@@ -76,13 +75,10 @@ def test_a_sum_that_something_else_reads_stays_whole() -> None:
     """And with it all sums before it, whose rows it needs."""
 
     @dataclass(frozen=True)
-    class Reader:
+    class Reader(GraphPass):
         name: str = "reader"
 
-        def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-            return None
-
-        def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+        def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
             return 0
 
         def run(self, graph: fx.Graph) -> PassResult:
@@ -104,7 +100,7 @@ def test_a_sum_that_something_else_reads_stays_whole() -> None:
 
 
 @dataclass(frozen=True)
-class Broken:
+class Broken(GraphPass):
     """A pass whose result is edited."""
 
     right: GraphPass
@@ -117,7 +113,7 @@ class Broken:
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
         return self.right.applicable(compile_range, device_type)
 
-    def contract(self, structure: Structure, compile_range: CompileRange) -> int:
+    def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
         return 0
 
     def run(self, graph: fx.Graph) -> PassResult:

@@ -18,7 +18,7 @@ from serve_process import SMALL, Served, served
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
-from compiled_engine.cli.config_file import read_config_file
+from compiled_engine.cli.arguments import read_config_file
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from running_server import RunningServer, error_of
 
 from compiled_engine.server.errors import ApiError
 from compiled_engine.server.form_checks import MOST_WAITING, THREADS, FormChecks
+from compiled_engine.server.json_body import MOST_CONTAINERS
 from compiled_engine.server.options import Limits
 from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTES
 
@@ -24,6 +25,7 @@ LIMITS = Limits()
 MOST_LATENCY_S = 2.0
 LINE = "def f(x):\n    return x + 1  # words and more words\n"
 VOCABULARY = list(range(4096))
+PART = {"type": "text", "text": "x"}
 
 
 def text(length: int) -> str:
@@ -44,11 +46,13 @@ TRIED: dict[str, tuple[tuple[str, Any], int, str | None]] = {
     "a long prompt of which the end is taken": (completion(prompt=text(2 << 20), truncate_prompt_tokens=9), 200, None),
     "a long text to tokenise": (("/tokenize", {"prompt": text(4 << 20)}), 200, None),
     "as many token ids as values": (completion(prompt=[5] * (LIMITS.max_json_values - 3)), 400, "prompt"),
+    "as many prompts as arrays": (completion(prompt=[[5]] * (MOST_CONTAINERS - 2)), 400, "prompt"),
+    "more arrays": (completion(prompt=[[5]] * (LIMITS.max_json_values // 2)), 400, None),
+    "as many parts as objects": (chat([PART] * (MOST_CONTAINERS - 4)), 400, "messages"),
+    "more objects": (chat([PART] * (LIMITS.max_json_values // 2 - 9)), 400, None),
     "more values": (completion(prompt=[5] * (LIMITS.max_json_values + 1)), 400, None),
-    "many prompts": (completion(prompt=[[5]] * (LIMITS.max_json_values // 2)), 400, "prompt"),
     "as many prompts as completions": (completion(prompt=["x"] * LIMITS.max_completions), 200, None),
     "many tokens to detokenise": (("/detokenize", {"tokens": [11] * (LIMITS.max_json_values - 1)}), 200, None),
-    "many parts": (chat([{"type": "text", "text": "x"}] * 300_000), 400, "messages"),
     "many bad words": (completion(bad_words=["ab" * 512] * LIMITS.max_token_list), 200, None),
     "log-probabilities of a prompt": (completion(prompt=[5] * 250, n=128, prompt_logprobs=20), 200, None),
     "more of them": (
@@ -102,6 +106,26 @@ def test_a_bound_holds_and_others_are_answered_meanwhile(
     while len(latencies) <= before:
         time.sleep(0.01)
     assert max(latencies[before:]) < MOST_LATENCY_S
+
+
+@pytest.mark.parametrize(
+    ("asked", "field"),
+    [
+        (completion(prompt=text(300_000)), "prompt"),
+        (completion(prompt=text(300_000), add_special_tokens=False), "prompt"),
+        (chat(text(300_000)), "messages"),
+        (chat(text(300_000) + "<|im_end|>"), "messages"),
+    ],
+    ids=["prompt", "prompt without special tokens", "chat", "chat with what looks like a special token"],
+)
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(
+    asked: tuple[str, Any], field: str, server: RunningServer
+) -> None:
+    path, body = asked
+    response = httpx.post(server.url + path, json=body, timeout=60)
+    error = error_of(response)
+    assert (response.status_code, error["param"], error["code"]) == (400, field, "context_length_exceeded")
+    assert "got at least" in error["message"]
 
 
 def test_memory_comes_back(server: RunningServer) -> None:

@@ -13,7 +13,12 @@ from hypothesis import strategies as st
 from running_server import RunningServer, error_of
 
 from compiled_engine.frontend.outputs import Logprob
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.server.completion_protocol import CompletionRequest
+from compiled_engine.server.errors import ApiError
 from compiled_engine.server.logprob_shapes import chat_logprobs
+from compiled_engine.server.options import Limits
+from compiled_engine.server.sampling_fields import sampling_params
 
 JSON = {"content-type": "application/json"}
 
@@ -104,6 +109,17 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any, nothing:
 def test_all_of_the_most_likely_tokens_are_shown() -> None:
     entry = {token: Logprob(-float(token), token + 1, str(token)) for token in range(7)}
     assert [len(chat_logprobs([entry], top).content[0].top_logprobs) for top in (0, 3, -1)] == [0, 3, 7]
+
+
+def test_all_log_probabilities_may_be_asked_for_where_their_number_has_no_bound() -> None:
+    def asked(max_logprobs: int) -> SamplingParams:
+        fields = CompletionRequest(prompt="x", prompt_logprobs=-1)
+        limits = Limits(max_logprobs=max_logprobs)
+        return sampling_params(fields, SamplingParams(), limits, 256)
+
+    assert asked(-1).prompt_logprobs == -1
+    with pytest.raises(ApiError, match="prompt_logprobs must be at most 20, got -1"):
+        asked(20)
 
 
 def test_entries_of_the_vocabulary(server: RunningServer) -> None:

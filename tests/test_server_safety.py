@@ -350,6 +350,9 @@ def test_long_prompts_are_tokenised_beside_the_event_loop(client: httpx.Client, 
 
         num_encoded = num_in_loop = 0
 
+        def fewest_tokens(self, text: str) -> int:
+            return 1
+
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
             assert not add_special_tokens
             self.num_encoded += 1

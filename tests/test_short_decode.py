@@ -26,8 +26,8 @@ from compiled_engine.attention.backends.short_decode import (
     ShortTiles,
     short_contexts,
     short_decode,
+    short_decode_kernel,
 )
-from compiled_engine.attention.backends.short_decode_kernel import short_decode_kernel
 from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of
 from compiled_engine.attention.op import attend
 from compiled_engine.passes import rope_attend as op

@@ -10,7 +10,7 @@ from planned_models import NUM_LAYERS, NUM_TOKENS, config_of, inputs, planned
 from compiled_engine.graphs.compiler.plan import Plan
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import stitch
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.stages import ParameterPlaces, divide_layers, parameter_places, stages_of
@@ -32,16 +32,15 @@ def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[
     config = config_of(family)
     places = parameter_places(build_model(config.local_model), config.local_model)
     model = build_model(config.local_model)
-    parameters = materialize(model, {}, CPU)
-    fill_with_random_weights(model, 0)
-    named = dict(model.named_parameters(remove_duplicate=False))  # a tied one under each of its names
     caches = [torch.zeros(shape, dtype=config.model.dtype) for shape in config.model.kv_shapes(1, 16)]
     for compile_range in RANGES:
         plan, pieces = planned(config, compile_range, fused=fused)
         is_cpp = compile_range.small and not config.model.experts.count
         assert any(step.op == "compiled_engine::rope_attend" for step in plan.steps) == (fused or is_cpp)
-        packed = {name: torch.cat([parameters[m] for m in members]) for name, members in plan.packed().items()}
-        given = parameters | packed
+        weights = materialize(model, (*parameters_of(model), *plan.parameters), CPU)
+        fill_with_random_weights(weights, 0)
+        named = dict(model.named_parameters(remove_duplicate=False))  # a tied one under each of its names
+        given = weights.tensors
         expected = stitch(plan, pieces, given)(*inputs(), caches)
         found = None
         for stage in stages_of(stage_layers, NUM_LAYERS):
@@ -49,7 +48,8 @@ def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[
             forward = StageForward(stitch(part.plan, pieces, given), part, found)
             assert forward.received_row_bytes * NUM_TOKENS == (0 if found is None else found.numel())
             found = forward(*inputs(), [torch.zeros_like(caches[layer]) for layer in stage.layers])
-            needed = part.plan.parameters() | (places.of_logits if stage.is_last else frozenset())
+            read = {leaf.name for parameter in part.plan.parameters for leaf in parameter.leaves()}
+            needed = read | (places.of_logits if stage.is_last else frozenset())
             assert {id(named[name]) for name in needed & named.keys()} == {
                 id(named[name]) for name in places.of_stage(stage)
             }

@@ -33,7 +33,7 @@ def main():
 PLACE = """
 from compiled_engine.models.checkpoint.build_model import build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
@@ -41,8 +41,8 @@ from compiled_engine.resolve.engine import resolve
 def main():
     config = resolve(EngineOptions(**options))
     model = build_tensors(config.model, None)
-    materialize(model, {}, config.device)
-    load_weights(model, config.model, SilentProgress())
+    weights = materialize(model, parameters_of(model), config.device)
+    load_weights(weights, model, config.model, SilentProgress())
 """
 SHOW = """
 import json, sys

@@ -7,16 +7,13 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from compiled_engine import LLM, Logprob, SamplingParams
-from compiled_engine.other_engines.keywords import KEYWORDS
 from compiled_engine.other_engines.methods import ARGUMENTS, MISSING
-from compiled_engine.other_engines.rows import Honoured, Nested, Only, Row, WithoutEffect
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "switching.md"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -198,57 +195,6 @@ def test_a_name_that_nobody_has_is_an_ordinary_error(llm: LLM) -> None:
 
 def test_no_method_is_said_to_be_missing_that_is_there(llm: LLM) -> None:
     assert [name for name in MISSING if name in dir(llm)] == []
-
-
-def table(heading: str, lines: list[str]) -> str:
-    columns = heading.count("|") - 1
-    return "\n".join([heading, "|" + " --- |" * columns, *lines]) + "\n"
-
-
-def honoured(rows: dict[str, Row], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for name, row in rows.items():
-        if isinstance(row, Nested):
-            yield from honoured(dict(row.rows), f"{name}: ")
-        elif isinstance(row, Honoured):
-            yield f"`{prefix}{name}`", row.means
-
-
-def expected_tables() -> list[str]:
-    """What docs/switching.md has to hold, made from the table in the code."""
-    same = [name for name, means in honoured(KEYWORDS) if name == means]
-    meanings = defaultdict(list)
-    for name, means in honoured(KEYWORDS):
-        if name != means:
-            meanings[means].append(name)
-    advice = defaultdict(list)
-    reasons = defaultdict(list)
-    for name, row in KEYWORDS.items():
-        if isinstance(row, Only):
-            values = [repr(value) for value in row.values]
-            advice[row.feature, row.instead].append(f"`{name}`" + (f" ({', '.join(values)})" if values else ""))
-        elif isinstance(row, WithoutEffect):
-            reasons[row.reason].append(f"`{name}`")
-    missing = defaultdict(list)
-    for name, instead in MISSING.items():
-        missing[instead].append(f"`{name}`")
-    return [
-        ", ".join(same),
-        table("| keyword | here |", [f"| {', '.join(names)} | {means} |" for means, names in meanings.items()]),
-        table(
-            "| not supported | keywords (values that do not ask for it) | instead |",
-            [f"| {feature} | {', '.join(names)} | {instead} |" for (feature, instead), names in advice.items()],
-        ),
-        table("| why | keywords |", [f"| {reason} | {', '.join(names)} |" for reason, names in reasons.items()]),
-        table(
-            "| attributes | instead |", [f"| {', '.join(names)} | {instead} |" for instead, names in missing.items()]
-        ),
-    ]
-
-
-def test_the_document_has_the_tables_of_the_code() -> None:
-    text = DOCUMENT.read_text()
-    for expected in expected_tables():
-        assert expected in text, f"docs/switching.md should have:\n{expected}"
 
 
 def test_the_example_prints_what_the_text_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,16 +16,17 @@ from compiled_engine.bench.family_comparison import verified_passes
 from compiled_engine.collectives.group import StandIn, current_group, in_group
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.cache.key import cache_factors
-from compiled_engine.graphs.compiler.build import apply_passes, trace_whole
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trace_whole
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.parallel.shards import Section, Shard
 from compiled_engine.parallel_config import ParallelConfig
 from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.manager import ContractError, run_passes
+from compiled_engine.passes.matching import aten, emit, is_call
 from compiled_engine.passes.tensor_parallel import TensorParallel, all_reduce
 from compiled_engine.passes.verifier import VerificationError
 from compiled_engine.resolve.parallel import DIVISIBLE
@@ -49,7 +50,7 @@ def config_of(family: Family, num_ranks: int, num_layers: int = 2, **changes: ob
 
 
 def traced(config: EngineConfig) -> TracedGraph:
-    return trace(without_storage(build_model(config.local_model), CPU), example_inputs(config))
+    return trace_rank(config, build_model(config.local_model))
 
 
 CASES = [*((family, 2) for family in FAMILIES if family.architecture in DIVISIBLE), (BIASED, 4)]
@@ -105,6 +106,18 @@ def test_a_missing_sum_is_found() -> None:
     kept = tuple(r for r in result.replacements if r.after is not lost)
     with pytest.raises(VerificationError, match="tensor_parallel"):
         graph_pass.verify(graph, replace(result, replacements=kept), compile_range, CPU)
+
+
+def test_a_sum_that_finds_no_place_is_an_error_in_any_mode() -> None:
+    config = config_of(LLAMA, 2)
+    compile_range = CompileRange(1, 256)
+    graph = traced(config).for_range(compile_range).graph
+    product = [node for node in graph.nodes if is_call(node, aten.mm.default)][3]  # the output projection
+    with graph.inserting_before(product):
+        weight = emit(graph, aten.clone.default, product.args[1])
+    product.update_arg(1, weight)
+    with pytest.raises(ContractError, match=r"tensor_parallel matched 4 times .* its contract is 5"):
+        run_passes(graph, [TensorParallel(shards_of(config), 2)], {"tensor_parallel"}, compile_range, CPU)
 
 
 def test_the_key_has_the_number_of_ranks_and_not_who_runs_them() -> None:

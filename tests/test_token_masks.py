@@ -151,14 +151,23 @@ def test_a_request_is_aborted_in_flight(llm: LLM) -> None:
     assert last.outputs[0].token_ids == expected
 
 
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> list[list[int]]:
+    """The tokens of three requests that run alone, the first and the last with a mask."""
+    good = SamplingParams(**RANDOM, token_mask=ByLastToken(llm.config.model.vocab_size))
+    params = [good, SamplingParams(**RANDOM), good]
+    return [generate(llm, [p], [s])[0].token_ids for p, s in zip(PROMPTS, params, strict=True)]
+
+
 @pytest.mark.parametrize("way", WAYS_TO_FAIL)
 @pytest.mark.parametrize("failing_after", [0, 1, 4])
-def test_a_mask_that_fails_ends_its_request_alone(llm: LLM, way: str, failing_after: int) -> None:
+def test_a_mask_that_fails_ends_its_request_alone(
+    llm: LLM, way: str, failing_after: int, alone: list[list[int]]
+) -> None:
     vocab_size = llm.config.model.vocab_size
     good = SamplingParams(**RANDOM, token_mask=ByLastToken(vocab_size))
     bad = SamplingParams(**RANDOM, token_mask=ByLastToken(vocab_size, failing_after, way))
-    plain = SamplingParams(**RANDOM)
-    expected = [generate(llm, [p], [s])[0].token_ids for p, s in zip(PROMPTS, [good, plain, good], strict=True)]
+    plain, expected = SamplingParams(**RANDOM), alone
     completions = generate(llm, [*PROMPTS, PROMPTS[0]], [good, plain, bad, bad])
     assert [completion.token_ids for completion in completions[:2]] == expected[:2]
     for completion, whole in zip(completions[2:], (expected[2], expected[0]), strict=True):
@@ -166,8 +175,8 @@ def test_a_mask_that_fails_ends_its_request_alone(llm: LLM, way: str, failing_af
         assert completion.finish_reason == "error"
         assert str(completion.stop_reason).startswith("token_mask: ByLastToken.allowed ")
         assert f"after {failing_after} output tokens" in str(completion.stop_reason)
-    (alone,) = generate(llm, PROMPTS[2:], [bad])
-    assert (alone.token_ids, alone.finish_reason) == (expected[2][:failing_after], "error")
+    (by_itself,) = generate(llm, PROMPTS[2:], [bad])
+    assert (by_itself.token_ids, by_itself.finish_reason) == (expected[2][:failing_after], "error")
 
 
 @pytest.mark.gpu

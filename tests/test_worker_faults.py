@@ -22,6 +22,8 @@ from left_over import SOON_S, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, SamplingParams
+from compiled_engine.core.control import ControlError
+from compiled_engine.messages import ControlCall
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.child import import_path
 from compiled_engine.workers import monitor
@@ -151,6 +153,18 @@ def test_a_step_that_fails_on_all_ranks_alike_fails_alone() -> None:
             llm.generate(PROMPTS, with_fault("all"), use_tqdm=False)
         after = llm.generate(PROMPTS, SHORT, use_tqdm=False)
         assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
+
+
+def test_a_call_that_fails_on_ranks_fails_alone() -> None:
+    """It comes after the steps that were sent before it, and the ranks go on."""
+    with LLM(**ENGINE) as llm:
+        before = llm.generate(PROMPTS, SHORT, use_tqdm=False)
+        wrong = r"call is 'nothing'; allowed: metrics"
+        with pytest.raises(ControlError, match=rf"^rank 0 of 2: {wrong}; rank 1 of 2: {wrong}$"):
+            llm.core.executor.call(ControlCall("nothing"))
+        assert len(llm.core.executor.call(ControlCall("metrics"))) == 2
+        after = llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    assert [each.outputs for each in after] == [each.outputs for each in before]
 
 
 def test_a_rank_that_cannot_start() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.token_mask import num_words
 
 WAYS_TO_FAIL = ("raises", "allows nothing", "too long", "wrong type", "no array")

@@ -1,83 +1,35 @@
-"""What an attention backend is: the protocol that torch, cpp, triton and flash_attn implement."""
+"""The protocol of attention backends, which torch, cpp, triton and flash_attn implement."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from enum import Enum
 from typing import Protocol
 
 import torch
 
+from compiled_engine.attention.case import AttentionCase, Support
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
-from compiled_engine.config import ModelConfig
-
-
-class GraphSupport(Enum):
-    """In which CUDA graphs a backend's kernels may be captured."""
-
-    NEVER = "never"
-    UNIFORM_DECODE = "uniform decode"
-    ALWAYS = "always"
-
-
-@dataclass(frozen=True)
-class AttentionCase:
-    """The facts that decide whether a backend can run a model on a device."""
-
-    device_type: str
-    dtype: torch.dtype
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    sliding_window: int | None
-    soft_cap: float = 0.0
-    sinks: bool = False
-
-    @classmethod
-    def all_of(cls, model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
-        """One for each shape of heads that the model's layers have, in order; each names its narrowest window."""
-        windows = [window for window in model.sliding_windows if window is not None]
-        shapes = dict.fromkeys(model.heads_of(layer) for layer in range(model.num_layers))
-        return tuple(
-            cls(
-                device.type,
-                model.dtype,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                block_size,
-                min(windows, default=None),
-                model.attention_soft_cap,
-                model.attention_sinks,
-            )
-            for shape in shapes
-        )
 
 
 class AttentionBackend(Protocol):
-    """Stateless; all methods may be called inside a CUDA graph capture that `graph_support` allows.
+    """Stateless; all methods may be called inside a CUDA graph capture that `accept` allows.
 
-    A backend that derives from this class need not define `attend_unrotated`, `short_contexts` and `records_decodes`:
-    whether, on a CPU, what it calls for decodes follows from their number alone.
+    A backend that derives from this class plans nothing and has no kernels for unrotated queries unless it says so.
     """
 
     name: str
-    graph_support: GraphSupport
     default_block_size: int
-    records_decodes: bool = False
 
-    def unsupported(self, case: AttentionCase) -> str | None:
-        """Why this backend cannot run the case, naming the field and what is allowed; None when it can."""
+    def accept(self, case: AttentionCase) -> Support:
+        """Return what the backend offers for the case. Raises Refused where it cannot run it here."""
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        """How long `work_W` must be for batches of up to so many tokens and rows; 0 if the backend plans nothing."""
-        ...
+        """Return the length of `work_W` for batches of up to so many tokens and rows; 0 if nothing is planned."""
+        return 0
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        """Once a step, when the lengths are on the device: write into `inputs.work_W` what every `attend` reads."""
-        ...
+        """Write into `inputs.work_W` what every `attend` of a step reads, once its lengths are on the device."""
+        return
 
     def write_kv(
         self,
@@ -120,10 +72,3 @@ class AttentionBackend(Protocol):
         The slot of a request with one query is that of its last position, or -1.
         """
         return False
-
-    def short_contexts(self, case: AttentionCase, num_requests: int) -> tuple[int, ...]:
-        """Up to which contexts, ascending, so many decodes have kernels of their own in `attend_unrotated`.
-
-        A captured graph does not know how long contexts are, so such batches have graphs of their own.
-        """
-        return ()

@@ -20,9 +20,9 @@ from compiled_engine.bench.variants import (
     variants,
 )
 from compiled_engine.config import EngineConfig, GraphMode
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.keywords import make_options
 
 MAX_MODEL_LEN = 4096
 CPU_BATCH_SIZES = (1, 8)

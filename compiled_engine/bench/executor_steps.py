@@ -10,9 +10,9 @@ from typing import Any
 from compiled_engine.bench.engine_steps import STEP_SAMPLES, decode_steps_ms, outputs_needed
 from compiled_engine.bench.workloads import summary
 from compiled_engine.llm import LLM
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.keywords import make_options
 
 CONTEXT = 128
 EXECUTORS = ("in_process", "multiprocess")

@@ -19,14 +19,12 @@ import torch
 from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
 from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.machine import provenance
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_whole
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_rank, trace_whole
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve, resolve_device
-from compiled_engine.resolve.keywords import make_options
 from compiled_engine.sampling.params import SamplingParams
 
 # Largest difference of a log-probability in fp32.
@@ -176,8 +174,7 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
     given = OPTIONS | {"dtype": "float32", "compile_ranges": (8,), "verify_passes": True} | options
     del given["progress"]
     config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
-    inputs = example_inputs(config)
-    traced = trace(without_storage(build_model(config.local_model), config.device), inputs)
+    traced = trace_rank(config, build_model(config.local_model))
     whole = trace_whole(config, build_model)
     ranges = compile_ranges(config)
     return tuple(report for one in ranges for report in apply_passes(config, traced, one, whole)[1])

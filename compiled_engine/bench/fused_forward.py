@@ -9,15 +9,14 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.step_tensors import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.logits_head import read_logits_head
+from compiled_engine.graphs.compiler.logits_head import read_logits_head, read_logits_parameters
 from compiled_engine.graphs.compiler.logits_head_writer import write_logits_head
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
@@ -57,21 +56,17 @@ class FusedModel:
             rows = sorted((row for row, count in enumerate(step) if count), key=lambda row: step[row] > 1)
             spans = [range(computed[row], computed[row] + step[row]) for row in rows]
             ids = [sequences[row][position] for row, span in zip(rows, spans, strict=True) for position in span]
-            positions = [position for span in spans for position in span]
             blocks = [range(row * per_sequence, (row + 1) * per_sequence) for row in rows]
-            arguments = (
-                torch.tensor(ids, device=device),
-                torch.tensor(positions, device=device),
-                _inputs(spans, blocks, self.config),
-                kv_caches,
-            )
+            tensors = step_of(ids, spans, blocks, BLOCK_SIZE, device)
+            inputs = attention_inputs_of(tensors, self.config.attention_backend)
+            arguments = arguments_of(tensors, inputs, kv_caches)
             logprobs_TV = self._logits(len(ids), arguments).float().log_softmax(-1)
             for row, part in zip(rows, logprobs_TV.split([len(span) for span in spans]), strict=True):
                 found[row].append(part)
                 computed[row] += len(part)
         return [torch.cat(parts) for parts in found]
 
-    def _logits(self, num_tokens: int, arguments: tuple[Any, ...]) -> torch.Tensor:
+    def _logits(self, num_tokens: int, arguments: ForwardArguments) -> torch.Tensor:
         for compile_range, forward in self.forwards:
             if compile_range.small and num_tokens in compile_range:
                 return forward(*arguments)
@@ -93,37 +88,15 @@ def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
         plans.append((compile_range, *make_plan(module.graph, split(module.graph))))
         reports.append(found)
     model = build_tensors(config.model, None)
-    packed = {name: members for _, plan, _ in plans for name, members in plan.packed().items()}
-    tensors = materialize(model, packed, config.device)
-    load_weights(model, config.model, SilentProgress())
-    named = dict(model.named_parameters(remove_duplicate=False)) | tensors
+    with tempfile.TemporaryDirectory() as folder:
+        write_logits_head(Path(folder), traced.module.graph, with_code=True)
+        head, of_logits = read_logits_head(Path(folder), config.device.type), read_logits_parameters(Path(folder))
+    assert head is not None
+    parameters = dict.fromkeys(parameter for _, plan, _ in plans for parameter in plan.parameters)
+    weights = materialize(model, (*parameters, *of_logits), config.device)
+    load_weights(weights, model, config.model, SilentProgress())
     forwards = []
     for compile_range, plan, unique in plans:
         pieces = {key: piece_from_json(text)[0] for key, text in unique.items()}
-        forwards.append((compile_range, stitch(plan, pieces, named)))
-    with tempfile.TemporaryDirectory() as folder:
-        write_logits_head(Path(folder), traced.module.graph)
-        head = read_logits_head(Path(folder), config.device.type)
-    assert head is not None
-    return FusedModel(config, tuple(forwards), head(named), reports[0])
-
-
-def _inputs(spans: list[range], blocks: list[range], config: EngineConfig) -> AttentionInputs:
-    device = config.device
-    slots = [
-        table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-        for span, table in zip(spans, blocks, strict=True)
-        for position in span
-    ]
-    counts = torch.tensor([0, *map(len, spans)], dtype=torch.int32)
-    seq_lens = [span.stop for span in spans]
-    decodes = sum(len(span) == 1 for span in spans)
-    host = [decodes, max(map(len, spans)), max(seq_lens)]
-    return AttentionInputs(
-        query_start_loc_R1=counts.cumsum(0).int().to(device),
-        seq_lens_R=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_table_RB=torch.tensor([list(table) for table in blocks], dtype=torch.int32, device=device),
-        slot_mapping_T=torch.tensor(slots, dtype=torch.int64, device=device),
-        host_3=torch.tensor(host, dtype=torch.int32),
-        backend=config.attention_backend,
-    )
+        forwards.append((compile_range, stitch(plan, pieces, weights.tensors)))
+    return FusedModel(config, tuple(forwards), head(weights.tensors), reports[0])

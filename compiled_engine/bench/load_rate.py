@@ -17,7 +17,7 @@ from compiled_engine.bench.shapes import write_shape
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.process.progress import Progress
 
 READ_BYTES = 16 << 20
@@ -71,12 +71,12 @@ def measure(folder: Path, device: torch.device, progress: Progress, repeats: int
     if device.type == "cuda":
         torch.zeros(1, device=device)  # the CUDA context is not part of loading
     model = build_model(config)
-    materialize(model, {}, device)
+    weights = materialize(model, parameters_of(model), device)
     reads, loads, peaks = [], [], []
     for _ in range(repeats):
         reads.append(total / _timed(lambda: _read_all(files), device))
         with _host_peak() as peak:
-            loads.append(total / _timed(lambda: load_weights(model, config, progress), device))
+            loads.append(total / _timed(lambda: load_weights(weights, model, config, progress), device))
         peaks.append(peak[0])
     reads.sort()
     loads.sort()

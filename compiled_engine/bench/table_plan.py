@@ -16,8 +16,8 @@ from compiled_engine.bench.shapes import write_shape
 from compiled_engine.bench.table_rows import Limits, Row, Subject, chosen, known_rows
 from compiled_engine.bench.table_workloads import Start
 from compiled_engine.config import EngineConfig
+from compiled_engine.other_engines.translate import make_options
 from compiled_engine.resolve.engine import resolve, resolve_device
-from compiled_engine.resolve.keywords import make_options
 
 # Engine options that a start decides itself: its cache is empty, or has what the start before it compiled.
 OF_A_START = ("cache_dir", "compile_cache")

@@ -1,57 +1,101 @@
-"""Command-line arguments declared once, as tables, and given to every command that takes them."""
+"""The options of commands, from what is declared of the engine, of sampling and of the server.
+
+The command line comes before the environment, and that before a YAML file; the latter two are for `serve` alone.
+"""
 
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from compiled_engine.cli.errors import bad_input_is_reported
+from compiled_engine.near_names import unknown_name_message
 from compiled_engine.options import EngineOptions
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.schema import Declaration, JsonSchema, declarations, plain
 
 ENVIRONMENT = "COMPILED_ENGINE_"
 # Options whose variable the engine reads itself, as a default that need not be honoured.
 READ_BY_THE_ENGINE = ("cache_dir",)
+TYPES: dict[str, type] = {"integer": int, "number": float, "boolean": bool}
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One option of the command line, for the field `name` of a dataclass; absent unless it is given.
+    """A declared field as an option of the command line; absent unless it is given."""
 
-    type: of one value. flag: how it is written, if not as the field. convert: from what was written to what
-    the field takes.
-    """
+    declaration: Declaration
 
-    name: str
-    type: Any
-    help: str
-    flag: str | None = None
-    convert: Callable[[Any], Any] = lambda value: value
+    @property
+    def name(self) -> str:
+        return self.declaration.name
+
+    @property
+    def type(self) -> Any:
+        """The type that typer converts to."""
+        return _type(self.declaration.schema)
 
     @property
     def written(self) -> str:
-        """How it is written."""
-        return self.flag or f"--{self.name.replace('_', '-')}"
+        """How it is written: --max-num-seqs; --no-web-page where the default is True, --on/--no-on where it is None."""
+        if self.declaration.flag:
+            return self.declaration.flag
+        name = self.name.replace("_", "-")
+        if self.type is not bool:
+            return f"--{name}"
+        return {True: f"--no-{name}", False: f"--{name}", None: f"--{name}/--no-{name}"}[self.declaration.default]
 
     @property
     def variable(self) -> str:
         """The environment variable that stands in for it: the option's name, in capitals."""
         return ENVIRONMENT + self.written.split("/")[0].removeprefix("--").replace("-", "_").upper()
 
-    def parameter(self, panel: str, default: object = None, *, from_environment: bool = False) -> inspect.Parameter:
-        shows_nothing = default in (None, (), "") or isinstance(default, bool)
-        shown = ", ".join(map(str, default)) if isinstance(default, tuple) else default
-        text = self.help if shows_nothing else f"{self.help} Default: {shown}."
+    @property
+    def help(self) -> str:
+        """The meaning as a sentence, in plain text."""
+        text = ("do not " if self.negates else "") + self.declaration.text
+        text += "; may be repeated" * self.declaration.several + "; 0 for none" * self._may_be_emptied
+        shown = plain(text)
+        return f"{shown if text[0] == '`' else shown[0].upper() + shown[1:]}."
+
+    @property
+    def defaults(self) -> tuple[Any, ...]:
+        """The value or the values that hold without it; none where its name says it."""
+        default = self.declaration.default
+        if default in (None, (), "") or isinstance(default, bool):
+            return ()
+        return default if isinstance(default, tuple) else (default,)
+
+    @property
+    def default(self) -> str:
+        """What holds without it, as a sentence that may be empty."""
+        shown, meaning = ", ".join(map(str, self.defaults)), plain(self.declaration.default_is)
+        if shown and meaning:
+            return f" Default: {shown} ({meaning})."
+        return f" Default: {shown or meaning}." if shown or meaning else ""
+
+    def converted(self, value: Any) -> Any:
+        """From what typer has read to what the field takes."""
+        if self.negates:
+            return not value
+        if self.declaration.several:
+            return () if self._may_be_emptied and value == [0] else tuple(value)
+        if isinstance(value, Path):
+            return str(value)
+        is_number = "anyOf" in self.declaration.schema and value.isdecimal()
+        return int(value) if is_number else value
+
+    def parameter(self, panel: str, *, from_environment: bool, with_default: bool) -> inspect.Parameter:
         variable = self.variable if from_environment and self.name not in READ_BY_THE_ENGINE else None
         option = typer.Option(
             None,
             self.written,
-            help=text,
+            help=self.help + self.default * with_default,
             rich_help_panel=panel,
             show_default=False,
             envvar=variable,
@@ -59,162 +103,52 @@ class Argument:
         )
         return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=self.type | None)
 
+    @property
+    def negates(self) -> bool:
+        """Whether it asks for the contrary of the meaning."""
+        return self.declaration.default is True
 
-def block_size(value: str) -> int | str:
-    return int(value) if value.isdecimal() else value
+    @property
+    def _may_be_emptied(self) -> bool:
+        """Whether an empty list differs from none, and 0 is no entry, so that it can stand for the former."""
+        items = self.declaration.schema.get("items", {})
+        return self.declaration.default is None and items.get("minimum") == 1
 
 
-ENGINE_ARGUMENTS = (
-    Argument(
-        "model",
-        str,
-        "Checkpoint folder in Hugging Face layout, or org/name or org/name@revision of the Hugging Face Hub. Without "
-        "it: the bundled model.",
-    ),
-    Argument("tokenizer", str, "Folder or name of the tokenizer, when it is not the model's."),
-    Argument("revision", str, "Branch, tag or commit of a model from the hub. Default: its main branch."),
-    Argument("tokenizer_revision", str, "The same for the tokenizer."),
-    Argument("download_dir", Path, "Where files from the hub are kept, instead of its own cache.", convert=str),
-    Argument(
-        "skip_tokenizer_init",
-        bool,
-        "Load no tokenizer: prompts are token ids, outputs have no text.",
-        flag="--skip-tokenizer-init",
-    ),
-    Argument("mode", str, "eager, compiled, graphed, or auto: graphed, as far as the device and the model allow."),
-    Argument("dtype", str, "auto, float32, bfloat16 or float16."),
-    Argument("device", str, "auto, cpu, cuda or cuda:N."),
-    Argument("max_model_len", int, "Most tokens of prompt and output together."),
-    Argument("max_num_seqs", int, "Most requests in one step."),
-    Argument("max_num_batched_tokens", int, "Most tokens in one step."),
-    Argument("max_prefill_tokens", int, "Most tokens of prompts in a step that other requests run in."),
-    Argument("block_size", str, "Tokens in a block of the KV cache, or auto.", convert=block_size),
-    Argument("num_blocks", int, "Blocks of the KV cache, instead of what fits into memory."),
-    Argument("gpu_memory_utilization", float, "Share of the device's memory to use, weights included."),
-    Argument(
-        "enable_prefix_caching",
-        bool,
-        "Compute every prompt whole, also where prompts begin alike.",
-        flag="--no-prefix-caching",
-        convert=operator.not_,
-    ),
-    Argument("scheduling_policy", str, "fcfs or priority."),
-    Argument(
-        "async_scheduling",
-        bool,
-        "Launch a step before the results of the one before it are known. Default: on CUDA.",
-        flag="--async-scheduling/--no-async-scheduling",
-    ),
-    Argument("seed", int, "Seed of all that is random."),
-    Argument("load_format", str, "auto, safetensors, or dummy: random weights."),
-    Argument(
-        "model_impl",
-        str,
-        "Whose code the model is: textbook, transformers, or auto: the textbook's where there is one.",
-    ),
-    Argument("attention_backend", str, "auto, torch, triton or flash_attn."),
-    Argument("passes", list[str], "FX pass to run, instead of all; may be repeated.", flag="--pass", convert=tuple),
-    Argument(
-        "disable_passes",
-        list[str],
-        "FX pass to leave out; may be repeated.",
-        flag="--disable-pass",
-        convert=tuple,
-    ),
-    Argument("strict_passes", bool, "Fail if a pass matches less often than it must.", flag="--strict-passes"),
-    Argument("verify_passes", bool, "Execute every rewrite, before and after, and compare.", flag="--verify-passes"),
-    Argument(
-        "compile_ranges",
-        list[int],
-        "Compile once more for batches of up to so many tokens; may be repeated; 0 for none.",
-        flag="--compile-range",
-        convert=lambda sizes: () if sizes == [0] else tuple(sizes),
-    ),
-    Argument("compile_workers", int, "Processes that compile; 0 compiles in this one."),
-    Argument(
-        "graph_mode",
-        str,
-        "auto, none, piecewise, full, full_decode_only, full_and_piecewise or breakable: what CUDA graphs hold; on a "
-        "CPU auto, none or recorded.",
-    ),
-    Argument(
-        "capture_sizes",
-        list[int],
-        "Number of decodes to capture as a CUDA graph, instead of the default rule; may be repeated.",
-        flag="--capture-size",
-        convert=tuple,
-    ),
-    Argument(
-        "capture_token_sizes",
-        list[int],
-        "The same for batches with prefills, by their tokens; may be repeated.",
-        flag="--capture-token-size",
-        convert=tuple,
-    ),
-    Argument(
-        "background_capture",
-        bool,
-        "Capture between the steps of the first requests, not before them.",
-        flag="--background-capture",
-    ),
-    Argument("cache_dir", Path, "Where compiled artifacts are kept.", convert=str),
-    Argument("compile_cache", bool, "Keep no compiled artifacts.", flag="--no-cache", convert=operator.not_),
-    Argument("generation_config", str, "auto: the checkpoint's defaults for sampling; none: ignore them."),
-    Argument("tensor_parallel_size", int, "Devices that compute each layer together, one process a device."),
-    Argument("pipeline_parallel_size", int, "Stages that the layers are divided into, on devices of their own."),
-    Argument("data_parallel_size", int, "Replicas of the model, each on devices of its own."),
-    Argument(
-        "sequence_parallel",
-        bool,
-        "With several devices a layer, each normalises a share of the tokens of long prefills.",
-        flag="--sequence-parallel",
-    ),
-    Argument("collectives", str, "auto or nccl: what carries sums between GPUs."),
-    Argument("distributed_executor", str, "auto, in_process, multiprocess or ray: who runs the devices."),
-    Argument(
-        "logits_processors",
-        list[str],
-        "Logits processor, as package.module:Name; may be repeated.",
-        flag="--logits-processor",
-        convert=tuple,
-    ),
-    Argument("profile_dir", Path, "Where a profile is written to.", convert=str),
-)
+def _type(schema: JsonSchema) -> Any:
+    if schema.get("type") == "array":
+        return list[_type(schema["items"])]  # type: ignore[misc]
+    return Path if schema.get("format") == "path" else TYPES.get(schema.get("type", ""), str)
 
-SAMPLING_ARGUMENTS = (
-    Argument("max_tokens", int, "Most tokens to generate."),
-    Argument("min_tokens", int, "Tokens to generate before an end-of-sequence token may come."),
-    Argument("temperature", float, "0 takes the most likely token."),
-    Argument("top_p", float, "Sample from the most likely tokens that reach this probability together."),
-    Argument("top_k", int, "Sample from this many most likely tokens; 0 for all."),
-    Argument("min_p", float, "Leave out tokens less likely than this times the most likely one."),
-    Argument("repetition_penalty", float, "Above 1: tokens that were there become less likely."),
-    Argument("presence_penalty", float, "Subtracted from the logits of tokens generated so far."),
-    Argument("frequency_penalty", float, "The same, once for each time."),
-    Argument("n", int, "Completions of each prompt."),
-    Argument("stop", list[str], "Stop at this text; may be repeated."),
-    Argument("stop_token_ids", list[int], "Stop at this token; may be repeated.", flag="--stop-token-id"),
-    Argument("ignore_eos", bool, "Go on after an end-of-sequence token.", flag="--ignore-eos"),
-    Argument("logprobs", int, "Log-probabilities of this many tokens for each position (with --json)."),
-)
+
+def arguments_of(options: type[Any]) -> tuple[Argument, ...]:
+    """The options of the command line that a dataclass declares: all whose values can be written there."""
+    return tuple(
+        Argument(each) for each in declarations(options) if each.flag is not None and _can_be_written(each.schema)
+    )
+
+
+def _can_be_written(schema: JsonSchema) -> bool:
+    if schema.get("type") == "array":
+        return _can_be_written(schema["items"]) and schema["items"].get("type") != "array"
+    return bool(schema) and schema.get("type") != "object"
+
+
+ENGINE_ARGUMENTS = arguments_of(EngineOptions)
+SAMPLING_ARGUMENTS = arguments_of(SamplingParams)
 
 Command = Callable[..., Any]
 
 
 def takes_engine_options(command: Command) -> Command:
     """Let `command(engine=...)` have the engine's options, and get those that were given as a dict."""
-    return takes_options(command, "engine", "Engine", ENGINE_ARGUMENTS, engine_defaults())
-
-
-def engine_defaults() -> dict[str, Any]:
-    """The engine's options, each with its default."""
-    return {field.name: field.default for field in fields(EngineOptions)}
+    return takes_options(command, "engine", "Engine", ENGINE_ARGUMENTS)
 
 
 def takes_sampling_params(command: Command) -> Command:
     """Let `command(sampling=...)` have sampling parameters, and get those that were given as a dict."""
     panel = "Sampling (if not given: the checkpoint's defaults)"
-    return takes_options(command, "sampling", panel, SAMPLING_ARGUMENTS, {})
+    return takes_options(command, "sampling", panel, SAMPLING_ARGUMENTS, with_defaults=False)
 
 
 def takes_options(
@@ -222,18 +156,16 @@ def takes_options(
     keyword: str,
     panel: str,
     arguments: Sequence[Argument],
-    defaults: Mapping[str, Any],
     *,
     from_environment: bool = False,
+    with_defaults: bool = True,
 ) -> Command:
     """Let `command(keyword=...)` have more options, and get those that were given as a dict.
 
-    What typer reads is a command's signature, so that is what is put together.
+    typer reads the signature of a command, so that is completed here.
     """
-    added = [
-        argument.parameter(panel, defaults.get(argument.name), from_environment=from_environment)
-        for argument in arguments
-    ]
+    shown = {"from_environment": from_environment, "with_default": with_defaults}
+    added = [argument.parameter(panel, **shown) for argument in arguments]
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != keyword]
 
@@ -243,7 +175,7 @@ def takes_options(
             value = values.pop(argument.name)
             if value not in (None, []):
                 with bad_input_is_reported((ValueError,)):
-                    given[argument.name] = argument.convert(value)
+                    given[argument.name] = argument.converted(value)
         return command(**values, **{keyword: given})
 
     wrapper.__name__ = command.__name__
@@ -254,7 +186,7 @@ def takes_options(
 
 
 def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[str]:
-    """What stands on a command line for these values; the reverse of reading them."""
+    """The command line that gives these values; the reverse of reading them."""
     words: list[str] = []
     for argument in arguments:
         if argument.name not in given:
@@ -268,3 +200,47 @@ def as_written(arguments: Sequence[Argument], given: Mapping[str, Any]) -> list[
         else:
             words += [argument.written, str(value)]
     return words
+
+
+def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """A callback for typer: the values of the file become the defaults of the command's options.
+
+    Raises typer.BadParameter for what is no such file, and for a name that no option has.
+    """
+    if path is None or context.resilient_parsing:
+        return path
+    try:
+        import yaml
+    except ImportError as error:
+        raise typer.BadParameter("a YAML file needs pyyaml: python -m pip install 'compiled-engine[serve]'") from error
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise typer.BadParameter(f"cannot read {str(path)!r}: {error}") from error
+    if not isinstance(values, dict):
+        raise typer.BadParameter(f"{str(path)!r} must hold option names with their values")
+    names = _names_of_options(context)
+    lists = {parameter.name for parameter in context.command.params if getattr(parameter, "multiple", False)}
+    defaults: dict[str, Any] = {}
+    for written, value in values.items():
+        name, negates = names.get(str(written).replace("-", "_"), (None, False))
+        if name is None:
+            raise typer.BadParameter(unknown_name_message(f"{str(path)!r} has the unknown option", str(written), names))
+        if isinstance(value, dict) or value is None:
+            raise typer.BadParameter(f"{written} in {str(path)!r} must be a value or a list, got {value!r}")
+        if negates and not isinstance(value, bool):
+            raise typer.BadParameter(f"{written} in {str(path)!r} must be true or false, got {value!r}")
+        several = name in lists and not isinstance(value, list)
+        defaults[name] = [value] if several else not value if negates else value
+    context.default_map = {**(context.default_map or {}), **defaults}
+    return path
+
+
+def _names_of_options(context: typer.Context) -> dict[str, tuple[str, bool]]:
+    """How options are written, without dashes; the names of their parameters, and whether the option negates it."""
+    names: dict[str, tuple[str, bool]] = {}
+    for parameter in context.command.params:
+        for written in (*parameter.opts, *parameter.secondary_opts):
+            if parameter.name is not None and written != "--config":
+                names[written.lstrip("-").replace("-", "_")] = parameter.name, written in parameter.secondary_opts
+    return names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +14,10 @@ from rich.table import Table
 
 from compiled_engine.bench.shapes import SHAPES
 from compiled_engine.cli.bench_ablation import ablation
-from compiled_engine.cli.bench_engine import AsJson, Repeats, command_line, print_json
+from compiled_engine.cli.bench_engine import AsJson, Repeats, aligned, command_line, console, print_json
 from compiled_engine.cli.bench_executor import executor
-from compiled_engine.cli.bench_families import families
+from compiled_engine.cli.bench_families import families, layouts
 from compiled_engine.cli.bench_http import http
-from compiled_engine.cli.bench_layouts import layouts
 from compiled_engine.cli.bench_plot import plot
 from compiled_engine.cli.bench_serve import serve
 from compiled_engine.cli.bench_startup import startup
@@ -90,9 +90,41 @@ def against_transformers(
     if as_json:
         print_json(result)
         return
-    from compiled_engine.cli.bench_text import console, print_beside_transformers
-
     print_beside_transformers(result, console())
+
+
+def print_beside_transformers(result: Mapping[str, Any], out: Console) -> None:
+    """A table for one request and one for many, the fastest way of transformers by name."""
+    repeats, model = result["repeats"], result["model"]
+    for name, requests in (("one", 1), ("many", result["workload"]["requests"])):
+        found = result["results"][name]
+        title = f"{model['name']}, {model['dtype']}, {result['machine']['device']}, requests: {requests}"
+        table = Table("", "threads", "tok/s", *_spread_headings(repeats), title=title)
+        table.add_row("engine", "", *_with_spread(found["engine"], 0, repeats))
+        for record in found["transformers"]:
+            row = _with_spread(record["tokens_per_s"], 0, repeats)
+            table.add_row(f"transformers {record['way']}", str(record["threads"]), *row)
+        out.print(aligned(table, 1))
+        out.print(
+            f"share of the memory bandwidth that the engine reads at: {found['bandwidth_share']:.0%}", highlight=False
+        )
+        fastest = found["fastest"]
+        if fastest is not None:
+            out.print(
+                f"{found['ratio']:.2f} times the fastest way of transformers: {fastest['way']}, threads:"
+                f" {fastest['threads']}",
+                highlight=False,
+            )
+
+
+def _spread_headings(repeats: int) -> list[str]:
+    """One measurement has no spread."""
+    return ["from", "to"] if repeats > 1 else []
+
+
+def _with_spread(measured: Mapping[str, Any], digits: int, repeats: int) -> list[str]:
+    values = [measured["median"], *(measured["spread"] if repeats > 1 else ())]
+    return [f"{value:,.{digits}f}" for value in values]
 
 
 @bench.command("load")

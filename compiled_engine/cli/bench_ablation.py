@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.bench_engine import (
@@ -14,9 +17,12 @@ from compiled_engine.cli.bench_engine import (
     Batch,
     Quick,
     ShapeName,
+    aligned,
     command_line,
+    console,
     engine_options,
     print_json,
+    print_rates,
 )
 from compiled_engine.cli.bench_plot import make_plot_folder, write_ablation
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
@@ -79,11 +85,60 @@ def ablation(
     if as_json:
         print_json(result)
     else:
-        from compiled_engine.cli.bench_text import print_ablation
-
         print_ablation(result)
     failed = [record for record in result["variants"] if "error" in record]
     for record in failed:
         typer.echo(f"compiled-engine: error: variant {record['name']!r} {record['error']}", err=True)
     if failed:
         raise typer.Exit(1)
+
+
+def ablation_table(result: Mapping[str, Any]) -> Table:
+    """A row a variant, medians; the last row has the bounds."""
+    from compiled_engine.bench.ablation_subject import measured
+
+    batches = list(result["bound"]["tpot_ms"])
+    with_kernels = any(record.get("kernels") for record in result["variants"])
+    with_memory = any(record.get("memory_bytes") for record in result["variants"])
+    headings = [f"{name}\nB={batch}, ms" for name in ("step", "TPOT") for batch in batches]
+    headings += ["mixed\nstep, ms", "prefill,\ntok/s", "start-up,\ns"]
+    headings += ["kernels"] * with_kernels + ["MiB\nwithout KV", "graphs MiB\n(predicted)"] * with_memory
+    model = result["model"]
+    device = result["machine"].get("gpu") or result["machine"]["processor"]
+    title = f"{model['name']}, {model['dtype']}, {device}"
+    table = aligned(Table("variant", *headings, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
+    for record in result["variants"]:
+        if not measured(record):
+            table.add_row(record["name"], "failed")
+            continue
+        row = [_median(record[name][batch], 3) for name in ("step_ms", "tpot_ms") for batch in batches]
+        row += [_median(record["mixed_step_ms"], 2), _median(record["prefill_tokens_per_s"], 0)]
+        row += [_median(record["start_up_s"], 1)]
+        row += [_median(record["kernels"], 0)] * with_kernels
+        row += _memory(record["memory_bytes"]) * with_memory
+        table.add_row(record["name"], *row)
+    bound = result["bound"]
+    row = [f"{bound[name][batch]:.3f}" for name in ("step_ms", "tpot_ms") for batch in batches]
+    table.add_section()
+    table.add_row("bound", *row, f"{bound['mixed_step_ms']:.2f}", f"{bound['prefill_tokens_per_s']:,.0f}")
+    return table
+
+
+def print_ablation(result: Mapping[str, Any]) -> None:
+    out = console()
+    out.print(ablation_table(result))
+    print_rates(result["rates"], out)
+    for note in result["notes"]:
+        out.print(note, highlight=False)
+
+
+def _median(measured: Mapping[str, Any] | None, digits: int) -> str:
+    return "" if measured is None else f"{measured['median']:,.{digits}f}"
+
+
+def _memory(measured: Mapping[str, Any] | None) -> list[str]:
+    if measured is None:
+        return ["", ""]
+    mebibytes = {name: figures["median"] / 2**20 for name, figures in measured.items()}
+    graphs = f"{mebibytes['graphs_used']:,.0f} ({mebibytes['graphs_predicted']:,.0f})"
+    return [f"{mebibytes['without_kv_cache']:,.0f}", graphs]

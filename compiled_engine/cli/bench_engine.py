@@ -1,4 +1,4 @@
-"""What the benchmark commands share: their options, and the engine or the options to measure."""
+"""What the benchmark commands share: their options, the engine or the options to measure, and tables of figures."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from compiled_engine.bench.shapes import SHAPES
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from compiled_engine.llm import LLM
 
 HIDDEN = "..."
+CACHES = "; a small model may stay in caches, and be faster"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 ShapeName = Annotated[str | None, typer.Option(help=f"Random weights of this shape: {', '.join(SHAPES)}.")]
@@ -54,8 +57,8 @@ def engine(options: Mapping[str, Any]) -> Iterator[LLM]:
 
 def resolved(options: Mapping[str, Any]) -> Any:
     """The configuration that these options give; nothing is loaded. ValueError or TypeError for a wrong one."""
+    from compiled_engine.other_engines.translate import make_options
     from compiled_engine.resolve.engine import resolve
-    from compiled_engine.resolve.keywords import make_options
 
     return resolve(make_options(options))
 
@@ -97,3 +100,27 @@ def without_password(url: str) -> str:
 
 def print_json(result: Any) -> None:
     typer.echo(json.dumps(result, indent=2))
+
+
+def console(width: int = 160) -> Console:
+    """Without a terminal nothing says how wide the output may be: `width`, wide enough for every column."""
+    return Console(width=None if sys.stdout.isatty() else width)
+
+
+def print_rates(rates: Mapping[str, Any], out: Console) -> None:
+    """What the bounds assume."""
+    out.print(
+        f"bound: {rates['bytes_per_s'] / 1e12:.3g} TB/s and {rates['flops_per_s'] / 1e12:.3g} TFLOP/s,"
+        f" {rates['source']}" + CACHES * (not rates["source"].startswith("known")),
+        style="dim",
+        highlight=False,
+    )
+
+
+def aligned(table: Table, num_names: int) -> Table:
+    """Figures to the right."""
+    for column in table.columns[num_names:]:
+        column.justify = "right"
+    for column in table.columns[:num_names]:
+        column.no_wrap = True
+    return table

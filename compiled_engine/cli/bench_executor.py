@@ -13,6 +13,7 @@ from compiled_engine.cli.bench_engine import (
     Repeats,
     ShapeName,
     command_line,
+    console,
     engine_options,
     print_json,
     require_fit,
@@ -65,8 +66,6 @@ def executor(
 
 def _show(results: list[dict[str, Any]]) -> None:
     from rich.table import Table
-
-    from compiled_engine.cli.bench_text import console
 
     table = Table("decodes", "in process, ms", "in a worker, ms", "longer, us", "ratio", title="A step, medians")
     for record in results:

@@ -9,12 +9,22 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
 
 from compiled_engine.bench.host import require_httptools
 from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, as_written, takes_engine_options
-from compiled_engine.cli.bench_engine import AsJson, ShapeName, command_line, engine_options, print_json, resolved
-from compiled_engine.cli.errors import bad_input_is_reported, written_to
-from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.cli.bench_engine import (
+    AsJson,
+    ShapeName,
+    aligned,
+    command_line,
+    console,
+    engine_options,
+    print_json,
+    resolved,
+)
+from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
 
 
 @takes_engine_options
@@ -94,6 +104,31 @@ def http(
     if as_json:
         print_json(result)
     else:
-        from compiled_engine.cli.serving_text import print_beside_offline
-
         print_beside_offline(result)
+
+
+def print_beside_offline(result: Mapping[str, Any]) -> None:
+    """A row for the engine itself and for each server."""
+    from compiled_engine.bench.serving.notes import notes
+
+    out = console()
+    title = f"{result['model']['name']}, {result['model']['dtype']}, requests: {result['workload']['num_requests']}"
+    headings = ["", "output tok/s", "of offline", "saturated,\nrequests/s", "steady,\nrequests/s"]
+    headings += ["TTFT\nmedian, ms", "TTFT\np99, ms", "ITL\nmedian, ms", "ITL\np99, ms", "ready\nafter, s"]
+    table = aligned(Table(*headings, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
+    ready = {name: f"{seconds['median']:.2f}" for name, seconds in result.get("ready_s", {}).items()}
+    offline = result["offline"]["output_throughput"]["median"]
+    table.add_row("offline", f"{offline:,.0f}", *[""] * 7, ready.get("offline", ""))
+    for server in result["servers"]:
+        steady = server["steady"]
+        row = [f"{server['output_throughput']['median']:,.0f}", f"{server['ratio']:.1%}"]
+        row += [f"{server['saturated']['request_throughput']:.2f}", f"{steady['request_throughput']:.2f}"]
+        row += [f"{steady[name][each]:.2f}" for name in ("ttft_ms", "itl_ms") for each in ("median", "p99")]
+        is_default = not server["arguments"]
+        name = "server" if is_default else " ".join(server["arguments"])
+        table.add_row(name, *row, ready.get("server", "") if is_default else "")
+    out.print(table)
+    out.print(f"A mixed step offline: {result['offline']['mixed_step_ms']:.2f} ms.", style="dim", highlight=False)
+    loads = [run for server in result["servers"] for run in (*server["repeats"], server["saturated"], server["steady"])]
+    for note in notes(loads):
+        out.print(note, style="dim", highlight=False, markup=False)

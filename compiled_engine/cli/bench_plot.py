@@ -9,8 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from compiled_engine.cli.errors import bad_input_is_reported, written_to
-from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
 
 
 def plot(

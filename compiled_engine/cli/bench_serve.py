@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
 from compiled_engine.bench.host import require_httptools
-from compiled_engine.cli.bench_engine import AsJson, command_line, print_json
+from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json
 from compiled_engine.cli.bench_plot import make_plot_folder, write_load, write_load_page
-from compiled_engine.cli.errors import bad_input_is_reported, written_to
-from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
 
 LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST"
+
+LATENCIES = {"TTFT": "ttft_ms", "TPOT": "tpot_ms", "ITL": "itl_ms", "E2EL": "e2el_ms"}
+HIDDEN = ("quantiles", "std")
 
 # What a result that is passed on must not tell.
 SECRETS = ("--api-key", "--header")
@@ -157,8 +162,6 @@ def serve(
     if as_json:
         print_json(result)
     else:
-        from compiled_engine.cli.serving_text import print_load
-
         print_load(result)
     if any(run["errors"] for run in result["runs"]):
         raise typer.Exit(1)
@@ -187,3 +190,46 @@ def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, h
     if html is not None:
         with written_to(html):
             write_load_page(result, html)
+
+
+def print_load(result: Mapping[str, Any]) -> None:
+    """Throughput a row for each rate, latencies a row for each rate and metric, then what is to be said."""
+    from compiled_engine.bench.serving.notes import notes
+
+    out = console()
+    title = f"{result['served_model']} at {result['url']}, {result['load']['endpoint']}"
+    with_goodput = any(run["goodput"] for run in result["runs"])
+    headings = ["rate", "done", "failed", "s", "requests/s", "output tok/s", "total tok/s", "concurrency"]
+    table = aligned(Table(*headings, *["good/s"] * with_goodput, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
+    for run in result["runs"]:
+        row = [run["name"], str(run["completed"]), str(sum(run["errors"].values())), f"{run['duration_s']:.2f}"]
+        row += [f"{run['request_throughput']:,.2f}", f"{run['output_throughput']:,.0f}"]
+        row += [f"{run['total_token_throughput']:,.0f}" if run["prompt_tokens_known"] else ""]
+        row += [f"{run['mean_concurrency']:.1f}"]
+        row += [f"{run['goodput']['request_throughput']:,.2f}" if run["goodput"] else ""][: int(with_goodput)]
+        table.add_row(*row)
+    out.print(table)
+    _print_latencies(result, out)
+    for run in result["runs"]:
+        for kind, count in run["errors"].items():
+            text = f"{run['name']}: {count} x {kind}: {run['first_errors'][kind]}"
+            out.print(text, style="red", highlight=False, markup=False)
+    for note in notes(result["runs"]):
+        out.print(note, style="dim", highlight=False, markup=False)
+
+
+def _print_latencies(result: Mapping[str, Any], out: Console) -> None:
+    columns: list[str] = []
+    for run in result["runs"]:
+        found: Mapping[str, Any] = next((run[name] for name in LATENCIES.values() if run[name] is not None), {})
+        columns = columns or [name for name in found if name not in HIDDEN]
+    if not columns:
+        return
+    table = aligned(Table("rate", "ms", *columns, box=SIMPLE_HEAD, show_edge=False), 2)
+    for run in result["runs"]:
+        for shown, name in LATENCIES.items():
+            if run[name] is not None:
+                cells = [f"{run[name][each]:,.2f}" for each in columns]
+                table.add_row(run["name"] if shown == "TTFT" else "", shown, *cells)
+        table.add_section()
+    out.print(table)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.bench_engine import (
@@ -13,11 +15,14 @@ from compiled_engine.cli.bench_engine import (
     Repeats,
     ShapeName,
     command_line,
+    console,
     engine_options,
     print_json,
     resolved,
 )
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
+
+BAR_WIDTH = 40
 
 
 @takes_engine_options
@@ -72,8 +77,6 @@ def startup(
 
 
 def _show(result: Mapping[str, Any]) -> None:
-    from compiled_engine.cli.bench_text import console, print_waterfall
-
     out = console()
     for kind, record in result["results"].items():
         low, high = record["seconds"]["spread"]
@@ -82,4 +85,21 @@ def _show(result: Mapping[str, Any]) -> None:
         out.print(
             f"{kind}: {seconds}, bound {result['torch_alone']['median']:.2f} (cache: {record['cache']})", style="bold"
         )
-        print_waterfall(record["start_up"], out)
+        _print_waterfall(record["start_up"], out)
+
+
+def _print_waterfall(spans: list[dict[str, Any]], out: Console) -> None:
+    """Stages of a start as bars on one scale, parts of a stage below it."""
+    end = max(span["start_s"] + span["seconds"] for span in spans)
+    depths: dict[str, int] = {}
+    table = Table(box=None, show_header=False, padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(no_wrap=True)
+    for span in spans:
+        depth = depths.get(span["parent"], -1) + 1
+        depths[span["name"]] = depth
+        left = round(span["start_s"] / end * BAR_WIDTH)
+        width = max(1, round(span["seconds"] / end * BAR_WIDTH))
+        table.add_row("  " * depth + span["name"], f"{span['seconds']:.2f} s", " " * left + "█" * width)
+    out.print(table)

@@ -15,6 +15,7 @@ from compiled_engine.cli.bench_engine import (
     ShapeName,
     WarmUp,
     command_line,
+    console,
     engine_options,
     print_json,
     require_fit,
@@ -22,8 +23,7 @@ from compiled_engine.cli.bench_engine import (
     rounds,
 )
 from compiled_engine.cli.bench_engine import engine as started
-from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.cli.errors import bad_input_is_reported, make_folder
 
 
 @takes_engine_options
@@ -81,8 +81,6 @@ def step(
 
 def _show(results: list[dict[str, Any]]) -> None:
     from rich.table import Table
-
-    from compiled_engine.cli.bench_text import console
 
     names = ("schedule", "prepare", "launch", "wait", "output", "host", "step", "device")
     table = Table("batch", *names, "device idle", title="Microseconds a step, medians")

@@ -123,8 +123,8 @@ def explain(*, engine: dict[str, Any], as_json: AsJson = False) -> None:
     """
     with bad_input_is_reported():
         from compiled_engine.graphs.cache.key import cache_factors
+        from compiled_engine.other_engines.translate import make_options
         from compiled_engine.resolve.engine import resolve
-        from compiled_engine.resolve.keywords import make_options
 
         config = resolve(make_options(engine))
         if not config.compile.enabled:

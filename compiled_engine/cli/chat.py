@@ -12,8 +12,7 @@ import typer
 
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import BadInputError
-from compiled_engine.cli.local_model import LocalModel
-from compiled_engine.cli.remote_model import RemoteModel
+from compiled_engine.cli.terminal_model import LocalModel, RemoteModel
 
 Named = Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As --model.", show_default=False)]
 Url = Annotated[str | None, typer.Option(help="Server to ask instead, such as http://localhost:8000.")]

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
+from compiled_engine.cli.device_plan import rank_plan, rank_table, stage_shares, stage_table
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.cli.rank_plan import rank_plan, rank_table
-from compiled_engine.cli.stage_plan import stage_shares, stage_table
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -41,8 +40,8 @@ def config(
     """
     with bad_input_is_reported():
         from compiled_engine.config_as_json import json_value
+        from compiled_engine.other_engines.translate import make_options
         from compiled_engine.resolve.engine import resolve
-        from compiled_engine.resolve.keywords import make_options
 
         resolved = resolve(make_options(engine))
     replicas = replica_plan(resolved)

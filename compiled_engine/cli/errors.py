@@ -1,4 +1,7 @@
-"""Bad input, and a full disk, end a command with one line on stderr and exit code 2; nothing else is caught."""
+"""Bad input, and output that cannot be written, end a command with one line on stderr and exit code 2.
+
+Nothing else is caught.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,22 @@ def written_to(path: Path) -> Iterator[None]:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def make_folder(name: str, folder: Path) -> None:
+    """Make a folder for results, before the work.
+
+    Raises ValueError, naming the option, for a file in its place or way, and where it cannot be written to."""
+    given = f"{name} is {str(folder)!r}"
+    for part in (folder, *folder.parents):
+        if part.exists() and not part.is_dir():
+            raise ValueError(f"{given}, {'a file' if part == folder else f'but {part} is a file'}; allowed: a folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{given}, a folder that cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{given}; allowed: a folder that can be written to")
 
 
 class OneLineErrors(TyperGroup):

@@ -36,7 +36,7 @@ def generate(
 ) -> None:
     """Complete prompts.
 
-    A single prompt streams as it is completed; the speed follows on stderr.
+    A single prompt streams as it is completed; the speed follows on stderr. Log-probabilities are in the JSON alone.
 
     Examples:
 
@@ -51,9 +51,9 @@ def generate(
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
             from compiled_engine import LLM
+            from compiled_engine.other_engines.translate import make_options
             from compiled_engine.process.garbage_collection import leave_alone_what_is_there
             from compiled_engine.process.progress import RichProgress, SilentProgress
-            from compiled_engine.resolve.keywords import make_options
 
             params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.errors import BadInputError, bad_input_is_reported, written_to
-from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.cli.errors import BadInputError, bad_input_is_reported, make_folder, written_to
 
 if TYPE_CHECKING:
     from compiled_engine.config import EngineConfig
@@ -56,9 +55,9 @@ def inspect(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         with bad_input_is_reported():
+            from compiled_engine.other_engines.translate import make_options
             from compiled_engine.process.progress import RichProgress, SilentProgress
             from compiled_engine.resolve.engine import resolve
-            from compiled_engine.resolve.keywords import make_options
 
             progress = SilentProgress() if quiet else RichProgress()
             config = resolve(make_options(engine), progress)

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Command, engine_defaults, takes_options
-from compiled_engine.cli.config_file import read_config_file
+from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, Command, arguments_of, read_config_file, takes_options
 from compiled_engine.cli.errors import BadInputError, bad_input_is_reported
-from compiled_engine.cli.serve_arguments import LIMIT_ARGUMENTS, SERVER_ARGUMENTS
+from compiled_engine.server.options import Limits, ServerOptions
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
     from compiled_engine.server.api_servers import ApiServers
-    from compiled_engine.server.options import ServerOptions
 
 NEEDED = ("starlette", "uvicorn", "httptools", "prometheus_client", "yaml")
 
 
 def _takes_server_options(command: Command) -> Command:
-    from compiled_engine.server.options import Limits, ServerOptions
-
-    def with_defaults(options: type[Any]) -> dict[str, Any]:
-        return {field.name: field.default for field in fields(options)}
-
-    takes = partial(takes_options, from_environment=True)
-    command = takes(command, "engine", "Engine", ENGINE_ARGUMENTS, engine_defaults())
-    command = takes(command, "limits", "Limits", LIMIT_ARGUMENTS, with_defaults(Limits))
-    return takes(command, "server", "Server", SERVER_ARGUMENTS, with_defaults(ServerOptions))
+    for keyword, panel, arguments in (
+        ("engine", "Engine", ENGINE_ARGUMENTS),
+        ("limits", "Limits", arguments_of(Limits)),
+        ("server", "Server", arguments_of(ServerOptions)),
+    ):
+        command = takes_options(command, keyword, panel, arguments, from_environment=True)
+    return command
 
 
 @_takes_server_options
@@ -74,7 +68,6 @@ def serve(
     _require_packages()
     with bad_input_is_reported():
         from compiled_engine.server.api_servers import ApiServers
-        from compiled_engine.server.options import Limits, ServerOptions
         from compiled_engine.server.run import bind, first_signal_interrupts
 
         options = ServerOptions(**server, limits=Limits(**limits))

@@ -12,8 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.cli.errors import bad_input_is_reported, written_to
-from compiled_engine.cli.output_folder import make_folder
+from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
 
 
 def tune(

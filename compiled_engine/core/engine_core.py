@@ -10,9 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import apply
 from compiled_engine.core.executor import Executor, PendingOutput
 from compiled_engine.core.grammar_queue import GrammarQueue
-from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, SchedulerOutput, StepOutputs
+from compiled_engine.messages import (
+    ControlCall,
+    EngineOutput,
+    EngineRequest,
+    GrammarVocabulary,
+    SchedulerOutput,
+    StepOutputs,
+)
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
@@ -20,6 +28,10 @@ from compiled_engine.scheduling.scheduler import Scheduler
 
 # Where all requests wait for their grammars, a step waits so long for one of them.
 GRAMMAR_PATIENCE_S = 0.005
+
+
+CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
+"""Control calls that a core takes: methods of EngineCore."""
 
 
 class EngineCore:
@@ -166,6 +178,10 @@ class EngineCore:
             _, pending = self._pending.popleft()
             with suppress(Exception):
                 pending.result()
+
+    def call(self, call: ControlCall) -> Any:
+        """Apply a call between two steps, one of CALLS; return plain data. Raises ControlError, see control.py."""
+        return apply(call, self, CALLS)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError unless every KV block is accounted for; takes time in proportion to the pool."""

@@ -10,8 +10,9 @@ import torch
 
 from compiled_engine.collectives.group import Group
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import apply
 from compiled_engine.kernels.gpu_ahead import triton_digests
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.import_apart import import_apart
@@ -20,6 +21,9 @@ from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+
+RANK_CALLS = ("metrics",)
+"""Control calls that ranks take."""
 
 
 class PendingOutput(Protocol):
@@ -43,7 +47,16 @@ class Executor(Protocol):
         """Have the step that was submitted last sampled, if it awaits masks: before any other is submitted."""
         ...
 
-    def metrics(self) -> dict[str, Any]: ...
+    def call(self, call: ControlCall) -> list[Any]:
+        """Have all ranks apply a call, after all steps submitted before; what each returns. One of RANK_CALLS.
+
+        Raises ControlError if a rank does.
+        """
+        ...
+
+    def metrics(self) -> dict[str, Any]:
+        """The figures of the rank that knows what is sampled."""
+        ...
 
     def close(self) -> None: ...
 
@@ -80,8 +93,13 @@ class InProcessExecutor:
         with self._own_context():
             self.runner.sample(masks)
 
+    def call(self, call: ControlCall) -> list[Any]:
+        with self._own_context():
+            return [apply(call, self.runner, RANK_CALLS)]
+
     def metrics(self) -> dict[str, Any]:
-        return self.runner.metrics()
+        (metrics,) = self.call(ControlCall("metrics"))
+        return dict(metrics)
 
     def close(self) -> None:
         with self._own_context():

@@ -6,10 +6,11 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
+from compiled_engine.core.control import ControlError
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.frames import frame
 from compiled_engine.core_process.running_core import RunningCore
@@ -18,7 +19,7 @@ from compiled_engine.core_process.wire import (
     Abort,
     Add,
     Answered,
-    Ask,
+    Control,
     Failed,
     SetVocabulary,
     Started,
@@ -27,7 +28,7 @@ from compiled_engine.core_process.wire import (
     ToCore,
     encode,
 )
-from compiled_engine.messages import EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
 
 _EXIT_S = 2.0
 
@@ -54,7 +55,7 @@ class CoreClient:
         self._on_outputs = on_outputs
         self._on_death = on_death
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._calls: dict[int, asyncio.Future[Any]] = {}
         self._death_watchers: list[asyncio.Future[str]] = []
         self._numbers = count()
 
@@ -66,7 +67,7 @@ class CoreClient:
         """Read the socket on this loop from now on; the one before must be closed, or not running."""
         self._detach()
         self._loop = loop
-        self._questions.clear()
+        self._calls.clear()
         self._death_watchers.clear()
         if self.dead is None:
             loop.add_reader(self._connection.fileno(), self._on_readable)
@@ -84,17 +85,20 @@ class CoreClient:
         if request_ids:
             self._send(Abort(tuple(request_ids), stopped))
 
-    async def ask(self, what: Literal["metrics", "reset_prefix_cache", "check_integrity"]) -> dict[str, Any]:
-        """Raises EngineDeadError if the core has ended, or does before it answers."""
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Have the core apply a control call, after all that was sent before it; return what it returns.
+
+        Raises ControlError if it fails, EngineDeadError if the core has ended, or does before it answers.
+        """
         if self.dead is not None:
             raise EngineDeadError(self.dead)
         number = next(self._numbers)
-        answer = self._questions[number] = asyncio.get_running_loop().create_future()
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Ask(number, what))
+            self._send(Control(number, ControlCall(name, arguments)))
             return await answer
         finally:
-            self._questions.pop(number, None)
+            self._calls.pop(number, None)
 
     async def wait_dead(self) -> str:
         """Wait until the core has ended, or `close` is called; why."""
@@ -109,7 +113,7 @@ class CoreClient:
                 self._death_watchers.remove(end)
 
     def close(self, reason: str) -> None:
-        """Leave the core, which ends if nobody else is there. `on_death` is not called; questions fail."""
+        """Leave the core, which ends if nobody else is there. `on_death` is not called; control calls fail."""
         self._detach()
         self.dead = self.dead or reason
         self._connection.close()
@@ -149,10 +153,13 @@ class CoreClient:
             match message:
                 case Stepped(outputs):
                     self._on_outputs(outputs)
-                case Answered(number, value):
-                    answer = self._questions.get(number)
+                case Answered(number, value, failure):
+                    answer = self._calls.get(number)
                     if answer is not None and not answer.done():
-                        answer.set_result(value)
+                        if failure is None:
+                            answer.set_result(value)
+                        else:
+                            answer.set_exception(ControlError(failure))
                 case Failed(kind, text):
                     self._die(f"a step failed: {kind}: {text}")
                     return
@@ -171,7 +178,7 @@ class CoreClient:
         """That the core is dead."""
         assert self.dead is not None
         with suppress(RuntimeError):  # their event loop is closed
-            for answer in self._questions.values():
+            for answer in self._calls.values():
                 if not answer.done():
                     answer.set_exception(EngineDeadError(self.dead))
             for end in self._death_watchers:

@@ -12,6 +12,7 @@ from itertools import count
 
 import msgspec
 
+from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core_process.api_process import ApiProcess
 from compiled_engine.core_process.connection import Connection
@@ -20,7 +21,7 @@ from compiled_engine.core_process.wire import (
     Abort,
     Add,
     Answered,
-    Ask,
+    Control,
     Failed,
     FrontendOptions,
     SetVocabulary,
@@ -31,7 +32,7 @@ from compiled_engine.core_process.wire import (
     ToCore,
     decode_to_core,
 )
-from compiled_engine.messages import EngineOutput, EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.sampling.token_mask import TokenMask
 
 log = logging.getLogger("compiled_engine")
@@ -136,8 +137,8 @@ class CoreServer:
                     if self._owners.get(request_id) is api_process:
                         self._core.abort(request_id, stopped=stopped)
                         self._release(request_id)
-            case Ask():
-                self._send(api_process, self._answer(message))
+            case Control(number, call):
+                self._send(api_process, self._answer(number, call))
             case Start():
                 raise ValueError("the core has been started already")
 
@@ -153,15 +154,14 @@ class CoreServer:
         self._owners[request_id] = api_process
         api_process.request_ids.add(request_id)
 
-    def _answer(self, question: Ask) -> Answered:
-        core = self._core
-        if question.what == "metrics":
-            return Answered(question.number, {**core.metrics(), "api_processes": len(self._api_processes)})
-        if question.what == "reset_prefix_cache":
-            core.reset_prefix_cache()
-        else:
-            core.check_integrity()
-        return Answered(question.number, {})
+    def _answer(self, number: int, call: ControlCall) -> Answered:
+        try:
+            value = self._core.call(call)
+        except ControlError as error:
+            return Answered(number, error=str(error))
+        if call.name == "metrics":
+            value |= {"api_processes": len(self._api_processes)}
+        return Answered(number, value)
 
     def _hand_out(self, outputs: StepOutputs) -> None:
         if not len(outputs):

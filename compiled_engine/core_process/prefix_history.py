@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from compiled_engine.scheduling.block_pool import hash_block
-
 
 class PrefixHistory:
     """The hashes of the `capacity` blocks that were sent last; a prefix cache evicts in nearly the same order.
@@ -38,9 +36,3 @@ class PrefixHistory:
 
     def clear(self) -> None:
         self._hashes.clear()
-
-
-def add_hashes(hashes: list[bytes], token_ids: Sequence[int], block_size: int, root: bytes | None) -> None:
-    """Append to the hashes of a sequence's first blocks those of its other full ones. root: see `salt_root`."""
-    for start in range(len(hashes) * block_size, len(token_ids) - block_size + 1, block_size):
-        hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size]))

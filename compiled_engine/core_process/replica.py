@@ -51,7 +51,7 @@ class RoutedRequest:
 @dataclass(eq=False)
 class Replica:
     """`connection` is that to `core`. name: for people. num_slots: see EngineCore. clock_ahead_s: how far our clock
-    is ahead of its own. metrics: its last answer."""
+    is ahead of its own. metrics: what it has answered last. has_answered: any call so far."""
 
     number: int
     name: str
@@ -61,6 +61,7 @@ class Replica:
     clock_ahead_s: float = 0.0
     requests: dict[str, RoutedRequest] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
+    has_answered: bool = False
     dead: str | None = None
 
     def by_our_clock(self, output: EngineOutput) -> EngineOutput:

@@ -15,20 +15,31 @@ import selectors
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError
 from compiled_engine.core_process.replica import Replica, RoutedRequest
 from compiled_engine.core_process.replica_metrics import metrics_of_all
 from compiled_engine.core_process.router import Router
 from compiled_engine.core_process.started import EngineDeadError
-from compiled_engine.core_process.wire import Abort, Add, Answered, Ask, Failed, SetVocabulary, Stepped, ToApi, ToCore
-from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.core_process.wire import (
+    Abort,
+    Add,
+    Answered,
+    Control,
+    Failed,
+    SetVocabulary,
+    Stepped,
+    ToApi,
+    ToCore,
+)
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import TokenMask
 
@@ -68,8 +79,8 @@ class Replicas:
         self._requests: dict[str, RoutedRequest] = {}
         self._waiting: list[RoutedRequest] = []  # a heap; some may have ended
         self._outputs: deque[StepOutputs] = deque()
-        self._question = 0
-        self._answers: dict[int, dict[str, Any]] = {}  # to that question, by replica
+        self._call_number = 0
+        self._answers: dict[int, Answered] = {}  # to that call, by replica
         self._arrivals = count()
         self._seeds = random.Random(config.model.seed)
         self._start_s, self._num_rerun = start_s, 0
@@ -125,21 +136,33 @@ class Replicas:
     def has_unfinished(self) -> bool:
         return bool(self._requests) or bool(self._outputs)  # what has been said may not have been told
 
-    def metrics(self) -> dict[str, Any]:
-        """The figures of all together, and under "replicas" some of each. Those that do not add up, such as stages of
-        the start, are the first one's."""
-        self._ask("metrics")
+    def call(self, call: ControlCall) -> Any:
+        """Have all replicas apply a call, and wait for them; return what the first of them returns. Raises ControlError
+        if one of them does, or does not answer in time.
+
+        metrics: the figures of all together, and under "replicas" some of each. Those that do not add up, such as
+        stages of the start, are the first one's. Of a replica that does not answer in time they are its last ones.
+        """
+        answers = self._call_all(call)
+        errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
+        if call.name != "metrics":
+            late = [replica.name for number, replica in self._living.items() if number not in answers]
+            errors += [f"{name} has not answered within {_ANSWER_S:g} s" for name in late]
+        if errors:
+            raise ControlError("; ".join(errors))
+        if call.name == "metrics":
+            return self._metrics(answers)
+        if call.name == "reset_prefix_cache":
+            self._router.forget_prefixes()
+        return answers[min(answers)].value
+
+    def _metrics(self, answers: Mapping[int, Answered]) -> dict[str, Any]:
+        for number, answer in answers.items():
+            self._all[number].metrics = answer.value
         found = metrics_of_all(self._all)
         queued = sum(routed.route is None for routed in self._requests.values())
         found["waiting"] += queued
         return found | {"start_s": self._start_s, "requests_queued": queued, "requests_rerun": self._num_rerun}
-
-    def reset_prefix_cache(self) -> None:
-        self._ask("reset_prefix_cache")
-        self._router.forget_prefixes()
-
-    def check_integrity(self) -> None:
-        self._ask("check_integrity")
 
     def close(self) -> None:
         """End all. May be called again."""
@@ -188,21 +211,22 @@ class Replicas:
         match message:
             case Stepped(outputs):
                 self._take_step(replica, outputs)
-            case Answered(number, value):
-                if number == self._question:
-                    self._answers[replica.number] = value
+            case Answered(number):
+                replica.has_answered = True
+                if number == self._call_number:
+                    self._answers[replica.number] = message
             case Failed(kind, text):
                 self._lose(replica, f"a step failed: {kind}: {text}")
 
     def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
         """Of requests that were aborted meanwhile nobody wants to hear."""
         requests, known = replica.requests, True
-        for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
+        for request_id, tokens in outputs.rows():
             routed = requests.get(request_id)
             if routed is None:
                 known = False
             else:
-                routed.token_ids.append(token_id)
+                routed.token_ids += outputs.token_ids[tokens]
         for output in outputs.others:
             routed = requests.get(output.request_id)
             if routed is None:
@@ -265,21 +289,20 @@ class Replicas:
         if self._selector.get_key(replica.connection).events != events:
             self._selector.modify(replica.connection, events, replica)
 
-    def _ask(self, what: Literal["metrics", "reset_prefix_cache", "check_integrity"]) -> None:
-        """Ask all; their metrics are kept. One that has answered before is not waited for longer than _ANSWER_S."""
+    def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
+        """The answers, by replica. One that has answered before is not waited for longer than _ANSWER_S."""
         self._require_living()
-        self._question += 1
+        self._call_number += 1
         self._answers = {}
         for replica in self._living.values():
-            self._send(replica, Ask(self._question, what))
+            self._send(replica, Control(self._call_number, call))
         deadline = time.monotonic() + _ANSWER_S
         while missing := self._living.keys() - self._answers.keys():
-            if time.monotonic() > deadline and all(self._living[number].metrics for number in missing):
+            if time.monotonic() > deadline and all(self._living[number].has_answered for number in missing):
                 break
             self._look(_LOOK_S)
         self._require_living()
-        for number, answer in self._answers.items():
-            self._all[number].metrics = answer or self._all[number].metrics
+        return self._answers
 
     def _require_living(self) -> None:
         if not self._living:

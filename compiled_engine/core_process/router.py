@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compiled_engine.core_process.prefix_history import PrefixHistory, add_hashes
+from compiled_engine.core_process.prefix_history import PrefixHistory
 from compiled_engine.messages import EngineRequest
-from compiled_engine.scheduling.block_pool import salt_root
+from compiled_engine.prefix_hashes import hash_blocks
 
 # What generating a token takes in a large batch, in tokens of a prompt.
 GENERATED = 4
@@ -71,7 +71,7 @@ class Router:
         token_ids = (*request.prompt_token_ids, *request.output_token_ids)
         hashes: list[bytes] = []
         if self.num_blocks and request.sampling_params.prompt_logprobs is None:  # those compute all of the prompt
-            add_hashes(hashes, token_ids, self.block_size, salt_root(request.cache_salt))
+            hash_blocks(hashes, request.prefix_root, token_ids, self.block_size)
         missing = {
             number: len(token_ids) - self.block_size * load.prefixes.num_known(hashes) for number, load in loads.items()
         }
@@ -98,7 +98,7 @@ class Router:
             self._answer += (len(output_token_ids) - self._answer) * CHANGE
         if route.hashes:  # the next prompt of a conversation has the answer in it
             token_ids = (*request.prompt_token_ids, *output_token_ids)
-            add_hashes(route.hashes, token_ids, self.block_size, salt_root(request.cache_salt))
+            hash_blocks(route.hashes, request.prefix_root, token_ids, self.block_size)
             load.prefixes.add(route.hashes)
 
     def remove(self, replica: int) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.running_core import RunningCore
 from compiled_engine.core_process.wire import Failed, Started, ToApi, decode_to_api
+from compiled_engine.failure import FatalError
 
 _EXIT_S = 2.0
 
 
-class EngineDeadError(RuntimeError):
-    """The engine core has ended; the text says why. What was under way is lost, and a new engine is needed."""
+class EngineDeadError(FatalError):
+    """The engine core has ended; the text says why."""
 
 
 def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.failure import Failed
-from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
+from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
 from compiled_engine.plain_data import decode_other, encode_other
 from compiled_engine.process.timeline import Span
 
@@ -58,11 +58,11 @@ class Abort(msgspec.Struct, tag=True, frozen=True):
     stopped: bool = False
 
 
-class Ask(msgspec.Struct, tag=True, frozen=True):
-    """A question, which gets an `Answered` with its number."""
+class Control(msgspec.Struct, tag=True, frozen=True):
+    """A call, which gets an `Answered` with its number."""
 
     number: int
-    what: Literal["metrics", "reset_prefix_cache", "check_integrity"]
+    call: ControlCall
 
 
 class Started(msgspec.Struct, tag=True, frozen=True):
@@ -84,11 +84,14 @@ class Stepped(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
+    """What a call returned, or why it failed."""
+
     number: int
-    value: dict[str, Any]
+    value: Any = None
+    error: str | None = None
 
 
-ToCore = Start | Add | SetVocabulary | Abort | Ask
+ToCore = Start | Add | SetVocabulary | Abort | Control
 ToApi = Started | Stepped | Answered | Failed
 
 

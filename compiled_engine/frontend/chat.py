@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -58,8 +58,10 @@ def render_chat(
     continue_final_message: bool = False,
     tools: list[dict[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    check: Callable[[str], None] = lambda text: None,
 ) -> Prompt:
-    """The prompt for a conversation: text, and its token ids (the template writes the special tokens itself).
+    """The prompt for a conversation: text, and its token ids (the template writes the special tokens itself). check:
+    may refuse the text before it is tokenised.
 
     Raises TypeError or ValueError, naming the message and what is wrong: no template, a message of the wrong
     form, a role that the template does not know, or what the template itself objects to.
@@ -88,6 +90,7 @@ def render_chat(
         )
     except (TemplateError, ValueError, TypeError) as error:
         raise ValueError(f"{name}: the chat template cannot render it: {error}") from error
+    check(text)
     return Prompt(name, text, tuple(tokenizer.encode(text, add_special_tokens=False)))
 
 

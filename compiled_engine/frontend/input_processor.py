@@ -13,6 +13,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits
+from compiled_engine.prefix_hashes import prefix_root
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 
@@ -25,6 +26,13 @@ class PreparedRequest:
     prompt_token_ids: tuple[int, ...]
     sampling_params: SamplingParams
     engine_requests: tuple[EngineRequest, ...]
+
+
+def check_text(name: str, text: str, params: SamplingParams, tokenizer: Tokenizer, limits: RequestLimits) -> None:
+    """Raise ValueError for a text that is too long even in the longest tokens: what cannot fit costs no time."""
+    if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:
+        at_least = max(tokenizer.fewest_tokens(text), 1)
+        limits.check_length(name, at_least, params.min_tokens, at_least=True)
 
 
 class InputProcessor:
@@ -145,9 +153,7 @@ class InputProcessor:
         if self._tokenizer is None:
             raise ValueError(f"{prompt.name} must be token ids, as there is no tokenizer, got {text!r}")
         _require_unicode(prompt.name, text)
-        if params.truncate_prompt_tokens is None and len(text) >= LONG_TEXT:  # what cannot fit costs no time
-            at_least = max(self._tokenizer.fewest_tokens(text), 1)
-            self._limits.check_length(prompt.name, at_least, params.min_tokens, at_least=True)
+        check_text(prompt.name, text, params, self._tokenizer, self._limits)
         return tuple(self._tokenizer.encode(text))
 
     def _prepare(
@@ -158,6 +164,7 @@ class InputProcessor:
         max_tokens = params.max_tokens
         if max_tokens is None:
             max_tokens = self._limits.max_model_len - len(token_ids)
+        root = prefix_root(salt=prompt.cache_salt)
         requests = tuple(
             EngineRequest(
                 request_id=request_id if params.n == 1 else f"{request_id}-{index}",
@@ -165,7 +172,7 @@ class InputProcessor:
                 sampling_params=_of_completion(params, index, max_tokens),
                 eos_token_ids=self._eos_token_ids,
                 priority=priority,
-                cache_salt=prompt.cache_salt,
+                prefix_root=root,
                 grammar=grammar,
             )
             for index in range(params.n)

@@ -155,6 +155,20 @@ class OutputProcessor:
         now = time.perf_counter()
         changed: dict[int, RunningRequest] = {}
         aborts: list[str] = []
+        if outputs.counts is None:
+            self._take_single_tokens(outputs, now, changed, aborts)
+        else:
+            for output in outputs.in_columns():
+                seen = changed if output.request_id in self._watched else {}
+                self._take(output, now, seen, aborts)
+        for output in outputs.others:
+            self._take(output, now, changed, aborts)
+        return list(changed.values()), aborts
+
+    def _take_single_tokens(
+        self, outputs: StepOutputs, now: float, changed: dict[int, RunningRequest], aborts: list[str]
+    ) -> None:
+        """Take in columns with a token for each request."""
         sinks = self._token_sinks
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             if (sink := sinks.get(request_id)) is not None:
@@ -171,11 +185,12 @@ class OutputProcessor:
                     if state.look(request_id, now) is not None:
                         self.forget(request_id)
                         aborts.append(request_id)
-        for output in outputs.others:
-            if (state := self._states.get(output.request_id)) is not None:
-                changed[id(state)] = state
-                if state.update(output, now) is not None:
-                    self.forget(output.request_id)
-                    if output.finish_reason is None:
-                        aborts.append(output.request_id)
-        return list(changed.values()), aborts
+
+    def _take(self, output: EngineOutput, now: float, changed: dict[int, RunningRequest], aborts: list[str]) -> None:
+        """Take in whatever a step gave one request, token by token."""
+        if (state := self._states.get(output.request_id)) is not None:
+            changed[id(state)] = state
+            if state.update(output, now) is not None:
+                self.forget(output.request_id)
+                if output.finish_reason is None:
+                    aborts.append(output.request_id)

@@ -9,7 +9,7 @@ from threading import Event
 import numpy as np
 
 from compiled_engine.grammars.constraint import GrammarConstraint, fill_together
-from compiled_engine.sampling.constraint import Constraint
+from compiled_engine.sampling.token_mask import Constraint
 
 
 def fill_masks(

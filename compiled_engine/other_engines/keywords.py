@@ -1,86 +1,146 @@
-"""The one table of other engines' keywords for `LLM`: those of vLLM (its LLM and EngineArgs) and of nano-vllm."""
+"""Keywords of other engines' `LLM`, as data: those of vLLM (its LLM and EngineArgs) and of nano-vllm.
+
+Each has a row that says what becomes of it; `translate` reads the rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
-from compiled_engine.other_engines.compilation import COMPILATION_KEYWORDS
-from compiled_engine.other_engines.not_supported import NOT_SUPPORTED
-from compiled_engine.other_engines.rows import (
-    Honoured,
-    Nested,
-    Row,
-    choice,
-    given_anyway,
-    only,
-    same,
-    without_effect,
+
+@dataclass(frozen=True)
+class Honoured:
+    """The keyword has a meaning here. means: which one, as the documentation says it.
+
+    option: of this engine, which takes the value. values: those that have another name here, by their names in small
+    letters; others are taken as they are. nothing: values that ask for nothing.
+    choices: instead, all values that are allowed, each with the options that it stands for; names may be in small
+    letters. read: instead, the reader in `translate` that takes the value. Without any of these, what the value asks
+    for is the case.
+    """
+
+    means: str
+    option: str | None = None
+    values: Mapping[str, str] = field(default_factory=dict)
+    nothing: tuple[Any, ...] = ()
+    choices: Mapping[Any, Mapping[str, Any]] | None = None
+    read: str = ""
+
+
+@dataclass(frozen=True)
+class Only:
+    """The engine does what these values ask for and nothing else. feature: what others ask for; instead: what to do."""
+
+    values: tuple[Any, ...]
+    feature: str
+    instead: str
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """The keyword may be given, and changes nothing. reason: why. anyway: values that ask for what is the case."""
+
+    reason: str
+    anyway: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Nested:
+    """A dict with keys of its own. scalar: the key that an integer or a string stands for, if it may be one."""
+
+    rows: Mapping[str, Row]
+    scalar: str | None = None
+
+
+Row: TypeAlias = "Honoured | Only | WithoutEffect | Nested"
+Rows: TypeAlias = "dict[str, Row]"
+
+
+def same(names: str) -> Rows:
+    """Rows for options of this engine, with spaces between them, that take the values as they are."""
+    return {name: Honoured(f"`{name}`", name) for name in names.split()}
+
+
+def only(feature: str, instead: str, **values: Any) -> Rows:
+    """Rows for the keywords that ask for a feature, each with the value or the tuple of values that does not."""
+    return {
+        name: Only(value if isinstance(value, tuple) else (value,), feature, instead) for name, value in values.items()
+    }
+
+
+def without_effect(reasons: Mapping[str, str]) -> Rows:
+    """Rows for {reason: names with spaces between them}."""
+    return {name: WithoutEffect(reason) for reason, names in reasons.items() for name in names.split()}
+
+
+EAGER: Mapping[str, Any] = {"mode": "eager"}
+LEVELS = Honoured("`mode`: 0 is eager, 3 the default", choices={0: EAGER, 3: {}, "NONE": EAGER, "VLLM_COMPILE": {}})
+GRAPH_MODES = ("NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE")
+CAPTURE_SIZES = Honoured("`capture_sizes` and `capture_token_sizes`", read="capture sizes")
+LARGEST_CAPTURE = only(
+    "a largest captured size", "list the sizes in cudagraph_capture_sizes", max_cudagraph_capture_size=()
 )
-from compiled_engine.other_engines.without_effect import WITHOUT_EFFECT
 
-DTYPES = {"half": "float16", "float": "float32"}
-ATTENTION_BACKENDS = {"triton_attn": "triton", "torch_sdpa": "torch", "flash_attn_vllm_v1": "flash_attn"}
+CONFIG_KEYS: Rows = {
+    "mode": LEVELS,
+    "level": LEVELS,
+    "cudagraph_mode": Honoured("`graph_mode`", choices={name: {"graph_mode": name.lower()} for name in GRAPH_MODES}),
+    "use_cudagraph": Honoured("`graph_mode`", choices={True: {}, False: {"graph_mode": "none"}}),
+    "full_cuda_graph": Honoured("`graph_mode`", choices={True: {"graph_mode": "full"}, False: {}}),
+    "cudagraph_capture_sizes": CAPTURE_SIZES,
+    "compile_ranges_endpoints": Honoured("`compile_ranges`", "compile_ranges"),
+    "cache_dir": Honoured("`cache_dir`", "cache_dir", nothing=("",)),
+    **LARGEST_CAPTURE,
+    **only("another compiler", "leave it out", backend=("", "inductor")),
+    **without_effect(
+        {
+            "the engine has its own passes: see passes and disable_passes": "pass_config custom_ops splitting_ops "
+            "inductor_passes use_inductor_graph_partition ir_enable_torch_wrap",
+            "the engine sets the compiler up by itself": "compile_sizes inductor_compile_config use_inductor "
+            "dynamic_shapes_config compile_cache_save_format debug_dump_path fast_moe_cold_start",
+            "the engine captures graphs in its own way": "cudagraph_num_of_warmups cudagraph_copy_inputs "
+            "cudagraph_specialize_lora",
+            "models are for text alone": "compile_mm_encoder cudagraph_mm_encoder encoder_cudagraph_token_budgets "
+            "encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch",
+        }
+    ),
+}
+
+COMPILATION_KEYWORDS: Rows = {
+    "enforce_eager": Honoured('`mode="eager"`', choices={True: EAGER, False: {}}),
+    "compilation_config": Nested(CONFIG_KEYS, scalar="mode"),
+    "optimization_level": Honoured("`mode`: 0 is eager, others the default", choices={0: EAGER, 1: {}, 2: {}, 3: {}}),
+    "cudagraph_capture_sizes": CAPTURE_SIZES,
+    "cuda_graph_sizes": Honoured(
+        "`capture_sizes` and `capture_token_sizes`; one value stands for 1, 2, 4 and the multiples of 8 up to it",
+        read="sizes or the largest",
+    ),
+    **LARGEST_CAPTURE,
+}
 # What says nothing when enforce_eager says that nothing is compiled.
 ABOUT_COMPILATION = frozenset(COMPILATION_KEYWORDS) - {"enforce_eager"}
 
+ATTENTION_BACKEND = Honoured(
+    "`attention_backend`, in this engine's names",
+    "attention_backend",
+    {"triton_attn": "triton", "torch_sdpa": "torch", "flash_attn_vllm_v1": "flash_attn"}
+    | {name: name for name in ("auto", "torch", "cpp", "triton", "flash_attn")},
+)
 
-def _dtype(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    name = str(value).removeprefix("torch.")  # a torch.dtype as well
-    return {"dtype": DTYPES.get(name, name)}
-
-
-def _attention_backend(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    name = str(getattr(value, "name", value)).lower()
-    return {"attention_backend": ATTENTION_BACKENDS.get(name, name)}
-
-
-def _device_ids(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(value, list | tuple) or len(value) != 1 or not str(value[0]).isdecimal():
-        raise ValueError(f"is {value!r}; allowed: a list of one number, as the engine runs on one device")
-    return {"device": f"cuda:{value[0]}"}
-
-
-def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    if not isinstance(value, bool):
-        raise ValueError("holds a token; allowed: True or False, with the token in the environment variable HF_TOKEN")
-    return {}
-
-
-def _profiler_folder(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"profile_dir": value} if value else {}
-
-
-ATTENTION_BACKEND = Honoured("`attention_backend`, in this engine's names", _attention_backend)
-
-HONOURED: dict[str, Row] = {
-    **{
-        name: same(name)
-        for name in (
-            "model",
-            "tokenizer",
-            "revision",
-            "tokenizer_revision",
-            "download_dir",
-            "skip_tokenizer_init",
-            "device",
-            "seed",
-            "load_format",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "gpu_memory_utilization",
-            "block_size",
-            "enable_prefix_caching",
-            "scheduling_policy",
-            "async_scheduling",
-            "logits_processors",
-            "tensor_parallel_size",
-            "pipeline_parallel_size",
-            "data_parallel_size",
-        )
-    },
-    "dtype": Honoured("`dtype`; half, float and a `torch.dtype` as well", _dtype),
+HONOURED: Rows = {
+    **same(
+        "model tokenizer revision tokenizer_revision download_dir skip_tokenizer_init device seed load_format "
+        "max_model_len max_num_seqs max_num_batched_tokens gpu_memory_utilization block_size enable_prefix_caching "
+        "scheduling_policy async_scheduling logits_processors tensor_parallel_size pipeline_parallel_size "
+        "data_parallel_size"
+    ),
+    "dtype": Honoured(
+        "`dtype`; half, float and a `torch.dtype` as well",
+        "dtype",
+        {"half": "float16", "float": "float32", "float16": "float16", "bfloat16": "bfloat16", "float32": "float32"},
+    ),
     "attention_backend": ATTENTION_BACKEND,
     "attention_config": Nested(
         {
@@ -96,32 +156,27 @@ HONOURED: dict[str, Row] = {
             ),
         }
     ),
-    "distributed_executor_backend": choice(
+    "distributed_executor_backend": Honoured(
         "`distributed_executor`; mp is multiprocess, uni is in_process",
-        {
+        choices={
             "mp": {"distributed_executor": "multiprocess"},
             "uni": {"distributed_executor": "in_process"},
             **{name: {"distributed_executor": name} for name in ("auto", "in_process", "multiprocess", "ray")},
         },
     ),
-    "model_impl": choice(
+    "model_impl": Honoured(
         "`model_impl`; vllm is auto",
-        {"vllm": {"model_impl": "auto"}}
+        choices={"vllm": {"model_impl": "auto"}}
         | {name: {"model_impl": name} for name in ("auto", "textbook", "transformers")},
     ),
-    "num_gpu_blocks_override": same("num_blocks"),
-    "kvcache_block_size": same("block_size"),
-    "num_kvcache_blocks": Honoured(
-        "`num_blocks`; -1 is what fits", lambda value, given: {} if value == -1 else {"num_blocks": value}
-    ),
-    "device_ids": Honoured("`device`, for a list of one", _device_ids),
-    "generation_config": Honoured(
-        '`generation_config`; "vllm" is "none"',
-        lambda value, given: {"generation_config": "none" if value == "vllm" else value},
-    ),
+    "num_gpu_blocks_override": Honoured("`num_blocks`", "num_blocks"),
+    "kvcache_block_size": Honoured("`block_size`", "block_size"),
+    "num_kvcache_blocks": Honoured("`num_blocks`; -1 is what fits", "num_blocks", nothing=(-1,)),
+    "device_ids": Honoured("`device`, for a list of one", read="one device"),
+    "generation_config": Honoured('`generation_config`; "vllm" is "none"', "generation_config", {"vllm": "none"}),
     "profiler_config": Nested(
         {
-            "torch_profiler_dir": Honoured("`profile_dir`", _profiler_folder),
+            "torch_profiler_dir": Honoured("`profile_dir`", "profile_dir", nothing=("",)),
             **only("another profiler", "run the script under nsys, for example", profiler=("torch",)),
             **without_effect(
                 {
@@ -150,12 +205,191 @@ HONOURED: dict[str, Row] = {
             ),
         }
     ),
-    "disable_log_stats": given_anyway("nothing is logged; `metrics()` and `RequestOutput.metrics` are always there"),
-    "max_logprobs": given_anyway("any number of logprobs is allowed"),
-    "disable_cascade_attn": given_anyway("there is no cascade attention"),
-    "tokenizer_mode": choice("the checkpoint's fast tokenizer", {"auto": {}, "hf": {}}),
-    "hf_token": Honoured("the token that huggingface_hub finds, HF_TOKEN for one", _hf_token),
+    "disable_log_stats": Honoured("nothing is logged; `metrics()` and `RequestOutput.metrics` are always there"),
+    "max_logprobs": Honoured("any number of logprobs is allowed"),
+    "disable_cascade_attn": Honoured("there is no cascade attention"),
+    "tokenizer_mode": Honoured("the checkpoint's fast tokenizer", choices={"auto": {}, "hf": {}}),
+    "hf_token": Honoured("the token that huggingface_hub finds, HF_TOKEN for one", read="no token"),
     **COMPILATION_KEYWORDS,
 }
 
-KEYWORDS: dict[str, Row] = {**HONOURED, **NOT_SUPPORTED, **WITHOUT_EFFECT}
+# What the engine cannot do, with the values that do not ask for it.
+NOT_SUPPORTED: Rows = {
+    **only(
+        "this way to use several GPUs",
+        "give tensor_parallel_size, pipeline_parallel_size or data_parallel_size",
+        prefill_context_parallel_size=1,
+        decode_context_parallel_size=1,
+        nnodes=1,
+    ),
+    **only("choosing a revision", "name a folder that has it", code_revision=()),
+    **only(
+        "a quantised model",
+        "use a checkpoint in bfloat16, float16 or float32",
+        quantization=(),
+        quantization_config=({},),
+    ),
+    **only(
+        "a KV cache of another type than the model", "choose dtype", kv_cache_dtype="auto", calculate_kv_scales=False
+    ),
+    **only("a KV cache given in bytes", "give num_blocks, or gpu_memory_utilization", kv_cache_memory_bytes=()),
+    **only("LoRA", "merge the adapter into the checkpoint", enable_lora=False),
+    **only(
+        "speculative decoding",
+        "leave it out: the outputs are the same without it",
+        speculative_config=({},),
+        spec_method=(),
+        spec_model=(),
+        spec_tokens=(),
+        speculative_model=(),
+        num_speculative_tokens=(),
+    ),
+    **only("diffusion", "use an autoregressive model", diffusion_config=({},)),
+    **only(
+        "embedding, classification or scoring",
+        "use a model that generates, or another engine",
+        runner=("auto", "generate"),
+        convert=("auto", "none"),
+        task=("auto", "generate"),
+        pooler_config=(),
+    ),
+    **only("a prompt of embeddings", "give token ids", enable_prompt_embeds=False),
+    **only(
+        "weights or KV cache in the host's memory",
+        "use a smaller model or a device with more memory",
+        cpu_offload_gb=0,
+        offload_group_size=0,
+        kv_offloading_size=(0,),
+    ),
+    **only(
+        "moving the KV cache to other engines",
+        "leave it out",
+        kv_transfer_config=(),
+        kv_events_config=(),
+        ec_transfer_config=(),
+    ),
+    **only("new weights for a running engine", "close() it and make a new one", weight_transfer_config=()),
+    **only(
+        "sleep mode", "close() the engine and make a new one: it starts from the compile cache", enable_sleep_mode=False
+    ),
+    **only(
+        "another model configuration than the checkpoint's",
+        "change its config.json",
+        hf_overrides=({},),
+        hf_config=(),
+        hf_config_path=(),
+        rope_scaling=(),
+        rope_theta=(),
+        override_attention_dtype=(),
+        disable_sliding_window=False,
+        config_format=("auto", "hf"),
+    ),
+    **only("a configuration object of vLLM", "give its fields as keywords", vllm_config=()),
+    **only("another end-of-sequence token", "give SamplingParams(stop_token_ids=...)", eos=-1),
+    **only("weights in another folder than the configuration", "put them into one", model_weights=""),
+    **only("another implementation of a model", "leave it out", model_class_overrides=({},)),
+    **only(
+        "a scheduler or worker class of yours",
+        "leave it out",
+        scheduler_cls=(),
+        worker_cls="auto",
+        worker_extension_cls="",
+    ),
+    **only("changing the checkpoint's sampling defaults", "give SamplingParams", override_generation_config=({},)),
+    **only("a chat template for the whole engine", "give it to chat(chat_template=...)", chat_template=()),
+    **only("log-probabilities other than the model's own", "leave it out", logprobs_mode="raw_logprobs"),
+    **only("returning which experts were used", "leave it out", enable_return_routed_experts=False),
+    **only(
+        "returning more than tokens and log-probabilities",
+        "leave it out",
+        return_sampling_mask=False,
+        aux_output_config=({},),
+    ),
+    **only("watermarked text", "leave it out", watermark_config=()),
+    **only("input and output plugins", "change prompts and outputs in your script", io_processor_plugin=()),
+}
+
+# What changes nothing here, by the reason why.
+WITHOUT_EFFECT: Rows = {
+    "enable_chunked_prefill": WithoutEffect("prompts are computed in chunks where others run", anyway=(True,))
+} | without_effect(
+    {
+        "no code of a checkpoint is ever run: a model is of a family that the engine or transformers has": """
+            trust_remote_code
+        """,
+        "the processes of an engine run on one host and need no address": """
+            master_addr master_port node_rank distributed_timeout_seconds
+            cpu_distributed_timeout_seconds numa_bind numa_bind_nodes numa_bind_cpus data_parallel_rank
+            data_parallel_start_rank data_parallel_size_local data_parallel_address data_parallel_rpc_port
+            data_parallel_hybrid_lb data_parallel_external_lb data_parallel_multi_port_external_lb data_parallel_backend
+            dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size
+            disable_nccl_for_dp_synchronization disable_custom_all_reduce ray_workers_use_nsight worker_use_ray
+            max_parallel_loading_workers enable_dbo ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold
+            mm_tensor_ipc mm_ipc_gpu_memory_gb dcp_q_replicate dp_sync_interval enable_hc_sp
+            enable_batch_sharded_sampling elastic_ep_max_dp_size enable_nccl_comm_suspend enable_fault_tolerance
+            fault_tolerance_config watchdog_config enable_shm_tensor_arena
+        """,
+        "it is about a server; see docs/serving.md": """
+            served_model_name allowed_local_media_path allowed_media_domains tokens_only renderer_num_workers
+            shutdown_timeout stream_interval _api_process_count _api_process_rank tokenizer_pool_size
+        """,
+        "experts are divided like an MLP, each rank having a part of all: there is no expert parallelism": """
+            enable_expert_parallel enable_ep_weight_filter moe_backend all2all_backend enable_elastic_ep eplb_config
+            enable_eplb expert_placement_strategy
+        """,
+        "no model has state-space or linear-attention layers": """
+            mamba_config mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode mamba_backend
+            enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds gdn_prefill_backend mamba_ssu_algorithm
+            enable_mamba_shared_prefix_checkpoint use_replayssm replayssm_buffer_len kda_prefill_backend
+            kda_decode_backend engram_config
+        """,
+        "models are for text alone": """
+            language_model_only limit_mm_per_prompt enable_mm_embeds interleave_mm_strings media_io_kwargs
+            mm_processor_kwargs mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb
+            mm_encoder_only mm_encoder_tp_mode mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+            mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin skip_mm_profiling video_pruning_rate
+            disable_chunked_mm_input enable_mm_processor_stats disable_mm_preprocessor_cache mm_hasher_algorithm
+            video_pruning_method mm_processor_device mm_device_do_normalize ec_manager_config
+        """,
+        "there are no LoRA adapters": """
+            max_loras max_lora_rank default_mm_loras fully_sharded_loras max_cpu_loras lora_dtype lora_target_modules
+            enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format enable_moe_shared_loras
+            max_lora_cls_labels
+        """,
+        "nothing is quantised": "allow_deprecated_quantization kv_cache_dtype_skip_layers",
+        "nothing is offloaded": """
+            offload_backend cpu_offload_params offload_num_in_group offload_prefetch_step offload_params
+            kv_offloading_backend swap_space
+        """,
+        "safetensors files are mapped into memory": """
+            safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size
+            model_loader_extra_config ignore_patterns pt_load_map_location use_tqdm_on_load
+        """,
+        "kernels come from attention_backend and the passes": """
+            linear_backend ir_op_priority kernel_config enable_flashinfer_autotune use_fp64_gumbel performance_mode
+            kv_sharing_fast_prefill jit_monitor_mode jit_monitor_verbose sparse_indexer_topk_backend monokernel
+        """,
+        "the scheduler has no such setting": """
+            max_num_partial_prefills max_long_partial_prefills long_prefill_token_threshold scheduler_reserve_full_isl
+            prefill_schedule_interval watermark disable_hybrid_kv_cache_manager prefix_caching_hash_algo
+            num_scheduler_steps use_v2_block_manager preemption_mode scheduler_delay_factor disable_async_output_proc
+            long_prefill_token_threshold_adaptive max_num_scheduled_tokens max_num_active_seqs max_num_queued_reqs
+            max_num_queued_tokens prefix_cache_retention_interval prefix_match_unit swa_bounded_replay
+        """,
+        "a CUDA graph serves any sequence length": "max_seq_len_to_capture",
+        "structured output is SamplingParams(structured_outputs=...)": "guided_decoding_backend",
+        "reasoning is taken apart by the server, see --reasoning-parser": """
+            reasoning_parser reasoning_parser_plugin reasoning_config enable_reasoning
+        """,
+        "see metrics(), get_metrics() and start_profile()": """
+            aggregate_engine_logging show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces
+            kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics
+            enable_logging_iteration_details custom_histogram_buckets per_request_spec_decode_metrics logging_config
+            log_level log_config_file enable_trace_replay
+        """,
+        "no part of this engine reads it": "additional_config enable_cumem_allocator fail_on_environ_validation",
+        "there is no sleep mode": "sleep_mode_backend sleep_mode_offload_cudagraph sleep_preserve_parameter_names",
+    }
+)
+
+KEYWORDS: Rows = {**HONOURED, **NOT_SUPPORTED, **WITHOUT_EFFECT}

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
+
+import torch
 
 from compiled_engine.config import GraphMode
 from compiled_engine.near_names import unknown_name_message
 from compiled_engine.options import EngineOptions
-from compiled_engine.other_engines.keywords import ABOUT_COMPILATION, KEYWORDS
-from compiled_engine.other_engines.rows import Honoured, Nested, Only, Row, WithoutEffect, is_value
+from compiled_engine.other_engines.keywords import (
+    ABOUT_COMPILATION,
+    KEYWORDS,
+    Honoured,
+    Nested,
+    Only,
+    Row,
+    WithoutEffect,
+)
 
 SIZES = ("capture_sizes", "capture_token_sizes")
 CUDA_GRAPH_OPTIONS = ("graph_mode", *SIZES)
@@ -36,6 +45,17 @@ class Ignored(NamedTuple):
 
     keyword: str
     reason: str
+
+
+def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
+    """The options that the keywords of `LLM` stand for, those of other engines included (see `translate`)."""
+    device = str(keywords.get("device", "auto"))
+    on_gpu = (device == "auto" or device.startswith("cuda")) and torch.cuda.is_available()
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in translate(keywords, on_gpu=on_gpu).items()
+    }
+    return EngineOptions(**values)
 
 
 def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
@@ -113,12 +133,12 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
             if value not in anyway if anyway else not _asks_for_nothing(value):
                 yield Ignored(name, reason)
         case Only(values, feature, instead):
-            if not any(is_value(value, allowed) for allowed in values):
+            if not _is_one_of(value, values):
                 allowed = ", ".join(map(repr, (*values, None)))
                 raise ValueError(f"{name} is {value!r}: {feature} is not supported; {instead} (allowed: {allowed})")
         case Honoured():
             try:
-                for option, found in row.translate(value, given).items():
+                for option, found in _honour(value, row, given).items():
                     yield Wanted(name, option, found)
             except ValueError as error:
                 raise ValueError(f"{name} {error}") from error
@@ -131,6 +151,77 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
                 if key not in rows:
                     raise TypeError(unknown_name_message(f"{name} has no key", str(key), rows))
                 yield from _read(f"{name}[{key!r}]", item, rows[key], {**given, **value})
+
+
+def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The options that a value stands for. Raises ValueError saying what is wrong with it and what is allowed."""
+    if row.choices is not None:
+        return _choose(value, row.choices)
+    if row.option is not None:
+        return {} if value in row.nothing else {row.option: row.values.get(_name(value).lower(), value)}
+    return READERS[row.read](value, given) if row.read else {}
+
+
+def _choose(value: Any, choices: Mapping[Any, Mapping[str, Any]]) -> Mapping[str, Any]:
+    for known, options in choices.items():
+        if _is_one_of(value, (known,)) or (isinstance(known, str) and _name(value).lower() == known.lower()):
+            return options
+    raise ValueError(f"is {value!r}; allowed: {', '.join(map(repr, choices))}")
+
+
+def _capture_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same sizes for batches of decodes and for others, as far as the limits that are given allow them."""
+    if not isinstance(value, list | tuple) or not all(isinstance(size, int) for size in value):
+        raise ValueError(f"is {value!r}; allowed: a list of integers")
+    return {
+        "capture_sizes": _at_most(given.get("max_num_seqs"), value),
+        "capture_token_sizes": _at_most(given.get("max_num_batched_tokens"), value),
+    }
+
+
+def _at_most(limit: Any, sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in sizes if not isinstance(limit, int) or size <= limit)
+
+
+def _cuda_graph_sizes(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """vLLM takes several values as the sizes, one as the largest of a pattern, and none as its own default."""
+    match value:
+        case []:
+            return {}
+        case [int(largest)]:
+            value = [1, 2, 4, *range(8, largest + 1, 8)]
+    return _capture_sizes(value, given)
+
+
+def _device_ids(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, list | tuple) or len(value) != 1 or not str(value[0]).isdecimal():
+        raise ValueError(f"is {value!r}; allowed: a list of one number, as the engine runs on one device")
+    return {"device": f"cuda:{value[0]}"}
+
+
+def _hf_token(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(value, bool):
+        raise ValueError("holds a token; allowed: True or False, with the token in the environment variable HF_TOKEN")
+    return {}
+
+
+# By the names that rows have for them: from a value, and all keywords, to options.
+READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
+    "capture sizes": _capture_sizes,
+    "sizes or the largest": _cuda_graph_sizes,
+    "one device": _device_ids,
+    "no token": _hf_token,
+}
+
+
+def _name(value: Any) -> str:
+    """Of a member of an enumeration or a dtype its name, else the text."""
+    return str(getattr(value, "name", value)).removeprefix("torch.")
+
+
+def _is_one_of(given: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value equals one of these, where True is not 1."""
+    return any(isinstance(given, bool) == isinstance(value, bool) and bool(given == value) for value in values)
 
 
 def _asks_for_nothing(value: Any) -> bool:

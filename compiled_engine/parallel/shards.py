@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import nn
-
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Section(NamedTuple):
@@ -56,21 +54,14 @@ class Shard:
             local += size
         return found
 
-    def pairs(self, tensor: torch.Tensor, target: torch.Tensor, rank: int, num_ranks: int) -> list[Pair]:
-        """Views of the whole tensor beside views of a rank's `target`, which they belong in."""
-        if self.first_only and rank:
-            return [(torch.zeros_like(tensor), target)]
-        if self.dim is None:
-            return [(tensor, target)]
-        return [
-            (tensor.narrow(self.dim, start, length), target.narrow(self.dim, local, length))
-            for start, length, local in self.places(rank, num_ranks)
-        ]
-
     def of(self, tensor: torch.Tensor, rank: int, num_ranks: int) -> torch.Tensor:
         """The slice of rank `rank`: a view unless it has several sections; zeros where it is the first rank's alone."""
-        parts = [source for source, _ in self.pairs(tensor, tensor, rank, num_ranks)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim or 0)
+        if self.first_only and rank:
+            return torch.zeros_like(tensor)
+        if self.dim is None:
+            return tensor
+        parts = [tensor.narrow(self.dim, place.start, place.length) for place in self.places(rank, num_ranks)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
 
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
@@ -115,29 +106,3 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
         for path, module in model.named_modules()
         for name, sizes in getattr(module, "packed", {}).items()
     }
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """What rank `rank` of `num_ranks` holds of the parameters in `shards`; others are whole."""
-
-    shards: Mapping[str, Shard]
-    rank: int = 0
-    num_ranks: int = 1
-
-    def whole_shape(self, name: str, local: torch.Tensor) -> tuple[int, ...]:
-        """Of the checkpoint's tensor, of which `local` is this rank's part."""
-        return self.shards[name].whole if name in self.shards else tuple(local.shape)
-
-    def of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a checkpoint's tensor, see Shard.of."""
-        return self.shards[name].of(tensor, self.rank, self.num_ranks) if name in self.shards else tensor
-
-    def pairs(self, name: str, tensor: torch.Tensor, target: torch.Tensor) -> list[Pair]:
-        """The parts of a checkpoint's tensor that this rank holds, beside those of its parameter."""
-        if name not in self.shards:
-            return [(tensor, target)]
-        return self.shards[name].pairs(tensor, target, self.rank, self.num_ranks)
-
-
-WHOLE = RankShare({})

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import ATTENTION_OPS
+from compiled_engine.attention.step_tensors import STEP_TENSORS, arguments_of, attention_inputs_of, padding_of
 from compiled_engine.config import ModelConfig
 
 
@@ -66,29 +66,15 @@ def parameter_places(model: nn.Module, config: ModelConfig) -> ParameterPlaces:
     names = _names_by_parameter(model)
     model.to("meta")  # its buffers
     watch = _Watch(names)
-    tokens = torch.zeros(4, dtype=torch.int64, device="meta")
-    starts = torch.zeros(2, dtype=torch.int32, device="meta")
-    inputs = AttentionInputs(
-        query_start_loc_R1=starts,
-        seq_lens_R=starts[:1],
-        block_table_RB=starts.view(1, 2),
-        slot_mapping_T=tokens,
-        host_3=torch.zeros(3, dtype=torch.int32, device="meta"),
-        backend="torch",
-        work_W=starts,
-    )
+    sizes = {"tokens": 4, "requests": 1, "request_borders": 2, "blocks_per_request": 2, "work": 2}
+    step = padding_of(STEP_TENSORS, sizes, torch.device("meta"))
     caches = [torch.zeros(shape, dtype=config.dtype, device="meta") for shape in config.kv_shapes(2, 16)]
     with torch.inference_mode(), watch:
-        hidden_TD = model(tokens, tokens, inputs, caches)
-    return ParameterPlaces(watch.found, logits_parameters(model, hidden_TD.shape[1], config.dtype))
-
-
-def logits_parameters(model: Any, hidden_size: int, dtype: torch.dtype) -> frozenset[str]:
-    """The parameters that a model on the meta device needs for logits."""
-    watch = _Watch(_names_by_parameter(model))
-    with torch.inference_mode(), watch:
-        model.logits(torch.zeros(1, hidden_size, dtype=dtype, device="meta"))
-    return frozenset(watch.found)
+        hidden_TD = model(*arguments_of(step, attention_inputs_of(step, "torch"), caches))
+    of_logits = _Watch(names)
+    with torch.inference_mode(), of_logits:
+        model.logits(hidden_TD)  # type: ignore[operator]
+    return ParameterPlaces(watch.found, frozenset(of_logits.found))
 
 
 def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers: int, count: int) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.registry import passes_of_ranks, registered_passes
 from compiled_engine.passes.sequence_parallel import SequenceParallel
 from compiled_engine.passes.tensor_parallel import TensorParallel
-from compiled_engine.resolve.checks import require_integer, require_one_of
 from compiled_engine.resolve.folders import resolve_cache_dir
 
 COMPILE_OPTIONS = (
@@ -64,7 +63,8 @@ def resolve_compile(
     known = tuple(graph_pass.name for graph_pass in registered_passes())
     for field in ("passes", "disable_passes"):
         for name in getattr(options, field) or ():
-            require_one_of(field, name, known)
+            if name not in known:
+                raise ValueError(f"{field} is {name!r}; allowed: {', '.join(known)}")
     of_ranks = passes_of_ranks()
     if options.tensor_parallel_size == 1:
         if options.passes is not None and (asked := sorted(of_ranks.intersection(options.passes))):
@@ -116,7 +116,6 @@ def _ranges(
         if obstacle is not None:  # Inductor would compile everything once more, to the same code
             ends, reasons["compile.ranges"] = (), f"small-batch kernels do not serve all of the model: {obstacle}"
     for end in ends:
-        require_integer("compile_ranges", end)
         if end >= most:
             raise ValueError(f"compile_ranges has {end}; allowed: less than max_num_batched_tokens ({most})")
     ends = tuple(sorted(set(ends)))
@@ -125,7 +124,6 @@ def _ranges(
 
 def _workers(options: EngineOptions, reasons: dict[str, str]) -> int:
     if options.compile_workers is not None:
-        require_integer("compile_workers", options.compile_workers, least=0)
         return options.compile_workers
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     reasons["compile.workers"] = f"{cores} cores; a process of its own pays from {MIN_CORES_FOR_WORKERS} on"

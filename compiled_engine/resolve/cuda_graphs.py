@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
-from compiled_engine.attention.backend import GraphSupport
-from compiled_engine.attention.registry import BACKENDS, get_backend
+from compiled_engine.attention.case import GraphSupport
+from compiled_engine.attention.registry import AttentionChoice, captured_always
 from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel_config import ParallelConfig
 from compiled_engine.passes import small_batch_linear_cpu
 
-GRAPH_MODES = ("auto", *(mode.value for mode in GraphMode))
 # Modes whose graphs hold eager code alone, or may do so.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
@@ -28,19 +26,19 @@ def resolve_graphs(
     *,
     compiled: bool,
     graphed: bool,
-    backend: str,
+    attention: AttentionChoice,
     short_contexts: Callable[[int], tuple[int, ...]],
     recording_obstacle: str | None,
     scheduler: SchedulerConfig,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphConfig:
-    """compiled, graphed: what `mode` came to. short_contexts: see AttentionBackend, of all of the model's attention.
+    """compiled, graphed: what `mode` came to. short_contexts: see Support; none where no pass reaches their kernels.
     recording_obstacle: why the compiled forward of decodes cannot be recorded, see `recording_obstacle`.
 
     Raises ValueError or TypeError naming the field.
     """
-    mode = _mode(options, compiled, graphed, backend, recording_obstacle, device, reasons)
+    mode = _mode(options, compiled, graphed, attention, recording_obstacle, device, reasons)
     if mode in (GraphMode.NONE, GraphMode.RECORDED):
         for name in CAPTURE_OPTIONS:
             if getattr(options, name) != getattr(EngineOptions(), name):
@@ -64,12 +62,12 @@ def _mode(
     options: EngineOptions,
     compiled: bool,
     graphed: bool,
-    backend: str,
+    attention: AttentionChoice,
     recording_obstacle: str | None,
     device: torch.device,
     reasons: dict[str, str],
 ) -> GraphMode:
-    support = get_backend(backend).graph_support
+    backend, support = attention.backend, attention.support.graphs
     if options.graph_mode == "auto":
         if not graphed:
             reasons["graph.mode"] = "graphs come with mode graphed"
@@ -93,16 +91,14 @@ def _mode(
             "so it runs between the graphs of other batches"
         )
         return GraphMode.FULL_AND_PIECEWISE
-    if options.graph_mode not in GRAPH_MODES:
-        raise ValueError(f"graph_mode is {options.graph_mode!r}; allowed: {', '.join(GRAPH_MODES)}")
     mode = GraphMode(options.graph_mode)
-    obstacle = _obstacle(mode, options, compiled, backend, recording_obstacle, device)
+    obstacle = _obstacle(mode, options, compiled, attention, recording_obstacle, device)
     if obstacle is not None:
-        facts = options, compiled, backend, recording_obstacle, device
+        facts = options, compiled, attention, recording_obstacle, device
         allowed = [m.value for m in GraphMode if _obstacle(m, *facts) is None]
         if mode is GraphMode.FULL and device.type == "cuda":
-            able = [name for name in BACKENDS if _always_captured(name)]
-            allowed.append(f"attention_backend {', '.join(able)}")
+            able = captured_always(attention.cases)
+            allowed += [f"attention_backend {', '.join(able)}"] if able else []
         raise ValueError(f"graph_mode is {mode.value!r}, {obstacle}; allowed: {', '.join(allowed) or 'another mode'}")
     return mode
 
@@ -111,7 +107,7 @@ def _obstacle(
     mode: GraphMode,
     options: EngineOptions,
     compiled: bool,
-    backend: str,
+    attention: AttentionChoice,
     recording_obstacle: str | None,
     device: torch.device,
 ) -> str | None:
@@ -126,7 +122,7 @@ def _obstacle(
         return "which captures compiled pieces, but mode is 'eager'"
     if compiled and mode is GraphMode.BREAKABLE:
         return f"which captures eager code, but mode is {options.mode!r}"
-    support = get_backend(backend).graph_support
+    backend, support = attention.backend, attention.support.graphs
     if mode.captures_decodes and support is GraphSupport.NEVER:
         return f"but attention_backend {backend!r} cannot be captured"
     if mode is GraphMode.FULL and support is not GraphSupport.ALWAYS:
@@ -135,7 +131,11 @@ def _obstacle(
 
 
 def recording_obstacle(
-    compile_config: CompileConfig, parallel: ParallelConfig, model: ModelConfig, backend: str, device: torch.device
+    compile_config: CompileConfig,
+    parallel: ParallelConfig,
+    model: ModelConfig,
+    attention: AttentionChoice,
+    device: torch.device,
 ) -> str | None:
     """Why decodes cannot be recorded calls, or None: their forward on a CPU is calls of C++ kernels."""
     if device.type != "cpu":
@@ -144,19 +144,12 @@ def recording_obstacle(
         return "nothing is compiled"
     if parallel.devices_per_replica > 1:
         return "calls are recorded in one process alone"
-    if not get_backend(backend).records_decodes:
-        return f"attention backend {backend} cannot be recorded"
+    if not attention.support.records_decodes:
+        return f"attention backend {attention.backend} cannot be recorded"
     if not compile_config.ranges:
         return "no compile range is for small batches"
     reasons = (small_batch_linear_cpu.obstacle(model, 1, high) for _, high in compile_config.ranges)
     return next((f"C++ kernels do not serve all of the model: {reason}" for reason in reasons if reason), None)
-
-
-def _always_captured(backend: str) -> bool:
-    try:
-        return get_backend(backend).graph_support is GraphSupport.ALWAYS
-    except ImportError:
-        return False
 
 
 def default_capture_sizes(limit: int) -> tuple[int, ...]:
@@ -212,10 +205,8 @@ def _sizes(
     return sizes[0], sizes[1]
 
 
-def _explicit(option: str, sizes: tuple[Any, ...], most: int, limit: str) -> tuple[int, ...]:
+def _explicit(option: str, sizes: tuple[int, ...], most: int, limit: str) -> tuple[int, ...]:
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"{option} has {size!r}; allowed: integers of at least 1")
         if size > most:
             raise ValueError(f"{option} has {size}; allowed: at most {limit} ({most})")
     return tuple(sorted(set(sizes)))

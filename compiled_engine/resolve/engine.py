@@ -6,14 +6,12 @@ A request that cannot be honoured is an error that says why; nothing is changed 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 
 import torch
 
-from compiled_engine.attention.backend import AttentionCase
-from compiled_engine.attention.registry import get_backend, resolve_backend
+from compiled_engine.attention.case import cases_of, no_short_contexts
+from compiled_engine.attention.registry import AttentionChoice, choose_backend
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -25,14 +23,10 @@ from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.process.progress import Progress, SilentProgress
-from compiled_engine.resolve.checks import check_types
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
-from compiled_engine.resolve.folders import (
-    resolve_cache_dir,
-    resolve_model_folder,
-    resolve_tokenizer_folder,
-)
+from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder, resolve_tokenizer_folder
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
 
 log = logging.getLogger("compiled_engine")
@@ -46,7 +40,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     Raises ValueError, TypeError or OSError naming the field, the value and what is allowed.
     """
     progress = progress or SilentProgress()
-    check_types(options)
+    resolve_logits_processors(options.logits_processors)  # objects, which are no part of the configuration
     reasons: dict[str, str] = {}
     device = resolve_device(options.device, reasons)
     folder = resolve_model_folder(options, reasons, progress)
@@ -67,17 +61,16 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
     compiled, graphed = _mode(options, device, reasons)
     check_stages(parallel, compiled)
     scheduler = _scheduler(options, model, device, reasons)
-    local_model = local_share(model, parallel.tensor_parallel_size)
-    backend, block_size = _attention(options, local_model, device, reasons)
+    attention = _attention(options, local_share(model, parallel.tensor_parallel_size), device)
+    reasons |= attention.reasons
     compile_config = resolve_compile(options, compiled, model, scheduler, device, reasons)
     # Kernels for short contexts are reached through the op that this pass makes.
     fused = RopeAttend.name in compile_config.passes
-    cases = AttentionCase.all_of(local_model, block_size, device) if fused else ()
     return EngineConfig(
         model=model,
         tokenizer=resolve_tokenizer_folder(options, reasons, progress),
         cache=CacheConfig(
-            block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
+            attention.block_size, options.num_blocks, options.gpu_memory_utilization, options.enable_prefix_caching
         ),
         scheduler=scheduler,
         compile=compile_config,
@@ -85,24 +78,18 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
             options,
             compiled=compiled,
             graphed=graphed,
-            backend=backend,
-            short_contexts=partial(_short_contexts, backend, cases),
-            recording_obstacle=recording_obstacle(compile_config, parallel, model, backend, device),
+            attention=attention,
+            short_contexts=attention.support.short_contexts if fused else no_short_contexts,
+            recording_obstacle=recording_obstacle(compile_config, parallel, model, attention, device),
             scheduler=scheduler,
             device=device,
             reasons=reasons,
         ),
         parallel=parallel,
         device=device,
-        attention_backend=backend,
+        attention_backend=attention.backend,
         reasons=reasons,
     )
-
-
-def _short_contexts(backend: str, cases: Sequence[AttentionCase], num_requests: int) -> tuple[int, ...]:
-    """Those that each of these has; see AttentionBackend."""
-    found = [get_backend(backend).short_contexts(case, num_requests) for case in cases]
-    return tuple(context for context in (found[0] if found else ()) if all(context in each for each in found))
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
@@ -179,8 +166,6 @@ def _scheduler(
     if ahead is None:
         ahead = device.type == "cuda"
         reasons["scheduler.async_scheduling"] = f"default on {device.type}"
-    elif not isinstance(ahead, bool):
-        raise TypeError(f"async_scheduling is {ahead!r}; allowed: True, False or None")
     return SchedulerConfig(
         max_num_seqs,
         max_num_batched_tokens,
@@ -191,11 +176,7 @@ def _scheduler(
     )
 
 
-def _attention(
-    options: EngineOptions, model: ModelConfig, device: torch.device, reasons: dict[str, str]
-) -> tuple[str, int]:
-    cases = AttentionCase.all_of(model, 0, device)
+def _attention(options: EngineOptions, model: ModelConfig, device: torch.device) -> AttentionChoice:
+    cases = cases_of(model, 0, device)
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        backend, block_size, attention_reasons = resolve_backend(options.attention_backend, options.block_size, cases)
-    reasons |= attention_reasons
-    return backend, block_size
+        return choose_backend(options.attention_backend, options.block_size, cases)

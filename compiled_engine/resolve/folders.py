@@ -28,21 +28,6 @@ class ModelFolder:
     revision: str | None = None
 
 
-def check_folders(options: EngineOptions) -> None:
-    """Raises TypeError or ValueError for an option about folders that can be none, naming it and what is allowed."""
-    for names, kinds, allowed in (
-        (("model", "tokenizer"), str | Path, "the path of a folder, org/name of the Hugging Face Hub, or None"),
-        (("cache_dir", "download_dir"), str | Path, "the path of a folder, or None"),
-        (("revision", "tokenizer_revision"), str, "a branch, tag or commit, or None"),
-    ):
-        for name in names:
-            value = getattr(options, name)
-            if value is not None and not isinstance(value, kinds):
-                raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
-            if value == "":
-                raise ValueError(f"{name} is ''; allowed: {allowed}")
-
-
 def resolve_model_folder(options: EngineOptions, reasons: dict[str, str], progress: Progress) -> ModelFolder:
     """The model's folder. Raises ValueError for a revision of a folder, and what `find_checkpoint` raises."""
     if options.model is None:

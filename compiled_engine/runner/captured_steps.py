@@ -51,6 +51,13 @@ class CapturedSteps:
     def __init__(self, config: EngineConfig, graph: GraphConfig, step: PaddedStep, capture: Capture | None):
         self._step = step
         self.dispatcher = Dispatcher(graph, config.scheduler)
+        in_parts = any(key.kind is not GraphKind.FULL for key in self.dispatcher.keys)
+        by_request = [tensor.name for tensor in step.buffers.asked if tensor.dims[0] == "requests"]
+        if in_parts and by_request:  # their number is not that of the capture
+            raise ValueError(
+                f"graph_mode is {graph.mode.value!r}, but step tensor {by_request[0]} has a value for each request: "
+                "full graphs alone have a fixed number of requests; allowed: full, full_decode_only, none"
+            )
         self.counters = GraphCounters(self.dispatcher)
         self.graphs = None
         if capture is not None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.step_tensors import attention_inputs_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.runner.input_buffers import InputBuffers, StagedDecodes
@@ -156,20 +157,41 @@ def empty_batch(
     )
 
 
+def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.Tensor]:
+    """The step tensors of a batch with its padding, by name: views of the buffers."""
+    sizes: dict[int | str, int] = {"tokens": batch.padded_tokens, "requests": batch.num_rows}
+    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
+    step = {
+        "attention_inputs.query_start_loc_R1": starts_R1[: batch.num_rows + 1],
+        "attention_inputs.host_3": torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
+    }
+    for name, first_dim, tensor in buffers.step:
+        step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
+    return step
+
+
 def attention_inputs(batch: InputBatch, buffers: InputBuffers, backend: str) -> AttentionInputs:
     """The attention's view of the buffers."""
-    starts_R1 = buffers.starts_of_decodes_R1 if batch.decodes_only else buffers.query_start_loc_R1
-    return AttentionInputs(
-        query_start_loc_R1=starts_R1[: batch.num_rows + 1],
-        seq_lens_R=buffers.seq_lens_R[: batch.num_rows],
-        block_table_RB=buffers.block_table_RB[: batch.num_rows],
-        slot_mapping_T=buffers.slot_mapping_T[: batch.padded_tokens],
-        host_3=torch.tensor(batch.host, dtype=torch.int32, device="cpu"),
-        backend=backend,
-        work_W=buffers.work_W,
-    )
+    return attention_inputs_of(step_of_batch(batch, buffers), backend)
 
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
     """Make the batch's inputs on the device from what was staged and applied."""
     prepare_inputs(states, buffers, batch.num_rows, batch.padded_tokens, batch.decodes_only)
+    if buffers.asked:
+        _fill(batch, states, buffers)
+
+
+def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
+    """Make the step tensors that passes have asked for. Raises ValueError for values of another shape."""
+    step = step_of_batch(batch, buffers)
+    step["rows_R"] = buffers.rows_R[: batch.num_rows]
+    real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}
+    for tensor in buffers.asked:
+        assert tensor.fill is not None
+        values, into = tensor.fill(step, states), step[tensor.name]
+        if values.shape != into.shape:
+            shapes = f"{list(values.shape)} instead of {list(into.shape)}"
+            raise ValueError(f"step tensor {tensor.name}: its fill has returned values of shape {shapes}")
+        real_rows = real[str(tensor.dims[0])].view(-1, *[1] * (into.dim() - 1))
+        into.copy_(torch.where(real_rows, values, tensor.padding))

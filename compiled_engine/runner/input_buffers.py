@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from compiled_engine.runner.staged_writes import StagedWrites
+from compiled_engine.attention.step_tensors import STEP_TENSORS, StepTensor, padding_of
+from compiled_engine.rows.staged_writes import StagedWrites
 
 # Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
 RING = 64
@@ -45,8 +47,9 @@ class InputBuffers:
 
     Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
     and query_start_loc_R1. Made by kernels from these and the states: all else; logits_index_R is each request's last
-    token, work_W (work_length elements) is for attention. tokens_KR1 is int32 [RING, rows + 1] and pinned on the host:
-    the sampled tokens of the last steps by request (-1 for none), after the number of the step.
+    token. `step` has the step tensors that are made on the device, with their names and first dimensions; among them
+    are those in `asked`, which passes ask for. work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned
+    on the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class InputBuffers:
         writes: StagedWrites,
         device: torch.device,
         work_length: int = 0,
+        asked: Sequence[StepTensor] = (),
     ):
         self._rows = writes.field(max_num_rows)
         self._query_start_loc = writes.field(max_num_rows + 1)
@@ -67,14 +71,22 @@ class InputBuffers:
         def made(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.input_ids_T = made(max_num_tokens, dtype=torch.int64)
-        self.positions_T = made(max_num_tokens, dtype=torch.int64)
-        self.slot_mapping_T = made(max_num_tokens, dtype=torch.int64)
-        self.seq_lens_R = made(max_num_rows, dtype=torch.int32)
+        sizes = {
+            "tokens": max_num_tokens,
+            "requests": max_num_rows,
+            "blocks_per_request": max_blocks,
+            "work": work_length,
+        }
+        declared = (*(tensor for tensor in STEP_TENSORS if sizes.keys() >= {*tensor.dims}), *asked)
+        step = padding_of(declared, sizes, device)
+        self.asked = tuple(asked)
+        self.step = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in declared]
+        self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
+        self.slot_mapping_T = step["attention_inputs.slot_mapping_T"]
+        self.seq_lens_R = step["attention_inputs.seq_lens_R"]
+        self.block_table_RB = step["attention_inputs.block_table_RB"]
         self.logits_index_R = made(max_num_rows, dtype=torch.int64)
-        self.block_table_RB = made(max_num_rows, max_blocks, dtype=torch.int32)
         self.sample_positions_R = made(max_num_rows, dtype=torch.int64)
-        self.work_W = made(work_length, dtype=torch.int32)
         self.num_steps_1 = made(1, dtype=torch.int32)
         self.tokens_KR1 = torch.zeros(
             RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"

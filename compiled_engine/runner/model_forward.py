@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import OnAttention
+from compiled_engine.attention.step_tensors import ForwardArguments
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
 from compiled_engine.graphs.compiler.stage_plan import StageForward
 from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, RecordingCounts, recorded
 from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
-
-ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
@@ -21,6 +21,7 @@ from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stage_link import StageLink
 from compiled_engine.parallel.stages import Stage
+from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
@@ -31,18 +32,16 @@ from compiled_engine.runner.cpu_threads import threads_for_step
 from compiled_engine.runner.input_batch import InputBatch, make_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ModelForward
-from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
+from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
-from compiled_engine.runner.prompt_logprobs import launch_prompt_logprobs, owes_prompt_logprobs
 from compiled_engine.runner.rank_model import compile_in_turn, load_model
 from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
-from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.runner.row_updates import update_rows
+from compiled_engine.runner.request_states import RequestStates, update_rows
 from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.stage_traffic import StageTraffic
-from compiled_engine.runner.step_sampling import StepSampling
+from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
 from compiled_engine.runner.warm_up import warm_up
-from compiled_engine.sampling.history import penalty_bytes
+from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.sampler import Sampler
 
@@ -114,7 +113,7 @@ class Runner:
             compiled = compile_in_turn(config, self._group, model_to_trace, progress, timeline)
             self._compiled = compiled.for_stage(self._stage)
         with timeline.span("load weights"):
-            model, named = load_model(config, self._compiled, self._group, self._stage, progress)
+            model, named = load_model(config, self._compiled, self._group, progress)
         self._num_parameters = sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta)
         captures, records = config.graph.captures, config.graph.mode is GraphMode.RECORDED
         self._capture = capture = CudaCapture(config.device) if captures else None
@@ -123,25 +122,29 @@ class Runner:
         most_tokens, most_rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs + 1
         self.model = ModelForward(model, self._compiled, named, on_attention, most_tokens, records)
         divided = self._group if config.local_model.vocab_size != vocab_size else None
-        self.sampler = Sampler(max_rows, vocab_size, config.device, processors=processors, group=divided)
         length, block_size, in_flight = scheduler.max_model_len, config.cache.block_size, self._stage.count + 1
         self.states = RequestStates(max_rows, length, block_size, config.device, in_flight)
+        self.sampler = Sampler(self.states.fields, vocab_size, processors=processors, group=divided)
         self._traffic = StageTraffic(self._link, self.states, config.device) if self._link else None
-        cases = AttentionCase.all_of(config.local_model, config.cache.block_size, config.device)
-        # What is planned is of one shape of heads; where layers differ in it, each makes its own plan.
-        planned = cases[0] if len(cases) == 1 else None
+        planned = planned_together(cases_of(config.local_model, config.cache.block_size, config.device))
         backend = get_backend(config.attention_backend)
         work_length = backend.work_length(most_tokens, most_rows, planned) if planned else 0
         max_blocks = self.states.block_table_SB.shape[1]
-        self.buffers = InputBuffers(most_tokens, most_rows, max_blocks, self.states.writes, config.device, work_length)
-        self.pending = PendingSteps(self.buffers, config.device, self._clock)
-        self._sampling = StepSampling(
-            self.sampler, self.states, self.buffers, self.pending, config.device, self._traffic
+        self.buffers = InputBuffers(
+            most_tokens,
+            most_rows,
+            max_blocks,
+            self.states.writes,
+            config.device,
+            work_length,
+            step_tensors(config.compile.passes),
         )
+        self.pending = PendingSteps(self.buffers, config.device, self._clock)
+        self._sampling = StepSampling(self.model, self.sampler, self.states, self.buffers, self.pending, self._traffic)
         self._kv_caches = kv_cache.allocate(config, 1, self._stage.layers)
         self.step = PaddedStep(
             self.model,
-            self.sampler,
+            self._sampling,
             self.states,
             self.buffers,
             self._kv_caches,
@@ -233,8 +236,8 @@ class Runner:
     def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
         """All of a step that the device does, launched in its order; `submit` has prepared it.
 
-        Every row is sampled by temperature and seed, those of masks for nothing: a graph of decodes does so anyway, and
-        it takes less than the graphs that would end at the logits.
+        Every row is sampled by temperature and seed; those that ask for more are sampled again (step_sampling.py). So
+        one set of graphs of decodes serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()
@@ -242,24 +245,18 @@ class Runner:
             self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
         if not self._stage.is_last:
             return self._hand_on(batch, hidden_wanted)
-        self.sampler.publish()
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
-            logits_RV = self.captured.replay(batch).tensor
+            logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
         else:
             output = self.captured.forward(batch, hidden_wanted)
             if hidden_wanted:
-                prompt = launch_prompt_logprobs(batch, output.tensor, self.states, self.model, self.sampler.vocabulary)
-            count = batch.num_requests  # padding rows need no logits here
-            if not batch.samples.any():
-                self.step.advance_without_tokens(batch, count)
-                return self._ended(batch, prompt)
-            every = batch.num_tokens == count  # a token each: nothing has to be picked out, and copied
-            wanted = output.tensor[:count] if every else output.tensor[self.buffers.logits_index_R[:count]]
-            logits_RV = wanted if output.is_logits else self.model.logits(wanted)
-            sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, count)
+                prompt = self._sampling.prompt_logprobs(batch, output.tensor)
+            logits_RV = self._sampling.first(output, batch)
         self.pending.launched()
         self.runs_ended += 1
+        if logits_RV is None:
+            return self.pending.step(batch, None, prompt)
         unsampled = UnsampledStep(batch, logits_RV, prompt)
         if awaits_masks:
             self._unsampled = unsampled
@@ -267,19 +264,15 @@ class Runner:
         return self._sampling.finish(unsampled)
 
     def _hand_on(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
-        """The part of a step of a stage that has others behind it. Nobody asks for its result."""
+        """Run a stage of a pipeline that has others behind it; its result is unused."""
         assert self._traffic is not None
         output = self.captured.forward(batch, hidden_wanted)
         if batch.key is None or not batch.key.is_decode:
-            self.step.advance_without_tokens(batch, batch.num_requests)
+            self._sampling.without_tokens(batch, batch.num_requests)
         self._traffic.send(output.tensor, batch)
-        return self._ended(batch, {})
-
-    def _ended(self, batch: InputBatch, prompt: dict[str, PromptLogprobs]) -> PendingStep:
-        """Of a step that samples nothing here."""
         self.pending.launched()
         self.runs_ended += 1
-        return self.pending.step(batch, None, prompt)
+        return self.pending.step(batch, None, {})
 
     def metrics(self) -> dict[str, Any]:
         """See runner_metrics."""

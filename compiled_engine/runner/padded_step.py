@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from compiled_engine.attention.backend import AttentionCase
+from compiled_engine.attention.case import AttentionCase
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.registry import get_backend
+from compiled_engine.attention.step_tensors import arguments_of, attention_inputs_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
-from compiled_engine.runner.advance import advance
-from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, prepare
+from compiled_engine.runner.input_batch import InputBatch, attention_inputs, empty_batch, prepare, step_of_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.runner.step_sampling import StepSampling
 
 
 class PaddedStep:
@@ -26,7 +26,7 @@ class PaddedStep:
     def __init__(
         self,
         model: ModelForward,
-        sampler: Sampler,
+        sampling: StepSampling,
         states: RequestStates,
         buffers: InputBuffers,
         kv_caches: list[torch.Tensor],
@@ -35,7 +35,7 @@ class PaddedStep:
         max_model_len: int,
         samples: bool = True,
     ):
-        self.model, self.sampler, self.states = model, sampler, states
+        self.model, self.sampling, self.states = model, sampling, states
         self.buffers, self.kv_caches = buffers, kv_caches
         self._backend, self._case, self._max_model_len = attention_backend, attention_case, max_model_len
         self.samples = samples
@@ -64,11 +64,9 @@ class PaddedStep:
         if not key.is_decode:
             return output.tensor
         if not self.samples:
-            self.advance_without_tokens(batch, batch.num_rows)
+            self.sampling.without_tokens(batch, batch.num_rows)
             return output.tensor
-        logits_RV = output.tensor if output.is_logits else self.model.logits(output.tensor)
-        sample_and_advance(logits_RV, self.sampler, self.states, self.buffers, batch, batch.num_rows)
-        return logits_RV
+        return self.sampling.every_row(output, batch, batch.num_rows)
 
     def forward(
         self,
@@ -79,27 +77,17 @@ class PaddedStep:
         distinct: bool = False,
     ) -> ForwardOutput:
         """The model on the batch in the buffers, see `ModelForward.run`. around_attention: which is planned already."""
-        inputs = attention_inputs(batch, self.buffers, self._backend)
+        step = step_of_batch(batch, self.buffers)
+        inputs = attention_inputs_of(step, self._backend)
         if not around_attention:
             self._plan(inputs)
-        arguments = (
-            self.buffers.input_ids_T[: batch.padded_tokens],
-            self.buffers.positions_T[: batch.padded_tokens],
-            inputs,
-            self.kv_caches,
-        )
         return self.model.run(
             batch.padded_tokens,
-            arguments,
+            arguments_of(step, inputs, self.kv_caches),
             hidden_wanted=hidden_wanted,
             around_attention=around_attention,
             distinct=distinct,
         )
-
-    def advance_without_tokens(self, batch: InputBatch, num_rows: int) -> None:
-        """Of a step that samples nothing here."""
-        nobody_R = self.buffers.sample_positions_R
-        advance(self.states, self.buffers, nobody_R, num_rows, decodes_only=batch.decodes_only)
 
     def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
         """Make the batch's inputs from what was staged, and plan attention's work."""
@@ -128,20 +116,3 @@ class PaddedStep:
             return empty_batch(self.buffers, key.num_tokens, key.num_requests, host, key)
         # Attention is not captured, only warmed up.
         return empty_batch(self.buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
-
-
-def sample_and_advance(
-    logits_RV: torch.Tensor,
-    sampler: Sampler,
-    states: RequestStates,
-    buffers: InputBuffers,
-    batch: InputBatch,
-    num_rows: int,
-) -> None:
-    """Tokens for num_rows rows by temperature and seed alone, taken into the states and handed to the host."""
-    rows = slice(0, num_rows)
-    token_ids_R = torch.empty(num_rows, dtype=torch.int64, device=logits_RV.device)
-    if logits_RV.device.type == "cpu":
-        logits_RV = logits_RV.float()
-    sampler.sample_by_temperature(logits_RV[rows], buffers.rows_R[rows], buffers.sample_positions_R[rows], token_ids_R)
-    advance(states, buffers, token_ids_R, num_rows, decodes_only=batch.decodes_only)

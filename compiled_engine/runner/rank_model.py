@@ -12,10 +12,9 @@ from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
-from compiled_engine.models.checkpoint.rank_shards import share_of
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.parallel.eager_model import add_collectives
-from compiled_engine.parallel.stages import Stage, logits_parameters
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
@@ -39,25 +38,20 @@ def compile_in_turn(
 
 
 def load_model(
-    config: EngineConfig, compiled: CompiledModel | None, group: Group, stage: Stage, progress: Progress
+    config: EngineConfig, compiled: CompiledModel | None, group: Group, progress: Progress
 ) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
 
-    Without `compiled` it is to run eagerly. Parameters of other stages stay on the meta device. Raises what materialize
-    and load_weights raise.
+    compiled: of this rank's stage; None: the model is to run eagerly. What the compiled model does not take stays on
+    the meta device. Raises what materialize and load_weights raise.
     """
-    cache_dir = config.compile.cache_dir
+    cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
     model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
-    wanted = None
-    if stage.count > 1 and compiled is not None:
-        wanted = compiled.parameters()
-        if stage.is_last:
-            wanted |= logits_parameters(model, config.model.hidden_size, config.model.dtype)
-    parameters = materialize(model, compiled.packed if compiled else {}, config.device, wanted)
-    share = share_of(config, group.rank)
-    load_weights(model, config.model, progress, share, cache_dir)
-    if compiled is None:
-        add_collectives(model, share.shards)
-    # One compile range may take a parameter alone that another takes packed: the model's own are views.
-    own = {name: p for name, p in model.named_parameters(remove_duplicate=False) if not p.is_meta}
-    return model, own | parameters
+    shards = {} if compiled else shards_of(config)
+    parameters = compiled.parameters if compiled else parameters_of(model, shards)
+    weights = materialize(model, parameters, config.device)
+    whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
+    load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
+    if not compiled:
+        add_collectives(model, shards)
+    return model, weights.tensors

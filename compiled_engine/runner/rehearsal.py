@@ -6,7 +6,7 @@ in are compiled while that is traced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,8 +14,16 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs, Scoring
+from compiled_engine.attention.case import cases_of
+from compiled_engine.attention.inputs import Scoring
 from compiled_engine.attention.registry import get_backend
+from compiled_engine.attention.step_tensors import (
+    STEP_TENSORS,
+    StepTensor,
+    arguments_of,
+    attention_inputs_of,
+    padding_of,
+)
 from compiled_engine.collectives.group import Group, stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.compile_ahead import AskedKernels, compiled_by
@@ -26,7 +34,7 @@ from compiled_engine.runner.input_batch import empty_batch, padding_starts, prep
 from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.runner.warm_up import BatchShape, start_up_batches
 from compiled_engine.sampling.kernel_warm_up import ways_of_sampling
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
+from compiled_engine.sampling.ranks import VocabularySlice
 
 
 def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
@@ -45,7 +53,7 @@ def rehearse_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -
 def rehearse(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, progress: Progress) -> None:
     """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
     with _asked(config, workers) as kernels:
-        sampling = _sampling(config, step.sampler.vocabulary, kernels) if step.samples else []
+        sampling = _sampling(config, step.sampling.sampler.vocabulary, kernels) if step.samples else []
         largest, *others = start_up_batches(config)
         _attention(config, largest)  # no other kernel differs for it
         for shape in others:
@@ -79,39 +87,37 @@ def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: AskedK
 @torch.inference_mode()
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
     """Of each kind of layer, on tensors of its own."""
-    model, backend = config.local_model, get_backend(config.attention_backend)
-    kv_shapes = model.kv_shapes(1, config.cache.block_size)
-    num_blocks = -(-shape.max_seq_len // config.cache.block_size)  # each of them is the one that there is
-    inputs = _empty_inputs(config, shape, num_blocks)
-    kinds = {(model.heads_of(layer), window): layer for layer, window in enumerate(model.sliding_windows)}
-    for (heads, window), layer in kinds.items():
-        q_THd = torch.zeros(shape.num_tokens, heads.num_heads, heads.head_dim, dtype=model.dtype, device=config.device)
-        kv_cache = torch.zeros(kv_shapes[layer], dtype=model.dtype, device=config.device)
-        sinks_H = q_THd.new_zeros(heads.num_heads) if model.attention_sinks else None
-        scale = model.attention_scale or heads.head_dim**-0.5
-        scoring = Scoring(scale, window or 0, model.attention_soft_cap, sinks_H)
+    model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
+    num_blocks = -(-shape.max_seq_len // block_size)  # each of them is the one that there is
+    inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
+    for case in cases_of(model, block_size, config.device):
+        q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)
+        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
+        sinks_H = q_THd.new_zeros(case.num_heads) if case.sinks else None
+        scale = model.attention_scale or case.head_dim**-0.5
+        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
         backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
 
 
 @torch.inference_mode()
 def _forward(config: EngineConfig, step: PaddedStep, shape: BatchShape) -> None:
     """Requests without slots and with empty contexts, on tensors of its own."""
-    inputs = _empty_inputs(config, shape, step.buffers.block_table_RB.shape[1])
-    zeros_T = torch.zeros(shape.num_tokens, dtype=torch.int64, device=config.device)
-    step.model.run(shape.num_tokens, (zeros_T, zeros_T, inputs, step.kv_caches))
+    empty = _empty_step(config, shape, step.buffers.block_table_RB.shape[1], step.buffers.asked)
+    inputs = attention_inputs_of(empty, config.attention_backend)
+    step.model.run(shape.num_tokens, arguments_of(empty, inputs, step.kv_caches))
 
 
-def _empty_inputs(config: EngineConfig, shape: BatchShape, num_blocks: int) -> AttentionInputs:
+def _empty_step(
+    config: EngineConfig, shape: BatchShape, num_blocks: int, asked: Sequence[StepTensor] = ()
+) -> dict[str, torch.Tensor]:
+    """The step tensors of padding alone; attention's work is not planned."""
     num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
-    starts_R1 = torch.from_numpy(padding_starts(num_tokens, num_requests)).to(device)
-    return AttentionInputs(
-        query_start_loc_R1=starts_R1,
-        seq_lens_R=torch.zeros(num_requests, dtype=torch.int32, device=device),
-        block_table_RB=torch.zeros(num_requests, num_blocks, dtype=torch.int32, device=device),
-        slot_mapping_T=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
-        host_3=torch.tensor(shape.host_3, dtype=torch.int32, device="cpu"),
-        backend=config.attention_backend,
-    )
+    sizes = {"tokens": num_tokens, "requests": num_requests, "blocks_per_request": num_blocks, "work": 0}
+    step = padding_of((*STEP_TENSORS, *asked), sizes | {"request_borders": num_requests + 1}, device)
+    starts_R1 = torch.from_numpy(padding_starts(num_tokens, num_requests))
+    step["attention_inputs.query_start_loc_R1"].copy_(starts_R1)
+    step["attention_inputs.host_3"].copy_(torch.tensor(shape.host_3, device="cpu"))
+    return step
 
 
 @torch.inference_mode()

@@ -1,8 +1,8 @@
-"""What the runner keeps of each request: one fixed row from its admission until it is removed.
+"""The rows of requests: one fixed row for each, from its admission until it is removed, and what steps read of it.
 
 A preempted request is removed like a finished one and comes back as a new one, so rows never move and nothing is
-kept twice. What steps read and advance lives on the device; the host writes it only when a request comes or gets
-blocks.
+kept twice. What steps read and advance lives on the device (row_fields.py); the host writes it only when a request
+comes or gets blocks.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from compiled_engine.messages import NewRequest
-from compiled_engine.runner.staged_writes import StagedWrites
+from compiled_engine.messages import NewRequest, SchedulerOutput
+from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.sampling.sampler import Sampler
 
 
 class RequestStates:
-    """Suffix S: rows. On the device, int32:
+    """Gives out the rows of `fields`, where others declare fields as well. Suffix S: rows. On the device, int32:
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
@@ -33,20 +34,18 @@ class RequestStates:
         self, max_num_rows: int, max_model_len: int, block_size: int, device: torch.device, steps_in_flight: int = 2
     ):
         self.block_size = block_size
-        max_blocks = -(-max_model_len // block_size)
-        # Rows of a batch: one more than requests, for padding tokens.
-        max_batch = max_num_rows + 1
-        self.writes = StagedWrites(max_num_rows * (max_blocks + 32) + 4 * max_batch + 4096, device)
-        self._num_computed = self.writes.field(max_num_rows)
-        self._num_known = self.writes.field(max_num_rows)
-        self._last_token = self.writes.field(max_num_rows)
-        self._block_table = self.writes.field(max_num_rows, max_blocks)
-        self.num_computed_S = self._num_computed.tensor
-        self.num_known_S = self._num_known.tensor
-        self.last_token_S = self._last_token.tensor
-        self.block_table_SB = self._block_table.tensor
-        self._known_row = self.writes.field(max_num_rows)
-        self.known_row_S = self._known_row.tensor
+        self.fields = fields = RowFields(max_num_rows, device)
+        self.writes = fields.writes
+        fields.declare(
+            RowField("num_computed"),
+            RowField("num_known"),
+            RowField("last_token"),
+            RowField("known_row"),
+            RowField("block_table", shape=(-(-max_model_len // block_size),)),
+        )
+        self.num_computed_S, self.num_known_S = fields["num_computed"], fields["num_known"]
+        self.last_token_S, self.known_row_S = fields["last_token"], fields["known_row"]
+        self.block_table_SB = fields["block_table"]
         self.known_ids_KL = torch.zeros(
             steps_in_flight * max_num_rows,
             max_model_len + 1,
@@ -81,11 +80,11 @@ class RequestStates:
         self.num_prompt_tokens[row] = request.num_prompt_tokens
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
             self.prompt_logprobs[row] = wanted
-        self._num_computed.stage_one(row, num_computed)
-        self._num_known.stage_one(row, len(request.token_ids))
-        self._known_row.stage_one(row, known_row)
+        self.fields.start(row)
+        self.fields.set(row, num_computed=num_computed, num_known=len(request.token_ids), known_row=known_row)
         self._num_blocks[row] = 0
-        self.append_blocks(row, request.block_ids)
+        (block_ids,) = request.block_ids
+        self.append_blocks(row, block_ids)
         return row
 
     def known_ids(self, row: int) -> np.ndarray:
@@ -95,7 +94,7 @@ class RequestStates:
 
     def append_blocks(self, row: int, block_ids: tuple[int, ...]) -> None:
         start = self._num_blocks[row]
-        self._block_table.stage(row, np.array(block_ids, np.int32), offset=start)
+        self.fields.write("block_table", row, np.array(block_ids, np.int32), offset=start)
         self._num_blocks[row] = start + len(block_ids)
 
     def remove(self, request_id: str) -> int | None:
@@ -106,4 +105,42 @@ class RequestStates:
         self.generation += 1
         self.prompt_logprobs.pop(row, None)
         self._free_rows.append(row)
+        self.fields.free(row)
         return row
+
+
+def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None) -> None:
+    """Before the step is prepared. sampler: None in a stage of a pipeline that does not sample. Raises what
+    Sampler.add_row raises."""
+    for request_id in step.removed:
+        row = states.remove(request_id)
+        if row is not None and sampler is not None:
+            sampler.remove_row(row)
+    if step.new:
+        starts = dict(zip(step.request_ids, step.starts, strict=True))
+        for request in step.new:
+            _add_row(request, starts[request.request_id], states, sampler)
+    for request_id, (block_ids,) in step.new_block_ids.items():
+        states.append_blocks(states.row(request_id), block_ids)
+
+
+def _add_row(request: NewRequest, num_computed: int, states: RequestStates, sampler: Sampler | None) -> None:
+    """A row in the states and in the sampler, or in neither."""
+    row = states.add(request, num_computed)
+    if sampler is None:
+        return
+    params = request.sampling_params
+    assert params.seed is not None  # the engine core fills it in
+    try:
+        sampler.add_row(
+            row,
+            params,
+            params.seed,
+            request.token_ids,
+            request.num_prompt_tokens,
+            request.eos_token_ids,
+            masked=request.masked,
+        )
+    except BaseException:
+        states.remove(request.request_id)
+        raise

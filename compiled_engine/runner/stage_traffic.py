@@ -14,9 +14,9 @@ import torch
 
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.rows.async_copies import upload
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.async_copies import upload
 
 
 @dataclass(frozen=True)

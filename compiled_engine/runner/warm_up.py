@@ -14,9 +14,9 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.gpu_ahead import triton_digests
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
-from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, prepare
-from compiled_engine.runner.padded_step import PaddedStep, sample_and_advance
+from compiled_engine.runner.model_forward import ForwardOutput
+from compiled_engine.runner.padded_step import PaddedStep
 from compiled_engine.sampling.kernel_warm_up import MOST_MEMORY, sample_once, ways_of_sampling
 
 PROMPT_TOKENS = 16
@@ -88,14 +88,14 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
         return 0
     peak = torch.cuda.max_memory_allocated(config.device) - before
     if step.samples:
-        for sample in ways_of_sampling(step.sampler.vocabulary, config.model.dtype, config.device):
+        for sample in ways_of_sampling(step.sampling.sampler.vocabulary, config.model.dtype, config.device):
             sample()
     torch.cuda.empty_cache()
     return peak
 
 
 def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
-    states, buffers = step.states, step.buffers
+    states, buffers, sampling = step.states, step.buffers, step.sampling
     num_tokens, num_requests = shape.num_tokens, shape.num_requests
     batch = empty_batch(buffers, num_tokens, num_requests, shape.host_3)
     states.writes.apply()
@@ -103,12 +103,12 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
     hidden_TD = step.forward(batch, hidden_wanted=True, distinct=distinct).tensor
     if not step.samples:
         step.forward(batch, distinct=distinct)
-        step.advance_without_tokens(batch, num_requests)
+        sampling.without_tokens(batch, num_requests)
         return
     logits_RV = step.model.logits(hidden_TD[buffers.logits_index_R[:num_requests]])
     del hidden_TD
     if step.model.ends_at_logits(num_tokens):
         logits_RV = step.forward(batch, distinct=distinct).tensor[buffers.logits_index_R[:num_requests]]
-    sample_and_advance(logits_RV, step.sampler, states, buffers, batch, num_requests)
-    token_ids_R = sample_once(MOST_MEMORY, logits_RV, step.sampler.vocabulary)
-    advance(states, buffers, token_ids_R, num_requests, decodes_only=batch.decodes_only, again=True)
+    sampling.every_row(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
+    token_ids_R = sample_once(MOST_MEMORY, logits_RV, sampling.sampler.vocabulary)
+    sampling.again(batch, token_ids_R, num_requests)

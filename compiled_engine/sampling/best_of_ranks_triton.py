@@ -16,7 +16,7 @@ from compiled_engine.collectives.push_flags import exchange_flags
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
-from compiled_engine.sampling.ranks_choice import keys_of, tokens_of
+from compiled_engine.sampling.ranks import keys_of, tokens_of
 
 _NOT_A_NUMBER = tl.constexpr(NOT_A_NUMBER)
 _NOTHING_ALLOWED = tl.constexpr(NOTHING_ALLOWED)
@@ -43,7 +43,7 @@ def best_of_ranks_kernel(
     NUM_BLOCKS: tl.constexpr,
     TILE_B: tl.constexpr,
 ) -> None:
-    """Program (logits row), which is the slot of a PushBuffer. The key orders as ranks_choice.keys_of has it."""
+    """Program (logits row), which is the slot of a PushBuffer. The key orders as ranks.keys_of has it."""
     slot = tl.program_id(0)
     is_row = tl.load(row_index_ptr + slot) >= 0
     blocks = tl.arange(0, TILE_B)

@@ -1,7 +1,4 @@
-"""What precedes and follows the choice of tokens, as Triton kernels: additions, masks, penalties, history.
-
-The same for the CPU is in logit_additions.py, step_masks.py, penalties.py and history.py; the arguments are theirs.
-"""
+"""The edits of edits.py as Triton kernels: additions, masks, penalties, records. Arguments are those of edits.py."""
 
 from __future__ import annotations
 
@@ -11,10 +8,8 @@ import triton.language as tl
 
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.sampling.history import MAX_COUNT
-from compiled_engine.sampling.logit_additions import NUM_COLUMNS, LogitAdditions
-from compiled_engine.sampling.row_table import RowTable
-from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.rows.row_fields import RowFields
+from compiled_engine.sampling.edits import MAX_COUNT, NUM_COLUMNS, StepMasks
 from compiled_engine.sampling.token_mask import BITS
 
 _MAX_COUNT = tl.constexpr(MAX_COUNT)
@@ -163,24 +158,18 @@ def record_kernel(
             tl.store(tail + slots, shifted, mask=slots < tail_length)
 
 
-def add_(
-    logits_RV: torch.Tensor,
-    row_index_R: torch.Tensor,
-    positions_R: torch.Tensor,
-    additions: LogitAdditions,
-    tail_NL: torch.Tensor | None,
-    table: RowTable,
-) -> None:
+def add_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, positions_R: torch.Tensor, rows: RowFields) -> None:
+    tail_NL = rows.if_declared("tail")
     add_kernel[(len(logits_RV),)](
         logits_RV,
         logits_RV.stride(0),
         row_index_R,
         positions_R,
-        additions.additions_NC,
-        additions.prefixes_P,
-        table.device["additions_start"],
-        table.device["additions_count"],
-        table.device["prefixes_start"],
+        rows["additions"],
+        rows["prefixes"],
+        rows["additions_start"],
+        rows["additions_count"],
+        rows["prefixes_start"],
         tail_NL,
         0 if tail_NL is None else tail_NL.shape[1],
         BLOCK_A=BLOCK_A,
@@ -199,28 +188,23 @@ def forbid_(logits_RV: torch.Tensor, masks: StepMasks) -> None:
     )
 
 
-def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, counts_NV: torch.Tensor, table: RowTable) -> None:
+def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowFields) -> None:
     num_rows, vocab_size = logits_RV.shape
     penalise_kernel[(num_rows, cdiv(vocab_size, BLOCK_V))](
         logits_RV,
         logits_RV.stride(0),
         row_index_R,
-        counts_NV,
-        table.device["repetition_penalty"],
-        table.device["frequency_penalty"],
-        table.device["presence_penalty"],
+        rows["counts"],
+        rows["repetition_penalty"],
+        rows["frequency_penalty"],
+        rows["presence_penalty"],
         VOCAB_SIZE=vocab_size,
         BLOCK_V=BLOCK_V,
     )
 
 
-def record_(
-    row_index_S: torch.Tensor,
-    token_ids_S: torch.Tensor,
-    counts_NV: torch.Tensor | None,
-    tail_NL: torch.Tensor | None,
-    first_token: int = 0,
-) -> None:
+def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
+    counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")
     tail_length = 0 if tail_NL is None else tail_NL.shape[1]
     record_kernel[(len(row_index_S),)](
         row_index_S,

@@ -15,14 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from compiled_engine.rows.row_fields import RowField
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.row_chunks import row_chunks
 
 FIELDS = ("inverse_temperature", "top_k", "top_p", "min_p")
+ROW_FIELDS = (
+    RowField("inverse_temperature", torch.float32),
+    RowField("top_k"),
+    RowField("top_p", torch.float32, initial=1),
+    RowField("min_p", torch.float32),
+)
 
 
 def filter_fields(params: SamplingParams) -> dict[str, float]:
-    """Of a row of the table: greedy rows have inverse temperature 0 and are not filtered."""
+    """A row's values: greedy rows have inverse temperature 0 and are not filtered."""
     if params.greedy:
         return dict(zip(FIELDS, (0, 0, 1, 0), strict=True))
     top_k = min(max(params.top_k, 0), 2**31 - 1)
@@ -46,9 +53,9 @@ class Filters:
     min_p: np.ndarray
 
     @classmethod
-    def from_table(cls, host: Mapping[str, np.ndarray], rows: np.ndarray) -> Filters:
-        """Of these rows of a RowTable."""
-        inverse_temperature, top_k, top_p, min_p = (host[name][rows] for name in FIELDS)
+    def from_fields(cls, fields: Mapping[str, np.ndarray], rows: np.ndarray) -> Filters:
+        """Look up rows in fields on the host."""
+        inverse_temperature, top_k, top_p, min_p = (fields[name][rows] for name in FIELDS)
         return cls(inverse_temperature, top_k.astype(np.int64), top_p, min_p)
 
     def of(self, rows: np.ndarray) -> Filters:

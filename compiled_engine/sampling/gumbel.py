@@ -1,17 +1,66 @@
-"""Gumbel-max sampling on the CPU, with numpy: also what gumbel_triton.py must agree with."""
+"""Gumbel-max sampling on the CPU, with numpy and as one C++ loop; gumbel_triton.py must agree with it.
+
+Noise is a pure function of seed, position and token id. So a request's noise does not depend on its row, its batch,
+padding, or on how often it was preempted.
+
+The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its i-th
+output is a function of its seed and i alone. It is used twice: the request's seed gives a 64-bit key for each position,
+and the key gives 64 bits for each token id.
+
+Gumbel noise is -log(e), e = -log(1 - u), with u uniform in (0, 1): the largest of logits plus such noise is a draw from
+their softmax (the Gumbel-max trick). The largest over a vocabulary has a small e, hence a small u. So u keeps 24
+significant bits however small it is, down to 2**-63: the upper tail comes in no visible steps. Near 1, where noise is
+least, u ends at 1 - 2**-24. All noise lies in [-2.82, 43.67].
+"""
 
 from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from compiled_engine.kernels.cpp_library import CannotCompile, load_library
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
-from compiled_engine.sampling.noise import gumbel, splitmix64
+from compiled_engine.sampling.ranks import Best
 from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.vocabulary_slice import Best
 
+GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+MULTIPLIER_1 = 0xBF58476D1CE4E5B9
+MULTIPLIER_2 = 0x94D049BB133111EB
+SMALLEST_UNIFORM = 2.0**-63
+LARGEST_UNIFORM = 1.0 - 2.0**-24
 # Noise is made for so many logits at a time: 0.25 MB of hashes, which stay in a core's cache.
 MAX_NOISE_ELEMENTS = 1 << 15
+SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
+
+
+def splitmix64(seed: np.ndarray, index: np.ndarray) -> np.ndarray:
+    """Output `index` (from 0) of SplitMix64 seeded with `seed`: uint64, as both are; they are broadcast."""
+    bits = (index + np.uint64(1)) * np.uint64(GOLDEN_GAMMA) + seed
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(MULTIPLIER_1)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(MULTIPLIER_2)
+    bits ^= bits >> np.uint64(31)
+    return bits
+
+
+def gumbel(bits: np.ndarray) -> np.ndarray:
+    """Gumbel noise, float32, from the upper 63 of 64 random bits (uint64)."""
+    u = (bits >> np.uint64(1)).view(np.int64).astype(np.float32)
+    u *= np.float32(SMALLEST_UNIFORM)
+    np.maximum(u, np.float32(SMALLEST_UNIFORM), out=u)
+    np.minimum(u, np.float32(LARGEST_UNIFORM), out=u)
+    # -log(1 - u), exact where u is small: what 1 - u loses by rounding is added back.
+    rest = np.float32(1) - u
+    u -= np.float32(1) - rest
+    u -= np.log(rest)
+    return -np.log(u)
 
 
 def sample(
@@ -99,3 +148,50 @@ def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int)
     padded = np.full((num_segments, lengths.max()), -np.inf, dtype=np.float32)
     padded[segments, np.arange(len(segments)) - starts[segments]] = scores
     return starts + padded.argmax(axis=-1)
+
+
+def fastest_sample() -> Callable[..., None]:
+    """`sample`, or the one with numpy where there is no C++ compiler."""
+    try:
+        _kernel()
+    except CannotCompile:
+        return sample
+    return sample_in_cpp
+
+
+def sample_in_cpp(
+    logits_SV: torch.Tensor,
+    row_index_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    inverse_temperature_N: torch.Tensor,
+    seeds_N: torch.Tensor,
+    threshold_S: torch.Tensor | None,
+    token_ids_S: torch.Tensor,
+    best: Best | None = None,
+) -> None:
+    """See sample. The tokens are the same, but for scores that differ by the rounding of a logarithm alone."""
+    num_samples, vocab_size = logits_SV.shape
+    _kernel()(
+        logits_SV.data_ptr(),
+        logits_SV.stride(0),
+        row_index_S.data_ptr(),
+        positions_S.data_ptr(),
+        inverse_temperature_N.data_ptr(),
+        seeds_N.data_ptr(),
+        None if threshold_S is None else threshold_S.data_ptr(),
+        token_ids_S.data_ptr(),
+        None if best is None else best.scores_S.data_ptr(),
+        0 if best is None else best.first_token,
+        num_samples,
+        vocab_size,
+        torch.get_num_threads(),
+    )
+
+
+@cache
+def _kernel() -> Any:
+    kernel = load_library(SOURCE).sample
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    kernel.argtypes = [pointer, integer, *[pointer] * 7, *[integer] * 4]
+    kernel.restype = None
+    return kernel

@@ -1,6 +1,6 @@
 // Gumbel-max sampling on a CPU: noise, scores and the best token of each row in one pass over its logits.
 //
-// The noise is that of noise.py: hash, conversion and logarithms are the same functions of the same bits.
+// The noise is that of gumbel.py: hash, conversion and logarithms are the same functions of the same bits.
 #include <cstdint>
 #include <cstring>
 

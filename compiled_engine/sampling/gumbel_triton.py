@@ -15,18 +15,18 @@ import triton.language as tl
 from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.sampling.best_of_ranks_triton import best_of_ranks
-from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
-from compiled_engine.sampling.noise import (
+from compiled_engine.sampling.edits import StepMasks
+from compiled_engine.sampling.gumbel import (
     GOLDEN_GAMMA,
     LARGEST_UNIFORM,
     MULTIPLIER_1,
     MULTIPLIER_2,
     SMALLEST_UNIFORM,
 )
-from compiled_engine.sampling.step_masks import StepMasks
+from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.token_mask import BITS
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 _GOLDEN_GAMMA = tl.constexpr(GOLDEN_GAMMA)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIER_1)

@@ -8,12 +8,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from compiled_engine.rows.row_fields import RowFields
+from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.step_masks import StepMasks
 from compiled_engine.sampling.token_mask import num_words
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 FILTERED = SamplingParams(top_k=20, top_p=0.9)
 # A bias makes the logits float32 copies, to be edited.
@@ -62,7 +63,7 @@ def sample_once(
 ) -> torch.Tensor:
     """With a sampler of its own, so that nobody hears of its rows. masked, or with a bias: the first row has a mask."""
     num_rows, device = len(logits_RV), logits_RV.device
-    sampler = Sampler(num_rows, vocabulary.whole_size, device, group=vocabulary.group)
+    sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)
     for row in range(num_rows):
         sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=(), masked=masked)
     masks = None

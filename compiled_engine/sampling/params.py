@@ -5,66 +5,40 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from compiled_engine.sampling.other_params import settle_other_param
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import TokenMask
 from compiled_engine.sampling.value_checks import (
+    ARGUMENTS,
+    FLAG,
     LARGEST_SCALE,
+    SEED,
     SMALLEST_SCALE,
-    Check,
-    arguments,
-    flag,
+    SOME_TOKEN_IDS,
+    TEXT,
+    TEXT_OR_TEXTS,
+    TOKEN_BIASES,
+    TOKEN_ID,
+    TOKEN_IDS,
     having,
     integer,
     list_of,
     number,
     optional,
-    seed,
-    some_token_ids,
-    text,
-    text_or_texts,
-    token_biases,
-    token_ids,
     tuple_of,
 )
+from compiled_engine.schema import Check, Kind, declarations, declare, documented
 
 # Below this a request is greedy: the logits divided by the temperature could leave the range of float32.
 SMALLEST_TEMPERATURE = 1e-5
 MAX_COMPLETIONS = 16384
+PENALTY = number(-2, 2)
+NUM_LOGPROBS = optional(integer(0, or_minus_one=True, or_flag=True))
 
-_CHECKS: dict[str, Check] = {
-    "n": integer(1, MAX_COMPLETIONS),
-    "presence_penalty": number(-2, 2),
-    "frequency_penalty": number(-2, 2),
-    "repetition_penalty": number(SMALLEST_SCALE, LARGEST_SCALE),
-    "temperature": number(0, LARGEST_SCALE),
-    "top_p": number(0, 1, above_low=True),
-    "top_k": integer(0, or_minus_one=True),
-    "min_p": number(0, 1),
-    "seed": seed,
-    "stop": text_or_texts,
-    "stop_token_ids": token_ids,
-    "ignore_eos": flag,
-    "max_tokens": optional(integer(1)),
-    "min_tokens": integer(0),
-    "logprobs": optional(integer(0, or_minus_one=True, or_flag=True)),
-    "prompt_logprobs": optional(integer(0, or_minus_one=True, or_flag=True)),
-    "detokenize": flag,
-    "skip_special_tokens": flag,
-    "spaces_between_special_tokens": flag,
-    "include_stop_str_in_output": flag,
-    "logit_bias": token_biases,
-    "allowed_token_ids": optional(some_token_ids),
-    "bad_words": list_of(text),
-    "truncate_prompt_tokens": optional(integer(1, or_minus_one=True)),
-    "bad_words_token_ids": tuple_of(tuple_of(integer(0), may_be_empty=False)),
-    "extra_args": arguments,
-    "token_mask": optional(having("allowed")),
-    "structured_outputs": StructuredOutputs.of,
-}
+_CHECKS: dict[str, Check] = {}
 
 _CONTAINERS = ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "bad_words", "extra_args")
 
@@ -75,7 +49,9 @@ def _checked_when_made(cls: type[_Params]) -> type[_Params]:
     """Have the constructor of a dataclass check what it is given, and only that; its signature stays as it was."""
     generated = cls.__init__
     signature = inspect.signature(generated)
-    defaults = {field.name: _CHECKS[field.name](field.name, field.default) for field in fields(cls)}  # type: ignore[arg-type]
+    declared = declarations(cls)
+    _CHECKS.update({each.name: each.kind.check for each in declared})
+    defaults = {each.name: each.kind.check(each.name, each.default) for each in declared}
     lists = [name for name, value in defaults.items() if isinstance(value, list)]
 
     @functools.wraps(generated)
@@ -109,66 +85,107 @@ class SamplingParams:
     may be assigned to, checked like arguments; a request has a copy of its own. Lists and dicts are copies too, None
     for a list is an empty one, and numbers of numpy are stored as Python's.
 
-    n: how many completions to generate from the prompt, at most 16384; 1 if greedy.
-    presence_penalty, frequency_penalty: subtracted from the logits of tokens generated so far, once, or once
-        for each occurrence; in [-2, 2].
-    repetition_penalty: logits of tokens in the prompt or the output are divided by it if positive, multiplied
-        by it if negative; in [1e-37, 1e37].
-    temperature: divides the logits; at most 1e37; below 1e-5 the most likely token is taken (greedy).
-    top_p: sample from the smallest set of most likely tokens whose probabilities reach this sum; in (0, 1].
-    top_k: sample from this many most likely tokens; 0 or -1 for all.
-    min_p: leave out tokens less likely than this times the most likely one; in [0, 1].
-    seed: an integer of 64 bits, signed or not, that decides all that is random; None or -1: chosen for the request.
-    stop: a string or several that end generation; needs detokenize. stop_token_ids: token ids that do.
-    ignore_eos: go on after an end-of-sequence token.
-    max_tokens: generate at most this many; None for as many as the model's length allows.
-    min_tokens: generate this many before an end-of-sequence or stop token may come.
-    logprobs: return log-probabilities of the chosen token and of this many most likely ones, for each
-        generated token; -1 for the whole vocabulary; True is 1, False 0.
-    prompt_logprobs: the same for the prompt's tokens.
-    detokenize: return text. skip_special_tokens, spaces_between_special_tokens: how it looks.
-    include_stop_str_in_output: whether the text keeps the stop string.
-    logit_bias: added to the logits, by token id.
-    allowed_token_ids: only these may be generated; None for all. An end-of-sequence token has to be among them to come.
-    bad_words: words whose tokens are not to be generated. bad_words_token_ids: these tokens, from the frontend.
-    truncate_prompt_tokens: use only this many last tokens of the prompt; -1 for the model's length.
-    extra_args: what the request has to say to the engine's logits processors, by name; nothing else reads it.
-    token_mask: decides before each token which ones are allowed (see TokenMask).
-    structured_outputs: the form that the text must have: a JSON schema, a regular expression, one of several texts, a
-        grammar (see StructuredOutputs, or a dict with its fields). Not beside token_mask or ignore_eos.
-
     Raises TypeError or ValueError, naming the field, its value and what is allowed; AttributeError for an assignment to
     a field that there is not. What an assignment refuses leaves the object as it was.
     """
 
-    n: int = 1
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] | None = None
-    truncate_prompt_tokens: int | None = None
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    extra_args: Mapping[str, Any] | None = None
-    token_mask: TokenMask | None = None
-    structured_outputs: StructuredOutputs | None = None
+    n: int = declare(1, integer(1, MAX_COMPLETIONS), "completions of each prompt", "1 when greedy")
+    presence_penalty: float = declare(0.0, PENALTY, "subtracted from the logits of tokens generated so far, once")
+    frequency_penalty: float = declare(
+        0.0, PENALTY, "subtracted from the logits of tokens generated so far, once for each occurrence"
+    )
+    repetition_penalty: float = declare(
+        1.0,
+        number(SMALLEST_SCALE, LARGEST_SCALE),
+        "above 1, tokens of prompt and output become less likely",
+        "their logits are divided by it if positive, multiplied by it if negative",
+    )
+    temperature: float = declare(
+        1.0,
+        number(0, LARGEST_SCALE),
+        "divides the logits; 0 takes the most likely token",
+        "below 1e-5 is 0, which is greedy",
+    )
+    top_p: float = declare(
+        1.0, number(0, 1, above_low=True), "sample from the most likely tokens that reach this probability together"
+    )
+    top_k: int = declare(0, integer(0, or_minus_one=True), "sample from this many most likely tokens; 0 or -1 for all")
+    min_p: float = declare(0.0, number(0, 1), "leave out tokens less likely than this times the most likely one")
+    seed: int | None = declare(
+        None,
+        SEED,
+        "decides all that is random in this request: an integer of 64 bits, signed or not; None or -1: the engine "
+        "chooses",
+        flag=None,  # on the command line --seed is the engine's
+    )
+    stop: str | Sequence[str] | None = declare(
+        None, TEXT_OR_TEXTS, "end generation at this text", "a list for several; needs `detokenize`"
+    )
+    stop_token_ids: Sequence[int] | None = declare(
+        None, TOKEN_IDS, "end generation at these token ids", flag="--stop-token-id"
+    )
+    ignore_eos: bool = declare(False, FLAG, "go on after an end-of-sequence token")
+    max_tokens: int | None = declare(
+        16,
+        optional(integer(1)),
+        "most tokens to generate",
+        "None for as many as the model's length, or a small KV cache, allows",
+    )
+    min_tokens: int = declare(
+        0, TOKEN_ID, "tokens to generate before an end-of-sequence or stop token may come", "at most `max_tokens`"
+    )
+    logprobs: int | None = declare(
+        None,
+        NUM_LOGPROBS,
+        "log-probabilities of the chosen token and of this many most likely ones at each position",
+        "-1 for all; True is 1, False 0",
+    )
+    prompt_logprobs: int | None = declare(None, NUM_LOGPROBS, "the same for the prompt", flag=None)
+    detokenize: bool = declare(True, FLAG, "return text", flag=None)
+    skip_special_tokens: bool = declare(True, FLAG, "leave special tokens out of the text", flag=None)
+    spaces_between_special_tokens: bool = declare(
+        True, FLAG, "keep the space that some tokenizers put between special tokens", flag=None
+    )
+    include_stop_str_in_output: bool = declare(False, FLAG, "whether the text keeps what ended it", flag=None)
+    logit_bias: dict[int, float] | None = declare(None, TOKEN_BIASES, "added to the logits, by token id")
+    allowed_token_ids: Sequence[int] | None = declare(
+        None,
+        optional(SOME_TOKEN_IDS),
+        "the only tokens that may be sampled, at least one; an end-of-sequence token only if it is among them",
+        flag=None,
+    )
+    bad_words: Sequence[str] | None = declare(
+        None,
+        list_of(TEXT),
+        "words that must not be generated: the token sequences of each word alone and after a space are forbidden",
+        "the same letters may still come from other tokens; leading spaces and line ends are ignored",
+        flag=None,
+    )
+    truncate_prompt_tokens: int | None = declare(
+        None,
+        optional(integer(1, or_minus_one=True)),
+        "use only this many last tokens of the prompt; -1 for the model's length",
+        flag=None,
+    )
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = declare(
+        (),
+        tuple_of(tuple_of(TOKEN_ID, may_be_empty=False)),
+        "token sequences that must not be generated; the engine adds those of `bad_words`",
+    )
+    extra_args: Mapping[str, Any] | None = declare(
+        None, ARGUMENTS, "what the request has to say to logits processors, by name; nothing else reads it"
+    )
+    token_mask: TokenMask | None = declare(
+        None,
+        optional(having("allowed")),
+        "which tokens may come next, as your own code says (see [token masks](logits_processors.md#token-masks))",
+    )
+    structured_outputs: StructuredOutputs | None = declare(
+        None,
+        Kind(StructuredOutputs.of, {"type": "object"}),
+        "the form that the text must have (see [structured outputs](#structured-outputs))",
+        "`StructuredOutputs`, or a dict with its fields; not beside `token_mask` or `ignore_eos`",
+    )
 
     if not TYPE_CHECKING:  # with this method any name could be assigned to
 
@@ -193,6 +210,9 @@ class SamplingParams:
             if values[name] is not None:
                 values[name] = values[name].copy()
         return _made_of(values)
+
+
+SamplingParams.__doc__ = documented(SamplingParams)
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:

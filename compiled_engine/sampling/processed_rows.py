@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from compiled_engine.sampling.async_copies import upload
+from compiled_engine.rows.async_copies import upload
 from compiled_engine.sampling.logits_processor import LogitsProcessor, processor_name
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
+from compiled_engine.sampling.ranks import VocabularySlice
 
 
 class ProcessedRows:

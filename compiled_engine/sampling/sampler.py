@@ -19,22 +19,17 @@ import numpy as np
 import torch
 
 from compiled_engine.collectives.group import Group
-from compiled_engine.sampling.allowed_tokens import AllowedTokens
-from compiled_engine.sampling.async_copies import upload
-from compiled_engine.sampling.filters import filter_fields, has_filters
-from compiled_engine.sampling.history import History
-from compiled_engine.sampling.logit_additions import LogitAdditions, row_additions
+from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.sampling.edits import EditedRows, StepMasks
+from compiled_engine.sampling.filters import ROW_FIELDS, filter_fields, has_filters
 from compiled_engine.sampling.logits_processor import LogitsProcessor
 from compiled_engine.sampling.logprobs import NO_LOGPROBS
 from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.penalties import has_penalties
 from compiled_engine.sampling.processed_rows import ProcessedRows
-from compiled_engine.sampling.ranks_choice import choose_of_ranks, filter_candidates
+from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, filter_candidates
 from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.row_table import RowTable
-from compiled_engine.sampling.step_masks import StepMasks
-from compiled_engine.sampling.vocabulary_slice import VocabularySlice
 
 
 class SamplerClass(enum.Enum):
@@ -50,28 +45,24 @@ class SamplerClass(enum.Enum):
 class Sampler:
     """Rows are added and removed as requests come and go; `sample` serves any subset of them in any order.
 
-    A row's tokens depend on its own logits, parameters, seed and positions alone. `device` is where the logits
-    are. triton: whether to launch kernels, by default on CUDA; the same is done in numpy otherwise. processors: the
-    user's, in the order of their calls. group: the ranks among which the vocabulary is divided; None if it is not.
-    `vocabulary`: the columns that logits have here. `table` and `additions`: the rows' parameters.
+    A row's tokens depend on its own logits, parameters, seed and positions alone. rows: where the rows' parameters are
+    kept, and on whose device the logits are; it says whether kernels are launched, or the same is done in numpy.
+    processors: the user's, in the order of their calls. group: the ranks among which the vocabulary is divided; None if
+    it is not. `vocabulary`: the columns that logits have here.
     """
 
     def __init__(
         self,
-        max_num_rows: int,
+        rows: RowFields,
         vocab_size: int,
-        device: torch.device | str,
-        triton: bool | None = None,
         processors: Sequence[LogitsProcessor] = (),
         group: Group | None = None,
     ) -> None:
-        self._device = torch.device(device)
-        self._vocab_size = vocab_size
+        self._rows, self._device, self._num_rows = rows, rows.device, rows.num_rows
         self.vocabulary = VocabularySlice.of(vocab_size, group)
         self.num_exchanges = 0  # with the other ranks that were begun, but for those in graphs
-        self._triton = self._device.type == "cuda" if triton is None else triton
-        self._operations = sampling_operations(self._triton)
-        self._num_rows = max_num_rows
+        self._operations = sampling_operations(rows.triton)
+        max_num_rows = rows.num_rows
 
         def flags() -> np.ndarray:
             return np.zeros(max_num_rows + 1, dtype=bool)  # the last is that of padding, row -1, and stays False
@@ -86,10 +77,10 @@ class Sampler:
         self._general_N = flags()  # anything beyond temperature and seed
         self._remembered_N = flags()
         self._num_logprobs_N = np.full(max_num_rows + 1, NO_LOGPROBS)
-        self.table = RowTable(max_num_rows, self._device)
-        self.additions = LogitAdditions(self.table, self._device)
-        self._allowed = AllowedTokens(max_num_rows, self.vocabulary, self.table, self._device)
-        self._history = History(max_num_rows, self.vocabulary, self._device)
+        self._top_k_N = np.zeros(max_num_rows + 1, np.int32)
+        self._top_p_N = np.ones(max_num_rows + 1, np.float32)
+        rows.declare(RowField("seed", torch.int64), *ROW_FIELDS)
+        self._edits = EditedRows(rows, self.vocabulary)
         self._processors = ProcessedRows(max_num_rows, processors)
 
     def add_row(
@@ -105,41 +96,27 @@ class Sampler:
     ) -> None:
         """Give a free row to a request; `masked`: it is sampled with a mask, see `sample`.
 
-        What it writes to the device it writes in the current stream's order, after the steps that were launched.
-        seed: params.seed, or the one chosen for the request if that is None; 64 bits, signed or not.
-        token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted request); all of
-        it has to be known. Raises ValueError if the row is taken or out of range, RuntimeError or TypeError if a logits
-        processor fails; the row is free then.
+        What it writes to the device is staged. seed: params.seed, or the one chosen for the request if that is None; 64
+        bits, signed or not. token_ids: the prompt, num_prompt_tokens long, and what was generated before (a preempted
+        request); all of it has to be known. Raises ValueError if the row is taken or out of range, RuntimeError or
+        TypeError if a logits processor fails; the row is free then.
         """
         if not 0 <= row < self._num_rows or self._present_N[row]:
             raise ValueError(f"row must be a free one from 0 to {self._num_rows - 1}, got {row}")
-        additions = row_additions(params, num_prompt_tokens, eos_token_ids, self._vocab_size)
-        penalised, longest_prefix = has_penalties(params), additions.longest_prefix if additions else 0
-        output_ids = token_ids[num_prompt_tokens:]
-        if penalised:
-            self._history.start_counts(row, token_ids[:num_prompt_tokens], output_ids)
-        if longest_prefix > 0:
-            self._history.start_tail(row, output_ids, longest_prefix)
-        self.additions.set_row(row, additions.of(self.vocabulary) if additions else None)
-        self._allowed.set_row(row, params.allowed_token_ids)
+        edits = self._edits.add_row(row, params, token_ids, num_prompt_tokens, eos_token_ids)
         signed_seed = (int(seed) + 2**63) % 2**64 - 2**63
-        self.table.set_row(
-            row,
-            seed=signed_seed,
-            repetition_penalty=params.repetition_penalty,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            **filter_fields(params),
-        )
+        filters = filter_fields(params)
+        self._rows.set(row, seed=signed_seed, **filters)
         processed = self._processors.add_row(row, params, token_ids, num_prompt_tokens)
+        self._top_k_N[row], self._top_p_N[row] = filters["top_k"], filters["top_p"]
         self._filtered_N[row] = has_filters(params)
-        self._penalised_N[row] = penalised
-        self._added_to_N[row] = additions is not None
+        self._penalised_N[row] = edits.penalised
+        self._added_to_N[row] = edits.added_to
         self._processed_N[row] = processed
-        self._limited_N[row] = limited = params.allowed_token_ids is not None
-        mask_edits = masked and (has_filters(params) or not self._triton)
-        self._edited_N[row] = penalised or additions is not None or processed or limited or mask_edits
-        self._remembered_N[row] = penalised or longest_prefix > 0
+        self._limited_N[row] = edits.limited
+        mask_edits = masked and (has_filters(params) or not self._rows.triton)
+        self._edited_N[row] = edits.penalised or edits.added_to or processed or edits.limited or mask_edits
+        self._remembered_N[row] = edits.remembered
         self._num_logprobs_N[row] = NO_LOGPROBS if params.logprobs is None else params.logprobs
         self._general_N[row] = has_filters(params) or masked or self._edited_N[row]
         self._present_N[row] = True
@@ -149,7 +126,6 @@ class Sampler:
         if not 0 <= row < self._num_rows or not self._present_N[row]:
             raise ValueError(f"row must be one that was added, got {row}")
         self._present_N[row] = False
-        self.additions.set_row(row, None)
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
@@ -161,14 +137,6 @@ class Sampler:
         wanted = self._num_logprobs_N[rows]
         return None if (wanted == NO_LOGPROBS).all() else wanted
 
-    def publish(self) -> None:
-        """Bring the parameters on the device up to date, without waiting.
-
-        To be called before a graph with sample_by_temperature is replayed; `sample` does so itself.
-        """
-        self.additions.publish()
-        self.table.publish()
-
     def sample_by_temperature(
         self,
         logits_SV: torch.Tensor,
@@ -179,7 +147,7 @@ class Sampler:
         """Choose tokens for rows that are TEMPERATURE_ONLY, into token_ids_S (int64 [S], device).
 
         Other arguments: see sample. Reads device memory alone, always at the same addresses, so on a GPU it may be
-        captured; on a CPU the logits have to be float32.
+        captured; on a CPU the logits have to be float32. The rows' staged writes have to be made before.
         """
         self._choose_above(None, logits_SV, row_index_S, positions_S, token_ids_S)
 
@@ -208,8 +176,8 @@ class Sampler:
                 f"logits_SV must be [{num_samples}, {self.vocabulary.size}] for as many rows and positions, "
                 f"got {list(logits_SV.shape)}, {lengths[0]} row indices and {lengths[1]} positions"
             )
-        self.publish()
-        if not self._triton:
+        self._rows.writes.apply()
+        if not self._rows.triton:
             logits_SV = logits_SV.float().contiguous()
         token_ids_S = torch.empty(num_samples, dtype=torch.int64, device=self._device)
         edited = np.flatnonzero(self._edited_N[rows_S])
@@ -227,8 +195,7 @@ class Sampler:
                 token_ids_R = self._choose_edited(part[0].float(), rows_S[edited[chunk]], part[1], part[2], part_masks)
                 token_ids_S.index_copy_(0, index_R, token_ids_R)
         if self._remembered_N[rows_S].any():
-            histories = self._history.counts_NV, self._history.tail_NL
-            self._operations.record_(row_index_S, token_ids_S, *histories, self.vocabulary.first)
+            self._operations.record_(row_index_S, token_ids_S, self._rows, self.vocabulary.first)
         return token_ids_S
 
     def _choose_edited(
@@ -241,18 +208,16 @@ class Sampler:
     ) -> torch.Tensor:
         """Token ids, int64 [R], after all edits: in place, so logits_RV is a copy (float32, a chunk)."""
         if self._added_to_N[rows_R].any():
-            tail_NL = self._history.tail_NL
-            self._operations.add_(logits_RV, row_index_R, positions_R, self.additions, tail_NL, self.table)
+            self._operations.add_(logits_RV, row_index_R, positions_R, self._rows)
         if self._processed_N[rows_R].any():
             self.num_exchanges += 1
             self._processors.apply_(logits_RV, rows_R, row_index_R, positions_R, self.vocabulary)
         if self._limited_N[rows_R].any():
-            self._operations.forbid_(logits_RV, self._allowed.of(row_index_R))
+            self._operations.forbid_(logits_RV, self._edits.allowed(row_index_R))
         if masks is not None:
             self._operations.forbid_(logits_RV, masks)
         if self._penalised_N[rows_R].any():
-            assert self._history.counts_NV is not None
-            self._operations.penalise_(logits_RV, row_index_R, self._history.counts_NV, self.table)
+            self._operations.penalise_(logits_RV, row_index_R, self._rows)
         token_ids_R = torch.empty(len(rows_R), dtype=torch.int64, device=self._device)
         self._choose(logits_RV, rows_R, row_index_R, positions_R, token_ids_R)
         return token_ids_R
@@ -270,10 +235,10 @@ class Sampler:
         threshold_S = None
         if self._filtered_N[rows_S].any():
             filtered = rows_S[self._filtered_N[rows_S]]
-            top_k, top_p = (self.table.host[name][filtered] for name in ("top_k", "top_p"))
             self.num_exchanges += 1
+            top_k, top_p = self._top_k_N[filtered], self._top_p_N[filtered]
             candidates_SC = filter_candidates(logits_SV, top_k, top_p, self.vocabulary)
-            threshold_S = self._operations.thresholds(candidates_SC, row_index_S, self.table)
+            threshold_S = self._operations.thresholds(candidates_SC, row_index_S, self._rows)
         self.num_exchanges += 1
         self._choose_above(threshold_S, logits_SV, row_index_S, positions_S, token_ids_S, masks)
 
@@ -286,10 +251,9 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        fields = self.table.device
-        parameters = (fields["inverse_temperature"], fields["seed"], threshold_S)
+        parameters = (self._rows["inverse_temperature"], self._rows["seed"], threshold_S)
         arguments = (logits_SV, row_index_S, positions_S, *parameters, token_ids_S)
-        if self._triton:
+        if self._rows.triton:
             self._operations.choose(*arguments, masks, self.vocabulary)
         elif self.vocabulary.is_divided:
             choose = partial(self._operations.choose, *arguments)

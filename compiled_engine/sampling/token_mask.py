@@ -1,11 +1,12 @@
-"""Which tokens may come next, as a request says it: structured output, token by token."""
+"""Which tokens may come next, as a request says it token by token: a grammar, or a user's token mask."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 BITS = 32
 
@@ -44,6 +45,8 @@ def num_words(vocab_size: int) -> int:
 
 def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """The mask as int32 [num_words], a copy. Raises ValueError if it is none, or allows nothing."""
+    import numpy as np  # where a mask is asked, it is there
+
     name = f"{type(token_mask).__qualname__}.allowed"
     where = f"after {len(output_token_ids)} output tokens"
     try:
@@ -61,6 +64,25 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
     if not mask.any():
         raise ValueError(f"token_mask: {name} must allow some token, got none {where}")
     return mask.view(np.int32)
+
+
+class Constraint(Protocol):
+    """The state of one request: the tokens that it has been told of.
+
+    It outlives a preemption, and no token is ever taken back. Called on the host while the step that computes the
+    logits runs on the device.
+    """
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Take in the next output tokens. Raises ValueError, saying what is wrong: the request ends with it."""
+        ...
+
+    def fill(self, words_W: np.ndarray) -> None:
+        """Write the mask for the next token: int32 [ceil(vocabulary / 32)], as TokenMask has it.
+
+        Raises ValueError as `accept` does.
+        """
+        ...
 
 
 class MaskConstraint:

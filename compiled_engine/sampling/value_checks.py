@@ -1,13 +1,13 @@
-"""Checks of single values: each returns the value as a plain Python one, or raises an error that names it."""
+"""Kinds of values of sampling parameters. A check returns a plain Python value, or raises an error that names it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-Check = Callable[[str, Any], Any]
+from compiled_engine.schema import JsonSchema, Kind
 
 FLOAT32_MAX = 3.4028234663852886e38
 # What a row's parameters are in float32: such values and their reciprocals are normal numbers, so that nothing becomes
@@ -15,13 +15,13 @@ FLOAT32_MAX = 3.4028234663852886e38
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 
-def flag(name: str, value: Any) -> bool:
+def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
     return value
 
 
-def text(name: str, value: Any) -> str:
+def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a string, got {value!r}")
     if not value:
@@ -29,7 +29,7 @@ def text(name: str, value: Any) -> str:
     return value
 
 
-def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Check:
+def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or_flag: bool = False) -> Kind:
     """An integer in [low, high], numpy's included; with `or_minus_one` -1 as well, with `or_flag` a bool."""
     allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
     if or_minus_one:
@@ -44,10 +44,11 @@ def integer(low: int, high: int | None = None, *, or_minus_one: bool = False, or
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
         return plain
 
-    return check
+    bounds = {"minimum": -1 if or_minus_one else low} | ({} if high is None else {"maximum": high})
+    return Kind(check, {"type": "integer", **bounds})
 
 
-def number(low: float, high: float, *, above_low: bool = False) -> Check:
+def number(low: float, high: float, *, above_low: bool = False) -> Kind:
     """A number in [low, high], or (low, high] with `above_low`; never infinite, nor NaN."""
     allowed = f"a finite number {'>' if above_low else '>='} {low:g} and <= {high:g}"
 
@@ -62,51 +63,53 @@ def number(low: float, high: float, *, above_low: bool = False) -> Check:
             raise ValueError(f"{name} must be {allowed}, got {value!r}")
         return plain
 
-    return check
+    return Kind(check, {"type": "number", "exclusiveMinimum" if above_low else "minimum": low, "maximum": high})
 
 
-def optional(check: Check) -> Check:
-    """None, or what `check` allows."""
+def optional(kind: Kind) -> Kind:
+    """None, or what `kind` allows."""
 
     def check_unless_none(name: str, value: Any) -> Any:
-        return None if value is None else check(name, value)
+        return None if value is None else kind.check(name, value)
 
-    return check_unless_none
+    return Kind(check_unless_none, kind.schema)
 
 
-def tuple_of(check: Check, *, may_be_empty: bool = True) -> Check:
-    """A list or tuple of what `check` allows, as a tuple; None is an empty one."""
+def tuple_of(kind: Kind, *, may_be_empty: bool = True) -> Kind:
+    """A list or tuple of what `kind` allows, as a tuple; None is an empty one."""
 
     def check_items(name: str, value: Any) -> tuple[Any, ...]:
         items = _items(name, value)
         if not items and not may_be_empty:
             raise ValueError(f"{name} must not be empty, got {value!r}")
-        return tuple(check(f"{name}[{index}]", item) for index, item in enumerate(items))
+        return tuple(kind.check(f"{name}[{index}]", item) for index, item in enumerate(items))
 
-    return check_items
+    return Kind(check_items, _array(kind, may_be_empty=may_be_empty))
 
 
-def list_of(check: Check) -> Check:
-    """A list or tuple of what `check` allows, as a list of its own; None is an empty one."""
+def list_of(kind: Kind) -> Kind:
+    """A list or tuple of what `kind` allows, as a list of its own; None is an empty one."""
 
     def check_items(name: str, value: Any) -> list[Any]:
-        return [check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
+        return [kind.check(f"{name}[{index}]", item) for index, item in enumerate(_items(name, value))]
 
-    return check_items
+    return Kind(check_items, _array(kind))
 
 
-def token_ids(name: str, value: Any) -> list[int]:
-    """A list or tuple of integers from 0 on, as a list of its own; None is an empty one."""
+def _array(kind: Kind, *, may_be_empty: bool = True) -> JsonSchema:
+    return {"type": "array", "items": kind.schema} | ({} if may_be_empty else {"minItems": 1})
+
+
+def _token_ids(name: str, value: Any) -> list[int]:
     items = _items(name, value)
     if set(map(type, items)) <= {int} and min(items, default=0) >= 0:  # there may be as many as the vocabulary has
         return list(items)
-    checked: list[int] = list_of(integer(0))(name, items)
+    checked: list[int] = list_of(TOKEN_ID).check(name, items)
     return checked
 
 
-def some_token_ids(name: str, value: Any) -> list[int]:
-    """The same, but neither empty nor None."""
-    checked = token_ids(name, value)
+def _some_token_ids(name: str, value: Any) -> list[int]:
+    checked = _token_ids(name, value)
     if not checked:
         raise ValueError(f"{name} must have at least one token id, got {value!r}")
     return checked
@@ -120,13 +123,13 @@ def _items(name: str, value: Any) -> list[Any] | tuple[Any, ...]:
     return value
 
 
-def arguments(name: str, value: Any) -> dict[str, Any] | None:
+def _arguments(name: str, value: Any) -> dict[str, Any] | None:
     """A mapping of names to JSON values, as a dict of its own, or None: it may cross to another process."""
     if value is None:
         return None
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a dict of names to values, got {value!r}")
-    return {text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
+    return {_text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
 
 
 def json_value(name: str, value: Any) -> Any:
@@ -141,11 +144,11 @@ def json_value(name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_value(f"{name}[{index}]", item) for index, item in enumerate(value)]
     if isinstance(value, Mapping):
-        return {text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
+        return {_text(f"{name} key", key): json_value(f"{name}[{key!r}]", item) for key, item in value.items()}
     raise TypeError(f"{name} must be a JSON value (text, number, bool, None, list or dict), got {value!r}")
 
 
-def having(method: str) -> Check:
+def having(method: str) -> Kind:
     """An object with a method of this name."""
 
     def check(name: str, value: Any) -> Any:
@@ -153,31 +156,42 @@ def having(method: str) -> Check:
             raise TypeError(f"{name} must be an object with a method {method!r}, got {value!r}")
         return value
 
-    return check
+    return Kind(check, {})
 
 
-def text_or_texts(name: str, value: Any) -> list[str]:
-    checked: list[str] = list_of(text)(name, [value] if isinstance(value, str) else value)
+def _text_or_texts(name: str, value: Any) -> list[str]:
+    checked: list[str] = list_of(TEXT).check(name, [value] if isinstance(value, str) else value)
     return checked
 
 
-def seed(name: str, value: Any) -> int | None:
-    """A seed of 64 bits, signed or not; None, for which -1 is another word, if there is none."""
-    checked: int | None = optional(integer(-(2**63), 2**64 - 1))(name, value)
+def _seed(name: str, value: Any) -> int | None:
+    checked: int | None = optional(integer(-(2**63), 2**64 - 1)).check(name, value)
     return None if checked == -1 else checked
 
 
-def token_biases(name: str, value: Any) -> dict[int, float] | None:
-    """A dict of token id (an integer, or its decimal digits) to a finite number; an empty one is None."""
+def _token_biases(name: str, value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
         raise TypeError(f"{name} must be a dict of token id to bias, got {value!r}")
-    token_id = integer(0)
     bias = number(-FLOAT32_MAX, FLOAT32_MAX)
     return {
-        token_id(f"{name} key", int(key) if isinstance(key, str) and key.isdecimal() else key): bias(
+        TOKEN_ID.check(f"{name} key", int(key) if isinstance(key, str) and key.isdecimal() else key): bias.check(
             f"{name}[{key!r}]", item
         )
         for key, item in value.items()
     } or None
+
+
+FLAG = Kind(_flag, {"type": "boolean"})
+TEXT = Kind(_text, {"type": "string", "minLength": 1})
+TEXT_OR_TEXTS = Kind(_text_or_texts, {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT.schema}]})
+TOKEN_ID = integer(0)
+# Lists or tuples of integers from 0 on, as lists of their own; None is an empty one, or not allowed.
+TOKEN_IDS = Kind(_token_ids, _array(TOKEN_ID))
+SOME_TOKEN_IDS = Kind(_some_token_ids, _array(TOKEN_ID, may_be_empty=False))
+# A seed of 64 bits, signed or not; None, for which -1 is another word, if there is none.
+SEED = Kind(_seed, {"type": "integer"})
+# A dict of token id (an integer, or its decimal digits) to a finite number; an empty one is None.
+TOKEN_BIASES = Kind(_token_biases, {"type": "object"})
+ARGUMENTS = Kind(_arguments, {"type": "object"})

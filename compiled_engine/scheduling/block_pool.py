@@ -6,27 +6,8 @@ Prefix caching by chained hashes follows vLLM's automatic prefix caching; block 
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-
-_ROOT = bytes(32)
-
-
-def hash_block(parent: bytes | None, token_ids: Sequence[int]) -> bytes:
-    """The hash of a full block of `token_ids` that comes after the one of hash `parent` (None: a sequence's first).
-
-    A block's hash covers its tokens and, through its parent's hash, every token before them, so equal hashes
-    mean equal prefixes. It is SHA-256 without a seed: the same in every process, and nobody can make two
-    prefixes collide. Token ids are hashed as int32.
-    """
-    return hashlib.sha256((parent or _ROOT) + array("i", token_ids).tobytes()).digest()
-
-
-def salt_root(salt: str | None) -> bytes | None:
-    """What stands before a sequence's first block: sequences of different salts have no block in common."""
-    return None if salt is None else hashlib.sha256(b"salt" + salt.encode()).digest()
 
 
 class BlockPool:

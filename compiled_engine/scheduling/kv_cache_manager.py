@@ -1,4 +1,4 @@
-"""Which blocks of the KV cache each request holds, and how requests share the blocks of a common prefix.
+"""What requests hold of the cache, and how they share the blocks of a common prefix.
 
 Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
 are known. Requests that are admitted to that same step (copies of one prompt, for example) find the blocks that shares
@@ -16,142 +16,141 @@ is known, its block is never registered.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Sequence
+from itertools import cycle
 
-from compiled_engine.scheduling.block_pool import BlockPool, hash_block
+from compiled_engine.scheduling.block_group import BlockGroup
+from compiled_engine.scheduling.cache_resource import CacheResource
 from compiled_engine.scheduling.request import Request
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Blocks of each KV group."""
 
 
 class KVCacheManager:
-    """The pool of blocks, and the block tables of requests (`Request.block_ids`).
+    """The KV groups and the other resources of a running request. What it gives, it gives of all or of none.
 
     prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache and found there, over all
     requests when first admitted.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
-        if block_size < 1:
-            raise ValueError(f"block_size must be at least 1, got {block_size}")
-        self.pool = BlockPool(num_blocks)
-        self.block_size = block_size
+    def __init__(
+        self, groups: Sequence[BlockGroup], others: Sequence[CacheResource] = (), *, enable_prefix_caching: bool
+    ) -> None:
+        self.groups = tuple(groups)
+        self.resources: tuple[CacheResource, ...] = (*others, *groups)
         self.enable_prefix_caching = enable_prefix_caching
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self._registered: list[int] = []
 
     @property
     def num_slots(self) -> int:
-        """Tokens that the whole cache can hold."""
-        return self.pool.num_blocks * self.block_size
+        """Tokens of a single request that the whole cache can hold."""
+        return min(group.num_slots for group in self.groups)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.pool.num_blocks for group in self.groups)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return sum(group.pool.num_free for group in self.groups)
 
     def admit(self, request: Request, reserve: int) -> bool:
-        """Give a request without blocks those for all its tokens, shared ones where a prefix is cached.
+        """Give a request that holds nothing what all its tokens need, shared blocks where a prefix is cached.
 
-        All or nothing: False, and no change, if fewer than `reserve` blocks would stay free. Sets
-        `num_computed_tokens` to the tokens that need not be computed; at least one always does.
+        All or nothing: False, and no change, if there is not enough, or if fewer than `reserve` blocks of a group
+        would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one always does.
         """
-        cached = self._find_prefix(request)
-        fresh = self._blocks_for(len(request.token_ids)) - len(cached)
-        if fresh + sum(map(self.pool.is_free, cached)) + reserve > self.pool.num_free:
+        num_tokens = len(request.token_ids)
+        reads_prefix = self.enable_prefix_caching and not request.owes_prompt_logprobs
+        num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
+        if not all(resource.has_room(request, num_tokens, num_cached, reserve) for resource in self.resources):
             return False
-        for block in cached:
-            self.pool.acquire(block)
-        request.block_ids = cached + self.pool.allocate(fresh)
-        request.num_slots = len(request.block_ids) * self.block_size
-        self._set_registered(request, len(cached))
-        request.num_computed_tokens = len(cached) * self.block_size
+        for resource in self.resources:
+            resource.take(request, num_tokens, num_cached)
+        request.num_computed_tokens = num_cached
+        request.num_slots = min(group.slots_of(request) for group in self.groups)
+        request.next_block_end = sys.maxsize
+        if self.enable_prefix_caching:
+            request.next_block_end = num_cached + min(group.block_size for group in self.groups)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-            if self._may_read_prefix(request):
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
+            if reads_prefix:
                 self.prefix_queries += request.num_prompt_tokens
                 self.prefix_hits += request.num_cached_tokens
         return True
 
-    def allocate(self, request: Request, num_tokens: int) -> tuple[int, ...] | None:
-        """Give the request blocks for `num_tokens` more tokens, and return those that it did not have yet.
+    def allocate(self, request: Request, num_tokens: int) -> BlockIds | None:
+        """Give the request blocks for `num_tokens` more tokens, and return those that it did not have yet, () if it has
+        enough.
 
-        All or nothing: None, and no change, if the pool has too few free blocks.
+        All or nothing: None, and no change, if a group has too few free blocks.
         """
-        missing_slots = request.num_computed_tokens + num_tokens - request.num_slots
-        if missing_slots <= 0:
+        end = request.num_computed_tokens + num_tokens
+        if end <= request.num_slots:
             return ()
-        missing = self._blocks_for(missing_slots)
-        if missing > self.pool.num_free:
-            return None
-        blocks = self.pool.allocate(missing)
-        request.block_ids += blocks
-        request.num_slots += missing * self.block_size
-        return tuple(blocks)
+        for group in self.groups:
+            if not group.can_grow(request, end):
+                return None
+        blocks: BlockIds = ()
+        request.num_slots = sys.maxsize
+        for group in self.groups:  # no comprehensions: it is called for many requests a step
+            blocks += (group.grow(request, end),)
+            request.num_slots = min(request.num_slots, group.slots_of(request))
+        return blocks
+
+    def block_ids(self, request: Request) -> BlockIds:
+        """The request's block tables."""
+        return tuple(tuple(group.block_ids(request)) for group in self.groups)
 
     def register(self, request: Request) -> None:
         """Make the blocks findable that are full of known tokens, computed or scheduled to be."""
-        num_full = min(request.num_computed_tokens, len(request.token_ids)) // self.block_size
-        first = request.num_registered_blocks
-        if num_full <= first or not self.enable_prefix_caching:
+        num_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        if num_tokens < request.next_block_end:
             return
-        self._hash_blocks(request, num_full)
-        for index in range(first, num_full):
-            self.pool.register(request.block_ids[index], request.block_hashes[index])
-        self._registered += request.block_ids[first:num_full]
-        self._set_registered(request, num_full)
+        next_block_end = sys.maxsize
+        for group in self.groups:
+            next_block_end = min(next_block_end, group.register(request, num_tokens))
+        request.next_block_end = next_block_end
 
-    def take_registered(self) -> list[int]:
-        """The blocks that `register` was given since this was last called: steps in flight may be to fill them."""
-        registered, self._registered = self._registered, []
-        return registered
+    def take_registered(self) -> list[list[int]]:
+        """Return, by group, the blocks registered since the last call: steps in flight may be to fill them."""
+        return [group.take_registered() for group in self.groups]
 
-    def unregister(self, blocks: Iterable[int]) -> None:
-        """Make blocks unfindable, because what they were to hold was not written."""
-        for block in blocks:
-            self.pool.unregister(block)
+    def unregister(self, registered: Sequence[Sequence[int]]) -> None:
+        """Make blocks unfindable, given by group, because what they were to hold was not written."""
+        for group, blocks in zip(self.groups, registered, strict=True):
+            group.unregister(blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Make every block unfindable; who holds one keeps it."""
+        for group in self.groups:
+            group.pool.unregister_all()
 
     def free(self, request: Request) -> None:
-        """Release all blocks, the last one first, so that the end of a cached sequence is evicted first."""
-        for block in reversed(request.block_ids):
-            self.pool.release(block)
-        request.block_ids = []
-        request.num_slots = 0
-        request.num_computed_tokens = 0
+        """Take back all that the request holds. Raises RuntimeError if it holds nothing."""
+        for resource in self.resources:
+            resource.free(request)
+        request.num_slots = request.num_computed_tokens = 0
 
-    def check_integrity(self, holders: Iterable[Request]) -> None:
-        """Raise RuntimeError unless exactly `holders` hold blocks, and each block is accounted for."""
-        tables = []
-        for request in holders:
-            if request.num_computed_tokens > len(request.block_ids) * self.block_size:
-                raise RuntimeError(
-                    f"request {request.request_id!r} has {request.num_computed_tokens} tokens computed, "
-                    f"but {len(request.block_ids)} blocks of {self.block_size}"
-                )
-            tables.append(request.block_ids)
-        self.pool.check_integrity(tables)
+    def check_all_free(self) -> None:
+        """Raise RuntimeError if something is held, to be called when no request is left."""
+        for resource in self.resources:
+            resource.check_all_free()
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        """Raise RuntimeError unless exactly `holders` hold something, and everything is accounted for."""
+        for resource in self.resources:
+            resource.check_integrity(holders)
 
-    def _set_registered(self, request: Request, count: int) -> None:
-        request.num_registered_blocks = count
-        request.next_block_end = (count + 1) * self.block_size if self.enable_prefix_caching else sys.maxsize
-
-    def _may_read_prefix(self, request: Request) -> bool:
-        return self.enable_prefix_caching and not request.owes_prompt_logprobs
-
-    def _find_prefix(self, request: Request) -> list[int]:
-        """The blocks of the longest cached prefix that leaves at least one token to compute."""
-        blocks: list[int] = []
-        if not self._may_read_prefix(request):
-            return blocks
-        num_full = (len(request.token_ids) - 1) // self.block_size
-        self._hash_blocks(request, num_full)
-        for block_hash in request.block_hashes[:num_full]:
-            block = self.pool.find(block_hash)
-            if block is None:
+    def _common_prefix(self, request: Request, most: int) -> int:
+        """The longest cached prefix, of at most so many tokens, on which all resources agree."""
+        found, num_agreeing = most, 0
+        for resource in cycle(self.resources):
+            shorter = resource.longest_prefix(request, found)
+            num_agreeing = num_agreeing + 1 if shorter == found else 1
+            found = shorter
+            if num_agreeing == len(self.resources):
                 break
-            blocks.append(block)
-        return blocks
-
-    def _hash_blocks(self, request: Request, count: int) -> None:
-        """Know the hashes of the first `count` blocks."""
-        hashes, size = request.block_hashes, self.block_size
-        for start in range(len(hashes) * size, count * size, size):
-            parent = hashes[-1] if hashes else request.prefix_root
-            hashes.append(hash_block(parent, request.token_ids[start : start + size]))
+        return found

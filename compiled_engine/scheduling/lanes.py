@@ -49,9 +49,9 @@ class Lanes:
 
     def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
         """How many waiting requests a step may admit: lanes are to be equally full once all have been admitted."""
-        room = self._most_requests - len(of_step)
         if self._count == 1:
-            return room
+            return num_waiting  # the runner's rows are the bound
+        room = self._most_requests - len(of_step)
         share = -(-(num_running + num_waiting) // self._count)
         return min(room, share - sum(request.lane == lane for request in of_step))
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from compiled_engine.messages import EngineRequest, NewRequest
-from compiled_engine.sampling.constraint import Constraint
+from compiled_engine.prefix_hashes import ROOT
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
-from compiled_engine.scheduling.block_pool import salt_root
+from compiled_engine.sampling.token_mask import Constraint
 from compiled_engine.scheduling.stop import StopRule
 
 # Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
@@ -43,14 +43,15 @@ class Request:
     ending_ids: the tokens that may end it sooner, and what comes in place of a token.
     constraint: says which tokens may come; None for any. num_accepted: output tokens that it has been told of.
     failure: why its constraint gives no mask; it ends with the next step that is taken in.
-    prefix_root: stands for what comes before the first token; only requests with the same one share blocks.
-    num_tokens: how many tokens there are, counting those that steps in flight sample.
-    num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight.
-    block_ids: the block table. The KVCacheManager alone changes this and the four fields below.
-    num_slots: tokens that those blocks hold.
-    num_registered_blocks: leading blocks of the table that were offered to the prefix cache.
-    next_block_end: tokens that have to be known for the next block to be offered.
-    block_hashes: of leading full blocks, as far as they were needed; they outlive a preemption.
+    prefix_root: see EngineRequest.
+    num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
+    step may yield fewer than most_new_tokens; exact when all are taken in.
+    num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
+    num_tokens.
+    most_new_tokens: how many tokens a step may yield for it. gets_fewer: whether that is fewer than for others.
+    num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
+    next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
+    block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
     num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     max_step_tokens: tokens of its prompt that one step may compute.
@@ -72,14 +73,14 @@ class Request:
     num_tokens: int
     num_accepted: int = 0
     failure: str | None = None
-    prefix_root: bytes | None = None
+    prefix_root: bytes = ROOT
+    most_new_tokens: int = 1
+    gets_fewer: bool = False
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
     num_slots: int = 0
-    num_registered_blocks: int = 0
     next_block_end: int = 0
-    block_hashes: list[bytes] = field(default_factory=list)
+    block_hashes: dict[int, list[bytes]] = field(default_factory=dict)
     num_cached_tokens: int | None = None
     scheduled_time: float | None = None
     max_step_tokens: int = sys.maxsize
@@ -96,8 +97,10 @@ class Request:
         max_total_tokens: int,
         vocab_size: int,
         constraint: Constraint | None = None,
+        most_new_tokens: int = 1,
     ) -> Request:
-        """`max_total_tokens`: most tokens of prompt and output together."""
+        """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
+        constraint, whose masks are made a token at a time, gets one."""
         num_prompt_tokens = len(request.prompt_token_ids)
         room = max_total_tokens - num_prompt_tokens
         rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
@@ -113,7 +116,9 @@ class Request:
             ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
             constraint=constraint,
             num_tokens=num_prompt_tokens + len(request.output_token_ids),
-            prefix_root=salt_root(request.cache_salt),
+            most_new_tokens=most_new_tokens if constraint is None else 1,
+            gets_fewer=constraint is not None and most_new_tokens > 1,
+            prefix_root=request.prefix_root,
             next_prompt_logprob=request.next_prompt_logprob,
         )
         if (wanted := request.sampling_params.prompt_logprobs) is not None:
@@ -131,10 +136,10 @@ class Request:
         """To be called after anything but a steady share or a steady token, which nearly all are: for those, the
         scheduler makes one comparison.
 
-        While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one token that
-        samples, in a block that it has, neither the first such nor the last. While fewer than `steady_until_known` are
-        known, the next one is steady: neither the first that it generates nor the last, unless by being one of
-        ending_ids.
+        While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one that samples as
+        many tokens as others may, in blocks that it has, neither the first such nor one that may reach the length.
+        While fewer than `steady_until_known` are known, the next one is steady: neither the first that it generates nor
+        the last, unless by being one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
@@ -143,9 +148,17 @@ class Request:
         if self.failure is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
-        decodes = self.num_computed_tokens + 1 == self.num_tokens
+        decodes = self.num_computed_tokens + 1 == self.num_tokens and not self.gets_fewer
         generates = len(self.token_ids) > self.num_prompt_tokens
-        return min(self.num_slots, last - 1) if decodes and self.lane is not None else 0, last if generates else 0
+        most = self.most_new_tokens
+        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.lane is not None else 0
+        return until_computed, last if generates else 0
+
+    def take_in(self, bound: int, count: int) -> None:
+        """A step that could yield `bound` tokens has yielded `count`."""
+        self.num_tokens -= bound - count
+        if self.status is RequestStatus.RUNNING:
+            self.num_computed_tokens -= bound - count
 
     @property
     def num_unknown_tokens(self) -> int:
@@ -178,14 +191,15 @@ class Request:
         self.next_prompt_logprob += fresh
         return position, rows.select(slice(position - first, None))
 
-    def as_new(self) -> NewRequest:
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...]) -> NewRequest:
+        """The request as the runner gets it. block_ids: its block table in each KV group."""
         return NewRequest(
             request_id=self.request_id,
             token_ids=tuple(self.token_ids),
             num_prompt_tokens=self.num_prompt_tokens,
             sampling_params=self.sampling_params,
             eos_token_ids=self.eos_token_ids,
-            block_ids=tuple(self.block_ids),
+            block_ids=block_ids,
             masked=self.constraint is not None,
         )
 

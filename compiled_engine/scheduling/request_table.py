@@ -84,7 +84,7 @@ class RequestTable:
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def release(self, request: Request) -> None:
-        """Free the blocks and the row of a running request; why at once, says kv_cache_manager."""
+        """Free what a running request holds; why at once, says kv_cache_manager."""
         self._kv_cache.free(request)
         request.lane = None
         request.set_steady_limits()
@@ -95,6 +95,6 @@ class RequestTable:
         return tuple(removed)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, with what is wrong, unless each request and its blocks are accounted for once."""
+        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
         check_requests(self._requests.values(), self.running, len(self.waiting))
         self._kv_cache.check_integrity(self.running)

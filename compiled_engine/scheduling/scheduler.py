@@ -7,6 +7,10 @@ request that is last in order is preempted, to be computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
 their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
+Where a step may yield several tokens for a request (`most_new_tokens`), the device alone knows their number until the
+step is taken in. The scheduler counts as many as there may be, gives blocks for these, and corrects the counts in
+`update`.
+
 The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
 stages of a pipeline work at steps side by side, lanes.py says which requests a step has.
 """
@@ -23,14 +27,17 @@ from compiled_engine.messages import (
     StepOutputs,
     TokenMasks,
 )
-from compiled_engine.sampling.constraint import Constraint
+from compiled_engine.sampling.token_mask import Constraint
+from compiled_engine.scheduling.block_group import BlockGroup
 from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
 from compiled_engine.scheduling.lanes import Lanes
 from compiled_engine.scheduling.request import Request, RequestStatus
+from compiled_engine.scheduling.request_rows import RequestRows
 from compiled_engine.scheduling.request_table import RequestTable
 from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
 from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
-from compiled_engine.scheduling.step_outputs import end_output, prompt_outputs, step_outputs, token_output
+from compiled_engine.scheduling.step_outputs import no_token, prompt_outputs, step_outputs, tokens_output
+from compiled_engine.scheduling.stop import Finish, check_stop
 from compiled_engine.scheduling.token_masks import MaskMaker
 
 # Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
@@ -47,6 +54,8 @@ class Scheduler:
     fails, call `fail_step`.
 
     `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
+
+    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many.
     """
 
     def __init__(
@@ -57,13 +66,19 @@ class Scheduler:
         vocab_size: int,
         steps_in_flight: int = 1,
         num_lanes: int = 1,
+        most_new_tokens: int = 1,
     ) -> None:
         self._config = scheduler
-        self._kv_cache = KVCacheManager(num_blocks, cache.block_size, cache.enable_prefix_caching)
+        self._most_new_tokens = most_new_tokens
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
+        self._kv_cache = KVCacheManager(
+            [BlockGroup(num_blocks, cache.block_size)],
+            [RequestRows(most * num_lanes)],
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
         self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
         self._requests = RequestTable(self._kv_cache)
         self._in_flight = StepsInFlight(steps_in_flight)
-        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
         self._last_share: list[Request] = []  # those whose length ends them with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
@@ -75,8 +90,9 @@ class Scheduler:
         priority = request.priority if self._config.policy == "priority" else 0
         order = (priority, self._counts.arrived)
         self._counts.arrived += 1
+        limits, most_new_tokens = self._limits, self._most_new_tokens
         self._requests.add(
-            Request.of(request, order, self._limits.max_total_tokens, self._limits.vocab_size, constraint)
+            Request.of(request, order, limits.max_total_tokens, limits.vocab_size, constraint, most_new_tokens)
         )
 
     def check(self, request: EngineRequest) -> None:
@@ -114,14 +130,14 @@ class Scheduler:
         num_preemptions = self._counts.preemptions
         for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
             draft = self._draft(lane, num_preemptions)
-            if draft.one_token or draft.longer.requests:
+            if draft.decodes or draft.longer.requests:
                 break
         else:
             return None
         self._lanes.took(lane)
         for request in draft.completed:
             self._kv_cache.register(request)
-        number = self._counts.begin_step(self._kv_cache.pool.num_free)
+        number = self._counts.begin_step(self._kv_cache.num_free_blocks)
         removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
         step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
         self._in_flight.append(step)
@@ -132,35 +148,42 @@ class Scheduler:
         if there are more preemptions than that."""
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
-        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING))
+        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), self._most_new_tokens)
         of_step = self._lanes.of_step(running, lane)
         room = self._lanes.room(of_step, lane, len(running), num_waiting)
         budget = self._schedule_running(draft, of_step)
         if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
-            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.one_token else budget, room)
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.decodes else budget, room)
         return draft
 
     def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
         """Returns the budget left for waiting requests."""
-        budget = self._config.max_num_batched_tokens
-        add_request, add_start = draft.one_token.append, draft.one_token_starts.append
+        budget, most_new_tokens = self._config.max_num_batched_tokens, self._most_new_tokens
+        add_request, add_start = draft.decodes.append, draft.decode_starts.append
         for index, request in enumerate(running, 1):
             start = request.num_computed_tokens
             if start < request.steady_until_computed:
                 add_request(request)
                 add_start(start)
-                request.num_computed_tokens = start + 1
-                request.num_tokens += 1
-                budget -= 1
+                request.num_computed_tokens = start + most_new_tokens
+                request.num_tokens += most_new_tokens
+                budget -= most_new_tokens
                 continue
             if request.status is not RequestStatus.RUNNING:  # preempted just now
                 continue
-            # Those behind it keep a token each, so that no long prompt holds up a decode.
+            if request.num_tokens == request.max_num_tokens:  # there may be fewer: steps in flight will tell
+                continue
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
-                num_tokens = min(num_tokens, budget - (len(running) - index), request.max_step_tokens)
+                # Those behind it keep a decode's tokens each, so that no long prompt holds up a decode.
+                kept = (len(running) - index) * most_new_tokens
+                num_tokens = min(num_tokens, budget - kept, request.max_step_tokens)
                 if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
                     continue
+                bound = 1
+            else:
+                bound = min(request.most_new_tokens, request.max_num_tokens - request.num_tokens)
+                num_tokens = bound
             while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
                 self._counts.preemptions += 1
                 if self._requests.preempt_last() is request:
@@ -168,7 +191,7 @@ class Scheduler:
             if new_block_ids:
                 draft.new_block_ids[request.request_id] = new_block_ids
             budget -= num_tokens
-            self._schedule_tokens(draft, request, num_tokens)
+            self._schedule_tokens(draft, request, num_tokens, bound)
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
@@ -182,23 +205,28 @@ class Scheduler:
             self._requests.start_next()
             num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
             budget -= num_tokens
-            draft.new.append(request.as_new())
-            self._schedule_tokens(draft, request, num_tokens)
+            draft.new.append(request.as_new(self._kv_cache.block_ids(request)))
+            self._schedule_tokens(draft, request, num_tokens, bound=1)
 
-    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int) -> None:
+    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
+        """bound: how many tokens may be sampled if the share reaches the last one; so many less one are guesses."""
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
-        samples = end == request.num_tokens
+        samples = end >= request.num_tokens
         draft.add(request, start, num_tokens, samples)
+        if num_tokens > 1 and start + 1 < request.num_tokens:
+            draft.num_prefill_tokens += num_tokens
         if end >= request.next_block_end:
-            if num_tokens > 1:
-                self._kv_cache.register(request)
-            else:
+            if num_tokens == self._most_new_tokens:
                 draft.completed.append(request)
+            else:
+                self._kv_cache.register(request)
         if samples:
             self._lanes.join(request, draft.lane)
-            request.num_tokens += 1
-            if request.num_tokens == request.max_num_tokens:
+            request.num_tokens += bound
+            if bound < self._most_new_tokens:
+                draft.bounds[request] = bound
+            if request.num_tokens == request.max_num_tokens and self._most_new_tokens == 1:
                 self._last_share.append(request)
         request.set_steady_limits()
 
@@ -220,15 +248,28 @@ class Scheduler:
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
         """Take in what a step produced: outputs of the requests that it gave something or ended.
 
-        Raises RuntimeError if `step` is not the oldest one in flight.
+        Raises RuntimeError if `step` is not the oldest one in flight, or if it yields more tokens than it may.
         """
         in_flight = self._in_flight.oldest(step)
-        num_finished = self._counts.finished
+        num_ended = self._counts.finished + self._counts.aborted
         others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
-        # All else is for requests that sample, and nearly always no more than the next token and its logprobs.
+        take = self._take_single_tokens if self._most_new_tokens == 1 else self._take_several
+        outputs = take(in_flight, result, others)
+        self._in_flight.popleft()
+        if self._counts.finished + self._counts.aborted > num_ended:
+            self._requests.sweep()
+        return outputs
+
+    def _take_single_tokens(
+        self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
+    ) -> StepOutputs:
+        """Nearly always a request gets no more than the next token and its logprobs."""
+        if result.counts is not None:
+            raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.prompt_logprobs)
         not_steady: list[int] = []
-        for index, (request, token_id) in enumerate(zip(in_flight.sampling, result.token_ids, strict=True)):
+        indices = range(len(in_flight.sampling))
+        for request, token_id, index in zip(in_flight.sampling, result.token_ids, indices, strict=True):
             known = request.token_ids
             if in_columns and len(known) < request.steady_until_known and token_id not in request.ending_ids:
                 known.append(token_id)
@@ -236,30 +277,56 @@ class Scheduler:
                     self._kv_cache.register(request)
                 continue
             not_steady.append(index)
-            if request.status is not RequestStatus.FINISHED:
-                others.append(self._take_token(request, index, result))
-        self._in_flight.popleft()
-        if self._counts.finished > num_finished:
-            self._requests.sweep()
+            if (output := self._take_tokens(request, slice(index, index + 1), result)) is not None:
+                others.append(output)
         return step_outputs(in_flight, result, not_steady, others)
 
-    def _take_token(self, request: Request, index: int, result: RunnerOutput) -> EngineOutput:
-        """Token number `index` of a step, which may end its request, or comes with more than itself."""
-        token_id = result.token_ids[index]
-        if (ended := end_output(request, token_id, result)) is not None:
-            self._requests.drop(request)
-            self._counts.finished += ended.finish_reason == "stop"
-            self._counts.aborted += ended.finish_reason == "error"
-            return ended
-        request.token_ids.append(token_id)
+    def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
+        """The same for 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
+        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        columns: list[int] = []
+        first = 0
+        for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
+            tokens, first = slice(first, first + count), first + count
+            if not 0 <= count <= (bound := in_flight.bounds.get(request, self._most_new_tokens)):
+                raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
+            request.take_in(bound, count)
+            token_ids, known = result.token_ids[tokens], request.token_ids
+            is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
+            if in_columns and is_steady:
+                if count:
+                    columns.append(index)
+                    known += token_ids
+                    if len(known) >= request.next_block_end:
+                        self._kv_cache.register(request)
+            elif (output := self._take_tokens(request, tokens, result)) is not None:
+                others.append(output)
+        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts)
+        return every.part(columns, others)
+
+    def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
+        """Give a request its tokens of a step, up to the one that ends it. None if there is nothing to tell."""
+        if request.status is RequestStatus.FINISHED:
+            return None
+        end = tokens.start
+        finish = None if request.failure is None else Finish("error", request.failure)
+        while finish is None and end < tokens.stop:
+            token_id = result.token_ids[end]
+            finish = no_token(request, token_id)
+            if finish is None:
+                end += 1
+                request.token_ids.append(token_id)
+                finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
         if len(request.token_ids) >= request.next_block_end:
             self._kv_cache.register(request)
         request.set_steady_limits()
-        output = token_output(request, index, result)
-        if output.finish_reason is not None:
+        output = tokens_output(request, slice(tokens.start, end), finish, result)
+        if finish is not None:
             self._requests.end(request)
-            self._counts.finished += 1
-        return output
+            self._counts.finished += finish.reason != "error"
+            self._counts.aborted += finish.reason == "error"
+        return output if output.new_token_ids or output.prompt_logprobs is not None or finish is not None else None
 
     def fail_step(self) -> None:
         """Take back the steps in flight, whose results will not come: who runs ends, removals are sent again."""
@@ -280,7 +347,7 @@ class Scheduler:
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find what is cached now; requests that run keep their blocks."""
-        self._kv_cache.pool.unregister_all()
+        self._kv_cache.reset_prefix_cache()
 
     def metrics(self) -> dict[str, int | float]:
         """See SchedulerCounts.metrics."""
@@ -288,10 +355,10 @@ class Scheduler:
         return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
 
     def check_idle(self) -> None:
-        """The part of check_integrity that costs nothing: without requests, every block must be free."""
+        """The part of check_integrity that costs nothing: without requests, nothing may be held."""
         if not self._requests:
-            self._kv_cache.pool.check_all_free()
+            self._kv_cache.check_all_free()
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError, with what is wrong, unless each block and request is accounted for once."""
+        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
         self._requests.check_integrity()

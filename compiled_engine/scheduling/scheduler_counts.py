@@ -30,14 +30,14 @@ class SchedulerCounts:
         Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
         (by a stop or the length), aborted, steps.
         """
-        pool = kv_cache.pool
+        total, free = kv_cache.num_blocks, kv_cache.num_free_blocks
         return {
             "running": running,
             "waiting": waiting,
-            "kv_usage": 1 - pool.num_free / pool.num_blocks,
-            "kv_usage_peak": 1 - self.least_free / pool.num_blocks,
-            "blocks_total": pool.num_blocks,
-            "blocks_free": pool.num_free,
+            "kv_usage": 1 - free / total,
+            "kv_usage_peak": 1 - self.least_free / total,
+            "blocks_total": total,
+            "blocks_free": free,
             "prefix_queries": kv_cache.prefix_queries,
             "prefix_hits": kv_cache.prefix_hits,
             "preemptions": self.preemptions,

@@ -33,27 +33,32 @@ class Shares:
 class StepDraft:
     """A step of a lane that is being put together.
 
-    one_token: requests with a share of one token, which starts at `one_token_starts` and samples, but for those whose
-    index is in `unsampled`. longer: shares of more tokens, which together have at most `max_prefill_tokens` where
-    others run. completed: requests whose share of one token completes a block, which no request of this step may read.
+    decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, but for those
+    whose index is in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
+    `max_prefill_tokens` where others run. completed: requests whose share of as many tokens as a decode completes a
+    block, which no request of this step may read. bounds: how many tokens may be sampled of those that sample fewer
+    than decode_tokens.
     """
 
     lane: int = 0
     max_prefill_tokens: int | None = None
-    one_token: list[Request] = field(default_factory=list)
-    one_token_starts: list[int] = field(default_factory=list)
+    decode_tokens: int = 1
+    decodes: list[Request] = field(default_factory=list)
+    decode_starts: list[int] = field(default_factory=list)
     unsampled: list[int] = field(default_factory=list)
     longer: Shares = field(default_factory=Shares)
+    num_prefill_tokens: int = 0
+    bounds: dict[Request, int] = field(default_factory=dict)
     completed: list[Request] = field(default_factory=list)
     new: list[NewRequest] = field(default_factory=list)
-    new_block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
     def add(self, request: Request, start: int, count: int, samples: bool) -> None:
-        if count == 1:
+        if count == self.decode_tokens:
             if not samples:
-                self.unsampled.append(len(self.one_token))
-            self.one_token.append(request)
-            self.one_token_starts.append(start)
+                self.unsampled.append(len(self.decodes))
+            self.decodes.append(request)
+            self.decode_starts.append(start)
             return
         longer = self.longer
         longer.requests.append(request)
@@ -64,16 +69,16 @@ class StepDraft:
     def room_for_prompts(self, budget: int) -> int:
         """How much of `budget` tokens prompts may still have where others run."""
         most = self.max_prefill_tokens
-        return budget if most is None else min(budget, most - sum(self.longer.counts))
+        return budget if most is None else min(budget, most - self.num_prefill_tokens)
 
     def shares(self) -> Shares:
-        """All of them, those of one token first."""
-        count, longer = len(self.one_token), self.longer
+        """All of them, those of decodes first."""
+        count, longer = len(self.decodes), self.longer
         samples = all_but(self.unsampled, count)
         return Shares(
-            self.one_token + longer.requests,
-            self.one_token_starts + longer.starts,
-            [1] * count + longer.counts,
+            self.decodes + longer.requests,
+            self.decode_starts + longer.starts,
+            [self.decode_tokens] * count + longer.counts,
             samples + longer.samples,
         )
 
@@ -84,8 +89,9 @@ class StepInFlight:
 
     requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
     constrained: those that sample and have a constraint.
-    registered_blocks: those that are in the prefix cache only because this step, or one before it, fills them.
-    lane: whose step it is.
+    registered_blocks: by KV group, those that are in the prefix cache only because this step, or one before it, fills
+    them.
+    lane: whose step it is. bounds: see StepDraft.
     """
 
     output: SchedulerOutput
@@ -93,12 +99,19 @@ class StepInFlight:
     sampling: list[Request]
     sampling_ids: list[str]
     constrained: list[Request]
-    registered_blocks: list[int]
-    lane: int = 0
+    registered_blocks: list[list[int]]
+    lane: int
+    bounds: dict[Request, int]
 
     @classmethod
     def of(
-        cls, number: int, draft: StepDraft, removed: tuple[str, ...], registered_blocks: list[int], *, constraints: bool
+        cls,
+        number: int,
+        draft: StepDraft,
+        removed: tuple[str, ...],
+        registered_blocks: list[list[int]],
+        *,
+        constraints: bool,
     ) -> StepInFlight:
         """constraints: whether any request has one."""
         shares = draft.shares()
@@ -119,7 +132,8 @@ class StepInFlight:
             new_block_ids=draft.new_block_ids,
             awaits_masks=bool(constrained),
         )
-        return cls(output, shares.requests, sampling, sampling_ids, constrained, registered_blocks, draft.lane)
+        requests, lane, bounds = shares.requests, draft.lane, draft.bounds
+        return cls(output, requests, sampling, sampling_ids, constrained, registered_blocks, lane, bounds)
 
 
 class StepsInFlight(deque[StepInFlight]):

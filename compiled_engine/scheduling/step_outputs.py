@@ -11,13 +11,14 @@ from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.scheduling.request import Request, RequestStatus
 from compiled_engine.scheduling.step_in_flight import StepInFlight, all_but
-from compiled_engine.scheduling.stop import check_stop
+from compiled_engine.scheduling.stop import Finish
 
 
 def step_outputs(
     step: StepInFlight, result: RunnerOutput, not_steady: Sequence[int], others: Sequence[EngineOutput]
 ) -> StepOutputs:
-    """In columns all tokens but those at `not_steady`, which are among the others, or for nobody."""
+    """Outputs of a step with a token for each request: in columns all but those at `not_steady`, which are among the
+    others, or of requests that have ended."""
     request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
     if not_steady:
         steady = all_but(not_steady, len(token_ids))
@@ -38,35 +39,34 @@ def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutpu
     return outputs
 
 
-def token_output(request: Request, index: int, result: RunnerOutput) -> EngineOutput:
-    """The output for a request that got its newest token, number `index` of the step's; it has a finish_reason if that
-    is the last one."""
+def tokens_output(request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput) -> EngineOutput:
+    """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
+    want of another one."""
     request_id = request.request_id
     prompt_logprobs = _prompt_logprobs(request, result)
-    token_id = result.token_ids[index]
-    logprobs = result.many_logprobs.get(request_id)
-    if logprobs is None and result.logprobs is not None and request.sampling_params.logprobs is not None:
-        logprobs = result.logprobs.select(slice(index, index + 1))
-    finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
+    token_ids = tuple(result.token_ids[tokens])
+    logprobs = None
+    if token_ids and (many := result.many_logprobs.get(request_id)) is not None:
+        logprobs = many.select(slice(len(token_ids)))
+    elif token_ids and result.logprobs is not None and request.sampling_params.logprobs is not None:
+        logprobs = result.logprobs.select(tokens)
     reason, stop_reason = finish or (None, None)
     cached = request.num_cached_tokens or 0
     at = request.scheduled_time
-    return EngineOutput(request_id, (token_id,), logprobs, prompt_logprobs, reason, stop_reason, cached, at)
+    return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at)
 
 
-def end_output(request: Request, token_id: int, result: RunnerOutput) -> EngineOutput | None:
-    """The end of a request that gets no token: its constraint or its logits failed, or no token is allowed.
+def no_token(request: Request, token_id: int) -> Finish | None:
+    """The end of a request if `token_id` is none: its logits failed, or no token is allowed. None if it is a token.
 
-    The last is a "stop" where the text of a grammar is complete: only an end-of-sequence token could come, and
-    min_tokens or the like forbids it. None for a request that goes on.
+    That none is allowed is a "stop" where the text of a grammar is complete: only an end-of-sequence token could come,
+    and min_tokens or the like forbids it.
     """
-    why = request.failure or WHY_NO_TOKEN.get(token_id)
+    why = WHY_NO_TOKEN.get(token_id)
     if why is None:
         return None
     complete = token_id == NOTHING_ALLOWED and is_complete(request.constraint)
-    reason, stop_reason = ("stop", None) if complete else ("error", why)
-    cached = request.num_cached_tokens or 0
-    return EngineOutput(request.request_id, (), None, _prompt_logprobs(request, result), reason, stop_reason, cached)
+    return Finish("stop", None) if complete else Finish("error", why)
 
 
 def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:

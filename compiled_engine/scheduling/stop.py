@@ -9,10 +9,10 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class Finish(NamedTuple):
-    """`reason` is "stop" or "length"; `stop_reason` the stop token id, None for an end-of-sequence token."""
+    """See EngineOutput."""
 
     reason: str
-    stop_reason: int | None
+    stop_reason: int | str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import numpy as np
 
 from compiled_engine.grammars.fill import fill_masks
 from compiled_engine.messages import TokenMasks
-from compiled_engine.sampling.constraint import Constraint
-from compiled_engine.sampling.token_mask import num_words
+from compiled_engine.sampling.token_mask import Constraint, num_words
 from compiled_engine.scheduling.request import Request, RequestStatus
 
 

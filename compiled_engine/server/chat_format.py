@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,9 +84,10 @@ class ChatFormat:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        check: Callable[[str], None] = lambda text: None,
     ) -> tuple[str, tuple[int, ...]]:
-        """The prompt, as text and as token ids. Raises ApiError 400 for what the template cannot render, or not in
-        time."""
+        """The prompt, as text and as token ids. check: may refuse the text before it is tokenised. Raises ApiError 400
+        for what the template cannot render, or not in time."""
 
         def rendered(values: Any) -> tuple[str, tuple[int, ...]]:
             prompt = render_chat(
@@ -97,6 +98,7 @@ class ChatFormat:
                 chat_template_kwargs=values[2],
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                check=check,
             )
             return prompt.text or "", prompt.token_ids or ()
 

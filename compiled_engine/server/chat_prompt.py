@@ -59,6 +59,7 @@ async def chat_prompt(serving: Serving, fields: ChatRequest, form_field: str = "
         chat.settings(fields.chat_template_kwargs, fields.reasoning_effort),
         add_generation_prompt=not continues and fields.add_generation_prompt is not False,
         continue_final_message=continues,
+        check=lambda text: serving.check_text(text, params, "messages"),
     )
     form = await answer_form(serving.forms, chat, text, use, asked)
     try:

@@ -39,7 +39,7 @@ async def completions(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CompletionRequest)
     answer = await unless_gone(request.receive, _answer(serving, fields))
-    prompts = await _prompts(serving, fields)
+    prompts = await _prompts(serving, fields, answer.params)
     kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
     if fields.streams:
@@ -78,12 +78,14 @@ class _Answer:
         return CompletionResponse(id=self.id, created=self.created, model=self.model, choices=choices, usage=usage)
 
 
-async def _prompts(serving: Serving, fields: CompletionRequest) -> list[Any]:
+async def _prompts(serving: Serving, fields: CompletionRequest, params: SamplingParams) -> list[Any]:
     """The prompts as the engine takes them: it tokenises texts itself, but for those without special tokens."""
     prompts: list[Any] = list(parse_prompts(fields.prompt, serving.options.limits.max_completions))
     if not isinstance(prompts[0], str) or fields.add_special_tokens in (None, True):
         return prompts
     tokenizer = serving.tokenizer()
+    for prompt in prompts:
+        serving.check_text(prompt, params, "prompt")
 
     def encoded() -> list[Any]:
         ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union
 
 import msgspec
 from msgspec import Meta
 
 from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.value_checks import LARGEST_SCALE, SMALLEST_SCALE
+from compiled_engine.sampling.value_checks import LARGEST_SCALE
+from compiled_engine.schema import JsonSchema, declarations
 from compiled_engine.server.errors import bad_request, blamed_on_request
 from compiled_engine.server.options import Limits
 from compiled_engine.server.request_fields import require_at_most
 
-Positive = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 # Entries of allowed_token_ids, which every completion has; and bytes of extra_args, likewise.
 MOST_ALLOWED, MOST_EXTRA_BYTES = 1 << 18, 4096
-Text = Annotated[str, Meta(min_length=1)]
 
 
 class StreamOptions(msgspec.Struct):
@@ -36,38 +34,14 @@ class StreamOptions(msgspec.Struct):
         return bool(self.include_usage and self.continuous_usage_stats)
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """What completions and chats have in common."""
+class RequestFields(msgspec.Struct, kw_only=True):
+    """What completions and chats have in common beside sampling parameters, or in another form than these."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Positive | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(ge=SMALLEST_SCALE, le=LARGEST_SCALE)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=LARGEST_SCALE)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: int | None = None
-    stop: str | list[Text] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    max_tokens: TokenId | None = None
-    min_tokens: TokenId | None = None
-    prompt_logprobs: Annotated[int, Meta(ge=-1)] | None = None
-    detokenize: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    max_tokens: TokenId | None = None  # 0 scores the prompt
     logit_bias: dict[str, Annotated[float, Meta(ge=-LARGEST_SCALE, le=LARGEST_SCALE)]] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1)] | None = None
-    bad_words: list[Text] | None = None
-    bad_words_token_ids: list[Annotated[list[TokenId], Meta(min_length=1)]] | None = None
-    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
-    extra_args: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=LONGEST_SALT)] | None = None
@@ -77,10 +51,56 @@ class SamplingFields(msgspec.Struct, kw_only=True):
         return bool(self.stream)
 
 
-# Fields that stand for themselves; the others are `logprobs`, which completions and chats have in forms of their own,
-# and token_mask, an object.
-OTHERS = {"model", "stream", "stream_options", "logit_bias", "priority", "return_token_ids", "cache_salt"}
-SAME = tuple(name for name in SamplingFields.__struct_fields__ if name not in OTHERS)
+# What JSON schema calls bounds, as msgspec has it. Of integers the most is a limit of the server's.
+BOUNDS = {
+    "minimum": "ge",
+    "exclusiveMinimum": "gt",
+    "maximum": "le",
+    "minLength": "min_length",
+    "minItems": "min_length",
+}
+TYPES: dict[str, Any] = {"integer": int, "number": float, "boolean": bool, "string": str, "object": dict[str, Any]}
+
+
+def request_type(schema: JsonSchema) -> Any:
+    """The type of a field whose values are declared so."""
+    if "enum" in schema:
+        return Literal[tuple(schema["enum"])]  # type: ignore[misc]
+    if "anyOf" in schema:
+        return Union[tuple(map(request_type, schema["anyOf"]))]  # noqa: UP007
+    kind = list[request_type(schema["items"])] if schema["type"] == "array" else TYPES[schema["type"]]  # type: ignore[misc]
+    bounds = {BOUNDS[name]: bound for name, bound in schema.items() if name in BOUNDS}
+    if kind is int:
+        bounds.pop("le", None)
+    return Annotated[kind, Meta(**bounds)] if bounds else kind
+
+
+# `logprobs` has a form of its own in completions and in chats; token_mask is an object of Python.
+DECLARED = {
+    each.name: request_type(each.kind.schema)
+    for each in declarations(SamplingParams)
+    if each.kind.schema and each.name not in {*RequestFields.__struct_fields__, "logprobs"}
+}
+# Fields that stand for themselves.
+SAME = (*DECLARED, "max_tokens")
+
+if TYPE_CHECKING:
+
+    class SamplingFields(RequestFields):
+        """What completions and chats have in common."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+else:
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [(name, kind | None, None) for name, kind in DECLARED.items()],
+        bases=(RequestFields,),
+        kw_only=True,
+        module=__name__,
+    )
 
 
 def sampling_params(

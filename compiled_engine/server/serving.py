@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 
 from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.input_processor import check_text
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.admission import Admission
 from compiled_engine.server.chat_format import ChatFormat
-from compiled_engine.server.errors import ApiError, bad_request, shown
+from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
 from compiled_engine.server.form_checks import FormChecks
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import ServerOptions
@@ -67,6 +68,13 @@ class Serving:
                 param="model", code="model_not_found",
             )  # fmt: skip
         return requested or self.names[0]
+
+    def check_text(self, text: str, params: SamplingParams, field: str) -> None:
+        """Raise ApiError 400 for a text of the field that is found to be too long without tokenising it."""
+        try:
+            check_text(field, text, params, self.tokenizer(), self.engine.limits)
+        except ValueError as error:
+            raise blamed_on_request(error, field) from error
 
     def tokenizer(self) -> Tokenizer:
         """Raises ApiError 400 without one."""

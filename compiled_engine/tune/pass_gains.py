@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +27,7 @@ from compiled_engine.graphs.compiler.stitch import stitch
 from compiled_engine.graphs.compiler.trace import trace
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import load_weights
-from compiled_engine.models.checkpoint.parameters import materialize
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
@@ -75,17 +74,18 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="compiled_engine_ablation_") as temporary:
         entry = Path(temporary)
         plans = _compile_all(config, chosen, entry, progress)
-        packed = {name: members for plan in plans.values() for name, members in plan.packed().items()}
-        parameters = materialize(model, packed, config.device)
-        load_weights(model, replace(config.model, load_format="dummy"), progress)
-        named: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False)) | parameters
+        of_plans = dict.fromkeys(parameter for plan in plans.values() for parameter in plan.parameters)
+        weights = materialize(model, (*parameters_of(model), *of_plans), config.device)
+        load_weights(weights, model, replace(config.model, load_format="dummy"), progress)
         keys = {key for plan in plans.values() for key in plan.piece_keys()}
         pieces = {key: load_piece(entry, key, config.device.type) for key in keys}
         for num_tokens in token_counts:
             compile_range = next(r for r in compile_ranges(config) if num_tokens in r)
             inputs = make_step_inputs(config, num_tokens, CONTEXT, decodes=compile_range.small)
             steps = {
-                variant.name: _step(stitch(plans[variant, compile_range], pieces, named), model, compile_range, inputs)
+                variant.name: _step(
+                    stitch(plans[variant, compile_range], pieces, weights.tensors), model, compile_range, inputs
+                )
                 for variant in chosen
             }
             samples = _measure_steps(steps, num_tokens, repeats, config.device, progress)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from compiled_engine.failure import Failed
+from compiled_engine.failure import Failed, FatalError
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.worker_child import WorkerChild, end_all
@@ -27,7 +27,7 @@ _NOTICED_S = 0.2
 _APART_S = 3.0
 
 
-class WorkerError(RuntimeError):
+class WorkerError(FatalError):
     """A worker has failed, has ended or does not answer: the executor is of no use any more. The message says why."""
 
 
@@ -40,7 +40,7 @@ class Monitor:
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
         self._workers, self._layout, self._heartbeats = workers, layout, heartbeats
         self._ready: list[Future[Ready]] = [Future() for _ in workers]
-        self._answers: dict[tuple[int, int], Future[Any]] = {}
+        self._answers: dict[tuple[int, int], Future[Answer]] = {}
         self._lock = threading.Lock()
         self._failed_steps: dict[int, dict[int, StepFailed]] = {}
         self._step_failed = threading.Condition(self._lock)
@@ -62,9 +62,9 @@ class Monitor:
         """Of all ranks. Raises WorkerError if one ends, and what kept one from starting, with its rank."""
         return [future.result() for future in self._ready]
 
-    def expect(self, number: int) -> list[Future[Any]]:
+    def expect(self, number: int) -> list[Future[Answer]]:
         """The answers of all ranks to the call with this number."""
-        futures: list[Future[Any]] = [Future() for _ in self._workers]
+        futures: list[Future[Answer]] = [Future() for _ in self._workers]
         with self._lock:
             if self.failure is not None:
                 raise self.failure
@@ -95,7 +95,8 @@ class Monitor:
         """Nothing goes on: end all workers. Returns the first such error, which `check` raises from now on."""
         with self._lock:
             if self.failure is None:
-                waiting = [future for future in (*self._ready, *self._answers.values()) if not future.done()]
+                futures: list[Future[Any]] = [*self._ready, *self._answers.values()]
+                waiting = [future for future in futures if not future.done()]
                 self._answers.clear()
                 try:
                     end_all(self._workers)
@@ -145,11 +146,11 @@ class Monitor:
         match message:
             case Ready():
                 self._ready[rank].set_result(message)
-            case Answer(number, value):
+            case Answer(number):
                 with self._lock:
                     future = self._answers.pop((rank, number), None)
                 if future is not None:
-                    future.set_result(value)
+                    future.set_result(message)
             case StepFailed(step):
                 with self._step_failed:
                     self._failed_steps.setdefault(step, {})[rank] = message

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError
 from compiled_engine.failure import Failed
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.workers.launched_workers import LaunchedWorkers
@@ -153,16 +154,19 @@ class MultiprocessExecutor:
         self._monitor.check()
         self._results.take_in()
 
-    def collective_rpc(self, method: str, **arguments: Any) -> list[Any]:
-        """What a method of every rank's Worker returns, by rank. Waits for the steps before it."""
+    def call(self, call: ControlCall) -> list[Any]:
+        """See Executor. Raises WorkerError if the workers have ended."""
         number = next(self._numbers)
-        answers = self._monitor.expect(number)
-        self._steps.write(encode(Call(number, method, arguments)))
-        return [answer.result() for answer in answers]
+        expected = self._monitor.expect(number)
+        self._steps.write(encode(Call(number, call)))
+        answers = [answer.result() for answer in expected]
+        errors = [f"{self._layout.name(rank)}: {each.error}" for rank, each in enumerate(answers) if each.error]
+        if errors:
+            raise ControlError("; ".join(errors))
+        return [answer.value for answer in answers]
 
     def metrics(self) -> dict[str, Any]:
-        """Those of the rank that tells what is sampled."""
-        metrics: dict[str, Any] = self.collective_rpc("metrics")[self._layout.result_rank]
+        metrics: dict[str, Any] = self.call(ControlCall("metrics"))[self._layout.result_rank]
         return metrics
 
     def close(self) -> None:

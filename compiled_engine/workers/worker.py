@@ -15,9 +15,10 @@ import torch
 
 from compiled_engine.collectives.gloo import leave
 from compiled_engine.collectives.group import Group, in_group
-from compiled_engine.core.executor import InProcessExecutor, PendingOutput
+from compiled_engine.core.control import ControlError, apply
+from compiled_engine.core.executor import RANK_CALLS, InProcessExecutor, PendingOutput
 from compiled_engine.failure import Failed
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.connect import connect, join_ranks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.parallel.stage_link import StageLink
@@ -65,7 +66,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
             group, link = connect(start.config, rank)
         with in_group(group):
             worker = Worker(start, rank, timeline, group, link, connection, results)
-            send(connection, Ready(worker.executor.num_blocks, worker.executor.metrics()["cache_key"]))
+            send(connection, Ready(worker.executor.num_blocks, worker.metrics()["cache_key"]))
             Heartbeats(layout.size, heartbeats).beat(rank)
             worker.run(steps)
     except BaseException as error:
@@ -78,7 +79,7 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
 
 
 class Worker:
-    """One rank. Public methods that return plain data can be called by `collective_rpc`."""
+    """One rank, and what its control calls do."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class Worker:
                     self._sample(masks)
                 case GoOn():
                     self._failure = None
-                case Call(number, method, arguments):
-                    send(self._connection, Answer(number, getattr(self, method)(**arguments)))
+                case Call(number, call):
+                    send(self._connection, self._answer(number, call))
                 case Stop():
                     self.executor.close()
                     self._group.close()
@@ -174,9 +175,15 @@ class Worker:
         while True:
             self._results.write(encode_result(_outcome(launched.get())))
 
+    def _answer(self, number: int, call: ControlCall) -> Answer:
+        try:
+            return Answer(number, apply(call, self, RANK_CALLS))
+        except ControlError as error:
+            return Answer(number, error=str(error))
+
     def metrics(self) -> dict[str, Any]:
         """Those of this rank's runner, and what carries the collectives."""
-        return self.executor.metrics() | {"collectives": self._group.kind}
+        return self.executor.runner.metrics() | {"collectives": self._group.kind}
 
 
 class _Raised:

@@ -10,7 +10,7 @@ import msgspec
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.failure import Failed
-from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.plain_data import decode_other, encode_other
 from compiled_engine.process.timeline import Span
 
@@ -53,11 +53,10 @@ class Masks(msgspec.Struct, tag=True, frozen=True):
 
 
 class Call(msgspec.Struct, tag=True, frozen=True):
-    """Through the ring, to all: call a method of every worker; each sends an `Answer` with the number."""
+    """Through the ring, to all: every worker applies the call and sends an `Answer` with the number."""
 
     number: int
-    method: str
-    arguments: dict[str, Any]
+    call: ControlCall
 
 
 class GoOn(msgspec.Struct, tag=True, frozen=True):
@@ -79,8 +78,11 @@ class StepFailed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):
+    """What a call returned, or why it failed."""
+
     number: int
-    value: Any
+    value: Any = None
+    error: str | None = None
 
 
 ToWorker = Step | Masks | Call | GoOn | Stop

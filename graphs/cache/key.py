@@ -11,7 +11,7 @@ from compiled_engine.config import EngineConfig
 from compiled_engine.config_as_json import flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.passes.manager import pass_uuid
-from compiled_engine.passes.registry import registered_passes
+from compiled_engine.passes.registry import registered_passes, step_tensors
 from compiled_engine.passes.tensor_parallel import TensorParallel
 
 # With another value the pieces, their plan or their ranges can be others.
@@ -114,6 +114,8 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
     if config.parallel.tensor_parallel_size > 1:
         passes = {TensorParallel.name: pass_uuid(TensorParallel({}, 1))} | passes
     factors = {"config": graph_config(config), "passes": passes} | environment.as_factors()
+    if asked := step_tensors(config.compile.passes):
+        factors["step_tensors"] = {t.name: [list(t.dims), str(t.dtype), t.padding] for t in asked}
     if config.parallel.tensor_parallel_size > 1:
         factors["source"] |= digests_of(RANK_ROOMS)
     if config.model.transformers is not None:

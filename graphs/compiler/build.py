@@ -23,6 +23,7 @@ from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.expand_references import expand_references
+from compiled_engine.passes.graph_inputs import describe_shards, shards_in
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport, run_passes
@@ -54,9 +55,8 @@ def build_entry(
     # A trace makes many objects, and they stay: looking through them took a fifth of the time.
     with collection_paused():
         with progress.stage("trace"), timeline.span("trace"):
-            model = without_storage(make_model(config.local_model), config.device)
-            inputs = example_inputs(config)
-            traced = trace(model, inputs, strict=config.compile.strict, verify=config.compile.verify)
+            model = make_model(config.local_model)
+            traced = trace_rank(config, model)
             whole = trace_whole(config, make_model)
         for compile_range in compile_ranges(config):
             with timeline.span(f"passes {compile_range.name}"):
@@ -69,8 +69,7 @@ def build_entry(
     with timeline.span("compile pieces"):
         records = compile_pieces(folder, pieces, config.compile.workers, progress, timeline)
     with timeline.span("record"):
-        if config.model.transformers is not None:
-            write_logits_head(folder, traced.module.graph)
+        write_logits_head(folder, traced.module.graph, with_code=config.model.transformers is not None)
         write_trace(folder, traced.bytecode, traced.dynamo_graph, graph_text(traced.module.graph))
         phases = phases_since(timeline.spans, start_s)
         Record(phases, module_tree(model), traced.symbols, traced.guards, records).write(folder)
@@ -104,6 +103,14 @@ def compile_pieces(
     return tuple(records)
 
 
+def trace_rank(config: EngineConfig, model: nn.Module) -> TracedGraph:
+    """Trace a rank's model, which is on the meta device, and say which part of the undivided one its parameters are."""
+    model = without_storage(model, config.device)
+    traced = trace(model, example_inputs(config), strict=config.compile.strict, verify=config.compile.verify)
+    describe_shards(traced.module.graph, shards_of(config))
+    return traced
+
+
 def trace_whole(config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module]) -> TracedGraph | None:
     """The undivided model, where a rank's share is to be compared with it."""
     if config.parallel.tensor_parallel_size == 1 or not config.compile.verify:
@@ -121,7 +128,7 @@ def apply_passes(
     returns.
     """
     module = traced.for_range(compile_range)
-    structure = structure_passes(config, compile_range, whole)
+    structure = structure_passes(config, module.graph, compile_range, whole)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
             module.graph,
@@ -142,11 +149,15 @@ def apply_passes(
 
 
 def structure_passes(
-    config: EngineConfig, compile_range: CompileRange, whole: TracedGraph | None
+    config: EngineConfig, graph: fx.Graph, compile_range: CompileRange, whole: TracedGraph | None
 ) -> tuple[GraphPass, ...]:
-    """Passes that come before all others and cannot be switched off: they say what a graph means to its device."""
-    num_ranks = config.parallel.tensor_parallel_size
+    """Passes that come before all others and cannot be switched off: they say what a graph means to its device.
+
+    graph: of the range, of what `trace_rank` returns.
+    """
+    num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     if num_ranks == 1:
         return ()
+    assert shards, "a graph of several ranks that does not say which part of its parameters they have"
     undivided = None if whole is None else whole.for_range(compile_range).graph
-    return (TensorParallel(shards_of(config), num_ranks, undivided),)
+    return (TensorParallel(shards, num_ranks, undivided),)

@@ -1,5 +1,5 @@
-"""Pieces in which nothing is left to fuse: each call is a kernel of ours, a library's matrix product, or a view; a
-constant may scale an embedding.
+"""Pieces in which nothing is left to fuse: each call is of an op that is declared direct (passes/op_library.py), as a
+kernel of ours, a library's matrix product or a view; a constant may scale an embedding.
 
 Inductor could only call them one by one; so does the Python that is generated here, and neither a compiler nor its
 import is needed. Pieces with anything else are compiled.
@@ -13,24 +13,9 @@ from typing import Any
 
 import torch
 
-from compiled_engine.passes.op_library import implementation
+from compiled_engine.passes.op_library import declaration_of, implementation
 
-VIEWS = ("view", "t", "split_with_sizes", "split", "unsqueeze", "squeeze", "slice", "transpose", "reshape")
-_LIBRARY_CALLS = ("mm.default", "addmm.default", "embedding.default", "empty_like.default")
 _GETITEM = "operator.getitem"
-# The same as the ops of ATen; the host calls them faster.
-_TORCH_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "view.default": torch.Tensor.view,
-    "t.default": torch.t,
-    "split_with_sizes.default": torch.split_with_sizes,
-    "transpose.int": torch.transpose,
-    "unsqueeze.default": torch.unsqueeze,
-    "reshape.default": torch.reshape,
-    "mm.default": torch.mm,
-    "addmm.default": torch.addmm,
-    "embedding.default": torch.embedding,
-    "empty_like.default": torch.empty_like,
-}
 
 
 def is_direct(text: str) -> bool:
@@ -47,12 +32,9 @@ def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
 
 
 def _needs_no_compiler(call: str) -> bool:
-    if call in ("input", "output"):
-        return True
-    namespace, _, name = call.partition("::")
-    if namespace == "aten":
-        return name in _LIBRARY_CALLS or name.partition(".")[0] in VIEWS
-    return namespace == "compiled_engine" or call == _GETITEM
+    if "::" not in call:
+        return call in ("input", "output", _GETITEM)
+    return declaration_of(op_named(_function(call))).direct
 
 
 def direct_source(text: str) -> str:
@@ -82,15 +64,12 @@ def direct_source(text: str) -> str:
 def load_direct(source: str, device_type: str) -> Callable[..., Any]:
     """The function that `direct_source` wrote, for inputs on this kind of device.
 
-    Our own ops are called past torch's dispatcher, which takes longer than what their functions do on the host, and
-    those of ATen as functions of torch.
+    Ops are called past torch's dispatcher where their declarations have a function for that: the dispatcher takes
+    longer than what these functions do on the host.
     """
     namespace: dict[str, Any] = {"torch": torch}
     for name in {word for word in source.replace("(", " ").split() if word.startswith("op_")}:
-        _, library, op, overload = name.split("__")
-        function = _TORCH_FUNCTIONS.get(f"{op}.{overload}") if library == "aten" else None
-        target = getattr(getattr(getattr(torch.ops, library), op), overload)
-        namespace[name] = function or implementation(target, device_type)
+        namespace[name] = implementation(op_named(name), device_type)
     exec(compile(source, "<direct piece>", "exec"), namespace)
     return namespace.pop("piece")
 
@@ -100,6 +79,13 @@ def _function(call: str) -> str:
     namespace, _, name = call.partition("::")
     op, _, overload = name.rpartition(".")
     return f"op__{namespace}__{op}__{overload}"
+
+
+def op_named(function: str) -> torch._ops.OpOverload:
+    """The op that generated Python calls by this name: aten.mm.default for op__aten__mm__default."""
+    _, library, op, overload = function.split("__")
+    found: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, library), op), overload)
+    return found
 
 
 def _read(node: list[Any]) -> list[int]:

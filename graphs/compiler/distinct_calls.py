@@ -37,6 +37,6 @@ def _kind(plan: Plan, step: PlannedStep, makers: Mapping[int, Hashable]) -> Hash
             return makers[index]
         source = plan.inputs[index]
         # What each layer has one of differs by its name.
-        return source.kind if source.kind == "parameter" or source.name.startswith("kv_caches.") else source
+        return source.kind if source.kind == "parameter" or source.element is not None else source
 
     return step.piece or (step.op, *map(of_argument, step.arguments))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.step_tensors import STEP_TENSORS, kv_cache_tensors, padding_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.trace import ForwardInputs
+from compiled_engine.passes.registry import step_tensors
 
 
 def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
@@ -28,23 +29,15 @@ def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def example_inputs(config: EngineConfig) -> ForwardInputs:
     """Three requests of four tokens; every size in them is dynamic in the trace."""
-    tokens, requests, blocks = 12, 3, 5
-    device, model = config.device, config.local_model
-    cache_shapes = model.kv_shapes(blocks, config.cache.block_size)
-    attention_inputs = AttentionInputs(
-        query_start_loc_R1=torch.zeros(requests + 1, dtype=torch.int32, device=device),
-        seq_lens_R=torch.zeros(requests, dtype=torch.int32, device=device),
-        block_table_RB=torch.zeros(requests, 2, dtype=torch.int32, device=device),
-        slot_mapping_T=torch.zeros(tokens, dtype=torch.int64, device=device),
-        host_3=torch.zeros(3, dtype=torch.int32, device="cpu"),
-        backend=config.attention_backend,
-        work_W=torch.zeros(2, dtype=torch.int32, device=device),
-    )
+    sizes = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
+    model = config.local_model
+    caches = kv_cache_tensors(model.kv_shapes(sizes["blocks"], config.cache.block_size), model.dtype)
+    declared = (*STEP_TENSORS, *caches)
     return ForwardInputs(
-        input_ids_T=torch.zeros(tokens, dtype=torch.int64, device=device),
-        positions_T=torch.zeros(tokens, dtype=torch.int64, device=device),
-        attention_inputs=attention_inputs,
-        kv_caches=[torch.zeros(shape, dtype=model.dtype, device=device) for shape in cache_shapes],
+        declared,
+        padding_of(declared, sizes, config.device),
+        config.attention_backend,
         # The declared range must hold the example, also where a step may have fewer tokens.
-        max_tokens=max(tokens, config.scheduler.max_num_batched_tokens),
+        max_tokens=max(sizes["tokens"], config.scheduler.max_num_batched_tokens),
+        asked=step_tensors(config.compile.passes),
     )

@@ -60,7 +60,7 @@ _RULES = (
     ),
     (
         "inputs",
-        r"L\['(input_ids_T|positions_T|kv_caches|attention_inputs)'\].*",
+        r"L\['\w+'\].*",
         r"\w+",
         "the engine makes every input itself, in buffers of this dtype and layout; number of layers and attention "
         "backend are factors of the cache key",
@@ -68,7 +68,7 @@ _RULES = (
 )
 
 # What tells layers apart in a guard's source: L['model']._modules['layers']._modules['3'], L['kv_caches'][3].
-_NUMBERS = re.compile(r"(?<=\[')\d+(?='\])|(?<=L\['kv_caches'\]\[)\d+(?=\])")
+_NUMBERS = re.compile(r"(?<=\[')\d+(?='\])|(?<='\]\[)\d+(?=\])")
 
 
 def dynamo_guards() -> tuple[Guard, ...]:

@@ -16,8 +16,9 @@ from compiled_engine.passes.graph_inputs import source_of
 from compiled_engine.passes.matching import arg
 
 
-def write_logits_head(folder: Path, graph: fx.Graph) -> None:
-    """graph: a lowered trace, which returns the hidden states and the logits of every token."""
+def write_logits_head(folder: Path, graph: fx.Graph, *, with_code: bool) -> None:
+    """graph: a lowered trace, which returns the hidden states and the logits of every token. with_code: not only which
+    parameters the logits need."""
     hidden, logits = arg(graph.output_node(), 0)
     needed: set[fx.Node] = set()
     pending = [logits]
@@ -41,4 +42,5 @@ def write_logits_head(folder: Path, graph: fx.Graph) -> None:
         copies[node].meta = dict(node.meta)
     piece.output((copies[logits],))
     (folder / INPUTS_FILE).write_text(json.dumps(sources), encoding="utf-8")
-    (folder / CODE_FILE).write_text(direct_source(piece_to_json(fx.GraphModule({}, piece))), encoding="utf-8")
+    if with_code:
+        (folder / CODE_FILE).write_text(direct_source(piece_to_json(fx.GraphModule({}, piece))), encoding="utf-8")

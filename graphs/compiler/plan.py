@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from compiled_engine.attention.op import ATTENTION_OPS
 from compiled_engine.passes.graph_inputs import Source
-from compiled_engine.passes.rope_attend import rope_attend
-from compiled_engine.passes.rope_kv_write import rope_kv_write
+from compiled_engine.passes.parameter import Parameter
 
-# The ops that a graph is split at: those that touch the KV cache. The stitched forward calls them directly.
-SPLITTING_OPS: dict[str, Callable[..., Any]] = ATTENTION_OPS | {
-    "compiled_engine::rope_kv_write": rope_kv_write,
-    "compiled_engine::rope_attend": rope_attend,
-}
-# Those that a layer has one of: behind it comes what reads attention's result.
-ATTENDING_OPS = frozenset(ATTENTION_OPS) | {"compiled_engine::rope_attend"}
+Input = Source | Parameter
 
 
 @dataclass(frozen=True)
@@ -54,19 +46,15 @@ class Plan:
     """Value i is input i for the first len(inputs) values; steps define the others. carried: whatever outlives an
     attention."""
 
-    inputs: tuple[Source, ...]
+    inputs: tuple[Input, ...]
     steps: tuple[PlannedStep, ...]
     outputs: tuple[int, ...]
     carried: tuple[Carried, ...] = ()
 
-    def packed(self) -> dict[str, tuple[str, ...]]:
-        """The packed parameters that the pieces take, each with its members."""
-        return {source.name: source.members for source in self.inputs if source.members}
-
-    def parameters(self) -> frozenset[str]:
-        """The parameters and buffers that the pieces take, the members of packed ones for these."""
-        used = [source for source in self.inputs if source.kind == "parameter"]
-        return frozenset(name for source in used for name in source.members or (source.name,))
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        """All that the pieces take, packed and made ones too."""
+        return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:
         """The unique pieces, in order of first use."""
@@ -78,7 +66,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         data = json.loads(text)
-        inputs = tuple(read_source(item) for item in data["inputs"])
+        inputs = tuple(map(read_input, data["inputs"]))
         steps = tuple(
             PlannedStep(s["piece"], s["op"], tuple(s["arguments"]), tuple(s["results"])) for s in data["steps"]
         )
@@ -86,7 +74,6 @@ class Plan:
         return Plan(inputs, steps, tuple(data["outputs"]), carried)
 
 
-def read_source(item: dict[str, Any]) -> Source:
+def read_input(item: dict[str, Any]) -> Input:
     """From its fields as JSON has them."""
-    derivation = tuple((step, operand) for step, operand in item["derivation"])
-    return Source(**item | {"members": tuple(item["members"]), "derivation": derivation})
+    return Source(**item) if "kind" in item else Parameter.from_json(item)

@@ -13,9 +13,10 @@ import torch
 from torch import fx
 
 from compiled_engine.graphs.compiler.piece import piece_key, piece_to_json
-from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, SPLITTING_OPS, Carried, Plan, PlannedStep
+from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import source_of
 from compiled_engine.passes.matching import arg
+from compiled_engine.passes.registry import splitting_ops
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ def split(graph: fx.Graph) -> list[Step]:
     """Steps in execution order. Raises SplitError on a mutating op that is not a splitting op."""
     steps: list[Step] = []
     pending: list[fx.Node] = []
+    known = splitting_ops()
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
         name = _op_name(node)
-        if name in SPLITTING_OPS:
+        if name in known:
             if pending:
                 steps.append(_piece(pending))
                 pending = []
@@ -51,7 +53,7 @@ def split(graph: fx.Graph) -> list[Step]:
                 raise SplitError(f"splitting op {name} is called with keywords: {dict(node.kwargs)}")
             steps.append(Step(None, name, tuple(node.args), (node,) if node.users else ()))
         elif _mutates(node):
-            raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(SPLITTING_OPS)}")
+            raise SplitError(f"op {name} mutates an input, and is not one of the splitting ops {list(known)}")
         else:
             pending.append(node)
     return [*steps, _piece(pending)] if pending else steps
@@ -84,7 +86,8 @@ def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
     """What a step before an attention defines and a later one than that attention reads."""
-    attentions = [number for number, step in enumerate(steps) if step.op in ATTENDING_OPS]
+    known = splitting_ops()
+    attentions = [number for number, step in enumerate(steps) if step.op is not None and known[step.op].attends]
     last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}
     carried = []
     for number, step in enumerate(steps):

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from compiled_engine.graphs.compiler.plan import ATTENDING_OPS, Carried, Plan
+from compiled_engine.graphs.compiler.plan import Carried, Input, Plan
 from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.registry import splitting_ops
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     """
     if stage.count == 1:
         return StagePlan(plan)
-    ends = [number + 1 for number, step in enumerate(plan.steps) if step.op in ATTENDING_OPS]
+    known = splitting_ops()
+    ends = [number for number, step in enumerate(plan.steps, 1) if step.op is not None and known[step.op].attends]
     layers = stage.layers
     if layers.stop > len(ends) or (stage.is_last and layers.stop != len(ends)):
         raise ValueError(f"the compiled model has {len(ends)} attentions, not one for each of {layers.stop} layers")
@@ -79,8 +82,12 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     steps = plan.steps[first:end]
 
     used = {argument["value"] for step in steps for argument in step.arguments if "value" in argument}
-    # A stage between two others may only pass on what a later one reads.
-    old_inputs = [index for index in range(len(plan.inputs)) if index in used]
+    # A stage between two others may only pass on what a later one reads. All have the same arguments.
+    old_inputs = [
+        index
+        for index, source in enumerate(plan.inputs)
+        if index in used or (isinstance(source, Source) and source.kind == "argument" and source.element is None)
+    ]
     inputs = [_renumbered(plan.inputs[index], layers) for index in old_inputs]
     inputs += [Source("received", f"received.{number}") for number in range(len(received))]
     new = {old: number for number, old in enumerate([*old_inputs, *(value.value for value in received)])}
@@ -106,11 +113,10 @@ def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
     return tuple(known[index] for index in sorted(defined & read))
 
 
-def _renumbered(source: Source, layers: range) -> Source:
-    head, _, rest = source.name.partition(".")
-    if source.kind == "parameter" or head != "kv_caches":
+def _renumbered(source: Input, layers: range) -> Input:
+    if isinstance(source, Parameter) or source.element is None:
         return source
-    return replace(source, name=f"{head}.{int(rest) - layers.start}")
+    return replace(source, name=f"{source.name.partition('.')[0]}.{source.element - layers.start}")
 
 
 class StageForward:

@@ -7,17 +7,20 @@ use. It costs about a microsecond a call; Dynamo's own entry with its guards cos
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
-from compiled_engine.attention.op import ATTENTION_OPS, OnAttention
-from compiled_engine.graphs.compiler.plan import SPLITTING_OPS, Plan, PlannedStep
-from compiled_engine.passes.graph_inputs import Source, derived
-from compiled_engine.passes.rope_attend import in_two
+from compiled_engine.attention.op import OnAttention, attend
+from compiled_engine.attention.step_tensors import FORWARD_ARGUMENTS
+from compiled_engine.graphs.compiler.plan import Input, Plan, PlannedStep
+from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.graph_pass import SplittingOp
+from compiled_engine.passes.parameter import Parameter
+from compiled_engine.passes.registry import splitting_ops
 
-Forward = Callable[[torch.Tensor, torch.Tensor, Any, list[torch.Tensor]], torch.Tensor]
+# Takes ForwardArguments.
+Forward = Callable[..., torch.Tensor]
 
 
 def stitch(
@@ -26,28 +29,31 @@ def stitch(
     parameters: Mapping[str, torch.Tensor],
     on_attention: OnAttention | None = None,
 ) -> Forward:
-    """The model's forward(input_ids_T, positions_T, attention_inputs, kv_caches) -> hidden_TD.
+    """The model's forward, from ForwardArguments to hidden states [T, D] or logits [T, V].
 
     on_attention: is called with the function and the arguments of an attention op instead of the function.
     """
-    functions: dict[str, Callable[..., Any]] = SPLITTING_OPS
-    if on_attention is not None:
-        passed = {name: _passed_to(on_attention, function) for name, function in ATTENTION_OPS.items()}
-        attention_passed = partial(in_two, passed["compiled_engine::attend"])
-        functions = functions | passed | {"compiled_engine::rope_attend": attention_passed}
-    namespace: dict[str, Any] = {_op_function(name): function for name, function in functions.items()}
+    namespace: dict[str, Any] = {_op_function(op.name): _called(op, on_attention) for op in splitting_ops().values()}
     namespace |= {f"piece_{key}": pieces[key] for key in plan.piece_keys()}
     used = {argument.get("value") for step in plan.steps for argument in step.arguments} | {*plan.outputs}
     for index, source in enumerate(plan.inputs):
         if source.kind == "parameter" and index in used:
-            namespace[f"parameter_{index}"] = derived(parameters[source.name], source.derivation)
+            namespace[f"parameter_{index}"] = parameters[source.name]
     exec(compile(forward_source(plan), "<stitched forward>", "exec"), namespace)
     # Without its own name in its globals the function is not a cycle: dropping it frees the parameters at once.
     return namespace.pop("forward")
 
 
-def _passed_to(on_attention: OnAttention, function: Callable[..., None]) -> Callable[..., None]:
-    return lambda *arguments: on_attention(function, arguments)
+def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., Any]:
+    """The function that stands for a splitting op, whose attention is passed to `on_attention` if that is given."""
+    if on_attention is None or not op.attends:
+        return op.function
+    attention = attend if op.around else op.function
+
+    def passed(*arguments: Any) -> None:
+        on_attention(attention, arguments)
+
+    return op.around(passed) if op.around else passed
 
 
 def forward_source(plan: Plan) -> str:
@@ -55,11 +61,9 @@ def forward_source(plan: Plan) -> str:
     names = [_input_name(index, source) for index, source in enumerate(plan.inputs)]
     names += [f"v{i}" for i in range(len(names), len(names) + sum(len(step.results) for step in plan.steps))]
     last_use = _last_uses(plan)
-    received = ", received" * any(source.kind == "received" for source in plan.inputs)
-    lines = [f"def forward(input_ids_T, positions_T, attention_inputs, kv_caches{received}):"]
-    lines += [
-        f"    {names[i]} = {_argument_expression(source.name)}.shape[{source.dim}]" for i, source in _used_sizes(plan)
-    ]
+    heads = [source.name.partition(".")[0] for source in plan.inputs if source.kind in ("argument", "received")]
+    lines = [f"def forward({', '.join(dict.fromkeys((*FORWARD_ARGUMENTS, *heads)))}):"]
+    lines += [f"    {names[i]} = {source.expression}.shape[{source.dim}]" for i, source in _used_sizes(plan)]
     for number, step in enumerate(plan.steps):
         lines.append("    " + _call(step, names))
         dead = [names[i] for i in last_use.get(number, []) if i >= len(plan.inputs)]
@@ -69,20 +73,16 @@ def forward_source(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _input_name(index: int, source: Source) -> str:
-    if source.kind in ("argument", "received"):
-        return _argument_expression(source.name)
-    return f"parameter_{index}" if source.kind == "parameter" else f"size_{index}"
-
-
-def _argument_expression(name: str) -> str:
-    head, _, rest = name.partition(".")
-    return f"{head}[{rest}]" if head in ("kv_caches", "received") else name
+def _input_name(index: int, source: Input) -> str:
+    if isinstance(source, Parameter):
+        return f"parameter_{index}"
+    return f"size_{index}" if source.kind == "size" else source.expression
 
 
 def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
     used = {a["value"] for step in plan.steps for a in step.arguments if "value" in a}
-    return [(i, source) for i, source in enumerate(plan.inputs) if source.kind == "size" and i in used]
+    given = [(i, source) for i, source in enumerate(plan.inputs) if isinstance(source, Source) and i in used]
+    return [(i, source) for i, source in given if source.kind == "size"]
 
 
 def _last_uses(plan: Plan) -> dict[int, list[int]]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,45 +17,54 @@ from torch import fx, nn
 from torch._guards import CompileContext, CompileId, Guard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.step_tensors import (
+    FORWARD_ARGUMENTS,
+    SIZES,
+    ForwardArguments,
+    StepTensor,
+    arguments_of,
+    attention_inputs_of,
+)
 from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.functional import to_aten
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
-from compiled_engine.passes.graph_inputs import Source
+from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.lowering import is_foreign, lower
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.passes.matching import arg, fake_mode_of
-
-MAX_BLOCKS = 1 << 31
-# More than any step has: the number of requests is not in the cache key, so it may not shape the trace.
-MAX_REQUESTS = 1 << 20
+from compiled_engine.passes.parameter import BUFFER, WEIGHT, Parameter
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The arguments of a model's forward, and the most tokens that they may have."""
+    """What a model is traced with: its forward's arguments as they are declared, an example of each by name, and the
+    most tokens that they may have. `asked`: the step tensors that passes ask for, which the model does not read."""
 
-    input_ids_T: torch.Tensor
-    positions_T: torch.Tensor
-    attention_inputs: AttentionInputs
-    kv_caches: list[torch.Tensor]
+    declared: tuple[StepTensor, ...]
+    examples: Mapping[str, torch.Tensor]
+    backend: str
     max_tokens: int
+    asked: tuple[StepTensor, ...] = ()
 
-    def arguments(self) -> tuple[Any, ...]:
-        return self.input_ids_T, self.positions_T, self.attention_inputs, self.kv_caches
+    def arguments(self) -> ForwardArguments:
+        """The examples as the model's forward takes them."""
+        caches = [example for name, example in self.examples.items() if name.startswith("kv_caches.")]
+        step = {name: example for name, example in self.examples.items() if not name.startswith("kv_caches.")}
+        return arguments_of(step, attention_inputs_of(step, self.backend), caches)
 
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """Every tensor argument under the name that `Source` uses."""
-        named = {"input_ids_T": self.input_ids_T, "positions_T": self.positions_T}
-        for field in fields(self.attention_inputs):
-            value = getattr(self.attention_inputs, field.name)
-            if isinstance(value, torch.Tensor):
-                named[f"attention_inputs.{field.name}"] = value
-        return named | {f"kv_caches.{i}": cache for i, cache in enumerate(self.kv_caches)}
+    def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
+        """(argument, dimension) -> (name of the size, least, most); equal names are equal sizes."""
+        bounds = SIZES | {"tokens": (1, self.max_tokens)}
+        return {
+            (tensor.name, number): (dim, *bounds[dim])
+            for tensor in self.declared
+            for number, dim in enumerate(tensor.dims)
+            if isinstance(dim, str)
+        }
 
 
 @dataclass(frozen=True)
@@ -100,6 +109,13 @@ def trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool = False, veri
     strict, verify: of the passes that lower foreign code, see `run_passes`.
     Raises GuardError when the graph would not be valid for every size in the declared range.
     """
+    traced = _trace_layers(model, inputs, strict=strict, verify=verify)
+    if inputs.asked:
+        _add_inputs(traced.module, inputs)
+    return traced
+
+
+def _trace_layers(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: bool) -> TracedGraph:
     layers = traced_layers(model)
     if layers is not None:
         with layers.alone():
@@ -111,11 +127,27 @@ def trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool = False, veri
     return _trace(model, inputs, strict=strict, verify=verify)
 
 
+def _add_inputs(module: fx.GraphModule, inputs: ForwardInputs) -> None:
+    """Give the graph an input for each step tensor that a pass asks for; the sizes are those of the traced inputs."""
+    placeholders = module.graph.find_nodes(op="placeholder")
+    by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
+    sizes = {
+        size: by_name[name].shape[dim] for (name, dim), (size, *_) in inputs.open_sizes().items() if name in by_name
+    }
+    device = inputs.examples["input_ids_T"].device
+    with fake_mode_of(list(by_name.values())), module.graph.inserting_before(placeholders[-1].next):
+        for tensor in inputs.asked:
+            node = module.graph.placeholder(tensor.name)
+            node.meta["val"] = torch.empty(tensor.shape(sizes), dtype=tensor.dtype, device=device)
+            node.meta["source"] = Source("argument", tensor.name)
+            node.meta["step_tensor"] = tensor
+    module.recompile()
+
+
 def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: bool) -> TracedGraph:
-    declared = _declared_sizes(inputs)
-    tensors = inputs.by_name()
+    declared = inputs.open_sizes()
     for (name, dim), size in declared.items():
-        compat.mark_dynamic_size(tensors[name], dim, *size)
+        compat.mark_dynamic_size(inputs.examples[name], dim, *size)
     dynamo = _run_dynamo(model, inputs)
     graph, fakes = dynamo.graph, dynamo.fakes
     fake_mode = fake_mode_of(fakes)
@@ -123,7 +155,7 @@ def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: boo
     assert shape_env is not None
     sources = _sources(graph, fakes, model)
     for source, fake in zip(sources, fakes, strict=True):
-        if source.kind == "size":
+        if isinstance(source, Source) and source.kind == "size":
             _, low, high = declared[source.name, source.dim]
             compat.declare_range(shape_env, fake.node.expr, low, high)
     with fake_mode:
@@ -135,7 +167,7 @@ def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: boo
     module.graph.eliminate_dead_code()
     lowering: tuple[PassReport, ...] = ()
     if is_foreign(module.graph):
-        device = inputs.input_ids_T.device
+        device = inputs.examples["input_ids_T"].device
         lowering = lower(module.graph, CompileRange(1, inputs.max_tokens), device, strict=strict, verify=verify)
     module.recompile()
     return TracedGraph(
@@ -155,24 +187,6 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
     if shape_env.guards:
         found = ", ".join(str(guard.expr) for guard in shape_env.guards)
         raise GuardError(f"the compiled model would hold only where {found}")
-
-
-def _declared_sizes(inputs: ForwardInputs) -> dict[tuple[str, int], tuple[str, int, int]]:
-    """(argument, dimension) -> (name of the size, least, most); equal names are equal sizes."""
-    tokens = ("tokens", 1, inputs.max_tokens)
-    requests = ("requests", 1, MAX_REQUESTS)
-    declared = {
-        ("input_ids_T", 0): tokens,
-        ("positions_T", 0): tokens,
-        ("attention_inputs.slot_mapping_T", 0): tokens,
-        ("attention_inputs.seq_lens_R", 0): requests,
-        ("attention_inputs.block_table_RB", 0): requests,
-        ("attention_inputs.block_table_RB", 1): ("blocks_per_request", 1, MAX_BLOCKS),
-        ("attention_inputs.work_W", 0): ("work", 1, MAX_BLOCKS),
-        ("attention_inputs.query_start_loc_R1", 0): ("request_borders", 2, MAX_REQUESTS + 1),
-    }
-    blocks = ("blocks", 1, MAX_BLOCKS)
-    return declared | {(f"kv_caches.{i}", 0): blocks for i in range(len(inputs.kv_caches))}
 
 
 @dataclass(frozen=True)
@@ -198,28 +212,30 @@ def _run_dynamo(model: nn.Module, inputs: ForwardInputs) -> _DynamoResult:
         output = arg(graph.graph.output_node(), 0)
         return lambda *args: tuple(torch.empty(0) for _ in output)
 
-    entry = _fresh_entry()
+    entry = _fresh_entry(FORWARD_ARGUMENTS)
     with torch.no_grad(), compat.bytecode_of(entry) as bytecode:
         torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)(model, *inputs.arguments())
     return _DynamoResult(bytecode=bytecode[0] if bytecode else None, **held)
 
 
-def _entry(
-    model: Any, input_ids_T: Any, positions_T: Any, attention_inputs: Any, kv_caches: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    hidden_TD = model(input_ids_T, positions_T, attention_inputs, kv_caches)
+def _fresh_entry(arguments: Sequence[str]) -> Callable[..., Any]:
+    """The function that is traced. Dynamo keeps what it compiled, and a limit on it, per code object: a new one each
+    time leaves no trace of us in the caller's process and never meets the limit."""
+    names = ", ".join(arguments)
+    source = f"""
+def traced_forward(model, {names}):
+    hidden_TD = model({names})
     return hidden_TD, model.logits(hidden_TD)
+"""
+    namespace: dict[str, Any] = {"__name__": __name__}
+    # A file that exists: torch 2.11 wraps a function without one, and its arguments lose their names.
+    exec(compile(source, __file__, "exec"), namespace)
+    return namespace["traced_forward"]
 
 
-def _fresh_entry() -> Callable[..., Any]:
-    """Dynamo keeps what it compiled, and a limit on it, per code object: a new one each time leaves no trace of
-    us in the caller's process and never meets the limit."""
-    return types.FunctionType(_entry.__code__.replace(), _entry.__globals__, "traced_forward")
-
-
-def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source]:
+def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source | Parameter]:
     parameters = dict(model.named_parameters()) | dict(model.named_buffers())
-    sources: list[Source | None] = []
+    sources: list[Source | Parameter | None] = []
     for node in graph.graph.find_nodes(op="placeholder"):
         name = node.meta["source_name"]
         is_tensor = isinstance(node.meta["example_value"], torch.Tensor)
@@ -238,7 +254,7 @@ def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[
     return [source for source in sources if source is not None]
 
 
-def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
+def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source | Parameter:
     """From Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and the like."""
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
@@ -247,7 +263,8 @@ def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source:
     path = ".".join(steps)
     if path not in parameters:
         raise RuntimeError(f"graph input {name} is not a parameter or buffer of the model")
-    return Source("parameter", path)
+    tensor = parameters[path]
+    return Parameter.of(path, tensor, WEIGHT if isinstance(tensor, nn.Parameter) else BUFFER)
 
 
 def _discharge_asserts(module: fx.GraphModule) -> tuple[str, ...]:

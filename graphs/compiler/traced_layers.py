@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from compiled_engine.models.textbook.layer_stack import LayerStack
 from compiled_engine.passes.graph_inputs import Source, source_of
+from compiled_engine.passes.parameter import Parameter
 
 
 class Role(NamedTuple):
@@ -79,17 +80,21 @@ class TracedLayers:
         """The layer that a graph input belongs to; None for any other node."""
         if node.op != "placeholder" or source_of(node).kind == "size":
             return None
-        found = self._numbered(source_of(node))
+        found = self._numbered(source_of(node).name)
         return int(found["layer"]) if found else None
 
-    def of_layer(self, source: Source, layer: int) -> Source:
+    def of_layer(self, source: Source | Parameter, layer: int) -> Source | Parameter:
         """The same input of another layer."""
-        found = self._numbered(source)
-        assert found is not None
-        return replace(source, name=f"{found['owner']}.{layer}{found['rest']}")
 
-    def _numbered(self, source: Source) -> re.Match[str] | None:
-        return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", source.name)
+        def rename(name: str) -> str:
+            found = self._numbered(name)
+            assert found is not None
+            return f"{found['owner']}.{layer}{found['rest']}"
+
+        return source.renamed(rename) if isinstance(source, Parameter) else replace(source, name=rename(source.name))
+
+    def _numbered(self, name: str) -> re.Match[str] | None:
+        return re.fullmatch(rf"(?P<owner>{re.escape(self.path)}|kv_caches)\.(?P<layer>\d+)(?P<rest>.*)", name)
 
 
 class _HandsOn(nn.Module):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.step_tensors import ForwardArguments, addresses
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.graphs.cpu_graphs.arena import Arena
@@ -22,7 +24,6 @@ log = logging.getLogger("compiled_engine")
 
 # The size of a batch, the number of threads, and where its inputs are.
 Kind = tuple[int, ...]
-ForwardArguments = tuple[torch.Tensor, torch.Tensor, AttentionInputs, list[torch.Tensor]]
 
 
 @dataclass
@@ -47,18 +48,13 @@ class RecordedForward:
         self._unrecordable = False
         self.counts = RecordingCounts()
 
-    def __call__(
-        self,
-        input_ids_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        attention_inputs: AttentionInputs,
-        kv_caches: list[torch.Tensor],
-    ) -> torch.Tensor:
-        arguments = input_ids_T, positions_T, attention_inputs, kv_caches
+    def __call__(self, *arguments: Any) -> torch.Tensor:
+        """arguments: ForwardArguments."""
+        inputs = _attention_inputs(arguments)
         # Attention asks the host about prompts.
-        if self._unrecordable or int(attention_inputs.host_3[0]) < attention_inputs.seq_lens_R.shape[0]:
+        if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:
             return self._forward(*arguments)
-        kind = _kind(*arguments)
+        kind = arguments[0].shape[0], torch.get_num_threads(), *addresses(arguments)
         if kind not in self._recorded:
             self._recorded[kind] = None
             return self._forward(*arguments)
@@ -72,7 +68,7 @@ class RecordedForward:
 
     def _record(self, kind: Kind, arguments: ForwardArguments) -> torch.Tensor:
         try:
-            num_decodes = arguments[2].host_3[0]
+            num_decodes = _attention_inputs(arguments).host_3[0]
             with recording(self._arena, [num_decodes]) as calls:
                 result = self._forward(*arguments)
         except CannotRecord as error:
@@ -101,16 +97,5 @@ def recorded(compiled: CompiledModel, forwards: Forwards) -> Forwards:
     return replace(forwards, small=tuple(small))
 
 
-def _kind(
-    input_ids_T: torch.Tensor, positions_T: torch.Tensor, inputs: AttentionInputs, kv_caches: list[torch.Tensor]
-) -> Kind:
-    read = (
-        input_ids_T,
-        positions_T,
-        inputs.seq_lens_R,
-        inputs.block_table_RB,
-        inputs.slot_mapping_T,
-        kv_caches[0],
-        kv_caches[-1],
-    )
-    return input_ids_T.shape[0], torch.get_num_threads(), *[tensor.data_ptr() for tensor in read]
+def _attention_inputs(arguments: ForwardArguments) -> AttentionInputs:
+    return next(argument for argument in arguments if isinstance(argument, AttentionInputs))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
 
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
-from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, KeyField, decode_key, mixed_key
 
 _MIXED_KINDS = {
     GraphMode.PIECEWISE: GraphKind.PIECEWISE,
@@ -17,8 +19,10 @@ _MIXED_KINDS = {
 class Dispatcher:
     """Total over all batches: keys of the smallest size that holds the batch, graphs of decodes before any other."""
 
-    def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig):
+    def __init__(self, graph: GraphConfig, scheduler: SchedulerConfig, fields: Sequence[KeyField] = ()):
+        """fields: what passes add to the keys; there is a graph of each size for each combination."""
         most, longest = scheduler.max_num_seqs, scheduler.max_model_len
+        self._fields = tuple(fields)
         self.decode_keys = tuple(decode_key(size, longest) for size in sorted(graph.decode_sizes))
         self.short_keys = tuple(decode_key(*shape, short=True) for shape in sorted(graph.short_decodes))
         kind = _MIXED_KINDS.get(graph.mode, GraphKind.FULL)
@@ -31,22 +35,44 @@ class Dispatcher:
         for key in self.short_keys:
             self._short_keys.setdefault(key.num_tokens, []).append(key)
         self._token_table = _table(self.token_keys)
+        plain_keys = self.decode_keys + self.short_keys + self.token_keys
+        # By the sizes of the fields: for each key without them the one with them.
+        self._with_fields: dict[tuple[int | None, ...], dict[GraphKey, GraphKey]] = {}
+        for sizes in product(*((0, *field.sizes) for field in self._fields)):
+            names = (field.name for field in self._fields)
+            extra = tuple((name, size) for name, size in zip(names, sizes, strict=True) if size)
+            self._with_fields[sizes] = {key: replace(key, extra=extra) for key in plain_keys}
 
     @property
     def keys(self) -> tuple[GraphKey, ...]:
         """Every key that `dispatch` may return."""
-        return self.decode_keys + self.short_keys + self.token_keys
+        return tuple(key for keys in self._with_fields.values() for key in keys.values())
 
     def dispatch(
-        self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
+        self,
+        num_tokens: int,
+        num_requests: int,
+        uniform_query_len: int | None,
+        longest: int,
+        values: Mapping[str, int] | None = None,
     ) -> tuple[GraphKey, ...]:
         """The keys of graphs that serve the batch, the best first: the first that is captured is to be replayed.
 
         All have one size. Nothing where the batch runs without a graph.
 
         uniform_query_len: tokens of each request if all have the same number, else None. longest: of the contexts, with
-        this step's tokens.
+        this step's tokens. values: of the further fields, by name; 0 where there is none.
         """
+        keys = self._plain_keys(num_tokens, num_requests, uniform_query_len, longest)
+        if not values or not keys:
+            return keys
+        sizes = [field.size_for(values.get(field.name, 0)) for field in self._fields]
+        with_fields = self._with_fields.get(tuple(sizes), {})  # none where a value is larger than all sizes
+        return tuple(with_fields[key] for key in keys if key in with_fields)
+
+    def _plain_keys(
+        self, num_tokens: int, num_requests: int, uniform_query_len: int | None, longest: int
+    ) -> tuple[GraphKey, ...]:
         if not 1 <= num_requests <= num_tokens:
             return ()
         if uniform_query_len == 1 and num_requests == num_tokens < len(self._decode_table):

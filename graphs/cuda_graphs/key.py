@@ -23,7 +23,8 @@ class GraphKey:
     num_tokens: tokens of the padded batch, on which every launch outside of attention depends. The others are what
     attention's launches depend on, so they are 0 where attention is not captured: num_requests rows, of which the
     first num_decodes have one query token each, none more than max_query_len, and contexts of at most max_seq_len,
-    which is less than the engine's limit in graphs for short contexts.
+    which is less than the engine's limit in graphs for short contexts. extra: the sizes of further fields, by name,
+    for batches that have to do with them.
     """
 
     kind: GraphKind
@@ -33,6 +34,7 @@ class GraphKey:
     max_query_len: int = 0
     max_seq_len: int = 0
     short: bool = False
+    extra: tuple[tuple[str, int], ...] = ()
 
     @property
     def is_decode(self) -> bool:
@@ -41,9 +43,22 @@ class GraphKey:
 
     @property
     def name(self) -> str:
-        """`decode 8`, `short-256 8`, `full 512`, `piecewise 512`: unique within an engine."""
+        """`decode 8`, `short-256 8`, `full 512`, `piecewise 512`, `decode 8 rank 16`: unique within an engine."""
         kind = f"short-{self.max_seq_len}" if self.short else "decode" if self.is_decode else self.kind.value
-        return f"{kind} {self.num_tokens}"
+        return " ".join([f"{kind} {self.num_tokens}", *(f"{name} {size}" for name, size in self.extra)])
+
+
+@dataclass(frozen=True)
+class KeyField:
+    """A host value of the batch that a pass launches kernels with: rounded up to one of `sizes`, or 0 for batches that
+    have nothing to do with the pass. Those have the graphs that there are without the field."""
+
+    name: str
+    sizes: tuple[int, ...]
+
+    def size_for(self, value: int) -> int | None:
+        """The smallest size of at least `value`; None if it is larger than all."""
+        return 0 if value == 0 else min((size for size in self.sizes if size >= value), default=None)
 
 
 def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> GraphKey:

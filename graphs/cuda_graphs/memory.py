@@ -56,7 +56,7 @@ def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int, 
 
 def families(keys: Iterable[GraphKey], decodes_first: bool) -> list[list[GraphKey]]:
     """Keys whose graphs are alike but for the size, the largest first, in the order of capture."""
-    found: dict[tuple[GraphKind, bool], list[GraphKey]] = {}
+    found: dict[tuple[GraphKind, bool, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
     for key in sorted(keys, key=lambda key: capture_order(key, decodes_first)):
-        found.setdefault((key.kind, key.is_decode), []).append(key)
+        found.setdefault((key.kind, key.is_decode, key.extra), []).append(key)
     return list(found.values())

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compiled_engine import passes
-from compiled_engine.graphs.compiler.direct_piece import VIEWS
+from compiled_engine.graphs.compiler.direct_piece import op_named
+from compiled_engine.passes.op_library import declaration_of
 
 _PASSES = Path(passes.__file__ or "").parent
 # How Inductor's output code makes a kernel from its source -> what the source is written in.
@@ -88,7 +89,7 @@ def _launched(function: ast.expr, sources: dict[str, ast.Call]) -> tuple[str, st
     if len(path) == 1 and path[0].startswith("op__"):  # a piece that runs without Inductor
         _, namespace, name, _ = path[0].split("__")
         if namespace == "aten":
-            return None if name in VIEWS or name == "empty_like" else (name, "library")
+            return (name, "library") if declaration_of(op_named(path[0])).launches else None
         return f"{namespace}::{name}", "op"
     if path[:1] == ["extern_kernels"]:
         return ".".join(path[1:]), "library"

@@ -8,22 +8,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange
+from compiled_engine.passes.parameter import Parameter
 
 # Parameter name -> the (range, piece key) of every step that takes it.
 ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Where each parameter of the checkpoint is used; a packed one counts for all of its members."""
+    """Where each tensor of the model is used; a packed parameter counts for all of its members."""
     uses: ParameterUses = defaultdict(list)
     for compiled in ranges:
         inputs = compiled.plan.inputs
         for step in compiled.plan.steps:
             taken = [inputs[a["value"]] for a in step.arguments if a.get("value", len(inputs)) < len(inputs)]
             for source in taken:
-                if step.piece is not None and source.kind == "parameter":
-                    for name in source.members or (source.name,):
-                        uses[name].append((compiled.compile_range.name, step.piece))
+                if step.piece is not None and isinstance(source, Parameter):
+                    for leaf in source.leaves():
+                        uses[leaf.name].append((compiled.compile_range.name, step.piece))
     return uses
 
 

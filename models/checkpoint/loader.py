@@ -1,47 +1,61 @@
-"""Puts a checkpoint's tensors into a materialised model: everything is checked before anything is copied."""
+"""Fills a rank's weights from a checkpoint: everything is checked before anything is copied."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.models.checkpoint.foreign_tensors import Pair, match_foreign
-from compiled_engine.models.checkpoint.mxfp4 import Mxfp4Tensor
+from compiled_engine.models.checkpoint.match_tensors import match_tensors
+from compiled_engine.models.checkpoint.mxfp4 import decode_mxfp4
+from compiled_engine.models.checkpoint.parameters import Weights
 from compiled_engine.models.checkpoint.random_weights import fill_with_random_weights
-from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, map_tensors, name_some
+from compiled_engine.models.checkpoint.safetensors_files import map_tensors
 from compiled_engine.models.checkpoint.staged_copy import copy_to_device
-from compiled_engine.models.textbook.experts import Experts
-from compiled_engine.parallel.shards import WHOLE, RankShare
+from compiled_engine.models.foreign.placement import Placement
+from compiled_engine.passes.parameter import Parameter
 from compiled_engine.process.progress import Progress
 
-RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
+# Functions that write the values of encoded tensors of a checkpoint to a tensor on the device.
+DECODERS: Mapping[str, Callable[[Sequence[torch.Tensor], torch.Tensor], None]] = {"mxfp4": decode_mxfp4}
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A view of a tensor of the checkpoint, or whole encoded ones, and the view of a parameter that gets the values."""
+
+    sources: tuple[torch.Tensor, ...]
+    target: torch.Tensor
+    decode: str
 
 
 def load_weights(
+    weights: Weights,
     model: nn.Module,
     config: ModelConfig,
     progress: Progress,
-    share: RankShare = WHOLE,
+    rank: int = 0,
+    num_ranks: int = 1,
     cache_dir: Path | None = None,
 ) -> None:
-    """Write each tensor of the checkpoint once into its parameter, converted to the parameter's dtype.
+    """Write each tensor of the checkpoint once into its place, converted to the dtype there, and make what is made.
 
-    share: the slices of the tensors that the model's parameters are; nothing else of the files is read, nor what
-    belongs to parameters that are still on the meta device. config: of the undivided model. What is missing of a
-    checkpoint from the hub is downloaded first. The model has been through `parameters.materialize`. config.load_format
-    dummy: random weights instead. cache_dir: where is kept what was found out about checkpoints of transformers'
-    models.
+    Calling it again updates everything in the same memory.
+    model: names and shapes of the undivided one, which may be on the meta device. config: of the undivided model. What
+    is missing of a checkpoint from the hub is downloaded first. rank, num_ranks: of those that share each layer; what
+    belongs to no parameter of this rank is not read. config.load_format dummy: random weights instead. cache_dir: where
+    is kept what was found out about checkpoints of transformers' models.
     Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
     unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
     if a download fails.
     """
     if config.load_format == "dummy":
         with progress.stage("random weights"):
-            fill_with_random_weights(model, config.seed, share)
+            fill_with_random_weights(weights, config.seed, rank, num_ranks)
         return
     if config.hub_name is not None:
         from compiled_engine.models.checkpoint.hub import (
@@ -50,72 +64,69 @@ def load_weights(
 
         download_weights(config.hub_name, config.path, progress)
     tensors = map_tensors(config.path)
-    pairs: Sequence[Pair]
-    if config.transformers is None:
-        pairs = _match(tensors, model, config, share)
-    else:
-        pairs = match_foreign(tensors, model, config, share, cache_dir)
-    device = pairs[0][1].device
-    with progress.stage("load weights", len(pairs)) as advance:
-        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for source, target in pairs:
-            if isinstance(source, Mxfp4Tensor):
-                source.decode_into(target)
-            elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
-                plain.append((source, target))
-                continue
-            else:
-                # The device is the faster one to exchange dimensions.
-                target.copy_(source.to(device) if source.is_contiguous() else source)
-            advance(1)
-        if plain:
-            copy_to_device(plain, device, advance)
+    matched = match_tensors(tensors, model, config, cache_dir)
+    parts: dict[str, list[Placement]] = {}
+    for leaf in weights.leaves():
+        parts[leaf.name] = _parts(leaf, matched.read.get(leaf.name, ()), rank, num_ranks)
+        twins = _parts(leaf, matched.twins.get(leaf.name, ()), rank, num_ranks)
+        _require_equal(parts[leaf.name], twins, tensors, config.path)
+    order = {name: place for place, name in enumerate(tensors)}
+    with progress.stage("load weights", sum(map(len, parts.values()))) as advance:
+        for batch in weights.batches():
+            placed = [(part, target) for leaf, target in batch for part in parts[leaf.name]]
+            placed.sort(key=lambda item: order[item[0].source])
+            _copy([_copy_of(part, tensors, target) for part, target in placed], advance)
+            for leaf, target in batch:
+                if _is_zero(leaf, rank):
+                    target.zero_()
 
 
-def checkpoint_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What a checkpoint has of a model, by name: its parameters, or views of them where a module says that it holds
-    them in parts. A tied parameter is there under each of its names."""
-    tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    for path, module in model.named_modules():
-        if isinstance(module, Experts):
-            for name, _ in module.named_parameters():
-                del tensors[f"{path}.{name}"]
-            tensors |= {f"{path}.{name}": view for name, view in module.checkpoint_tensors()}
-    return tensors
+def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_ranks: int) -> list[Placement]:
+    """Cut placements to this rank's part of a tensor."""
+    if _is_zero(leaf, rank):
+        return []
+    if leaf.shard is None or leaf.shard.dim is None:
+        return list(placements)
+    places = leaf.shard.places(rank, num_ranks)
+    return [part for placement in placements for part in placement.cut(leaf.shard.dim, places)]
 
 
-def _match(
-    tensors: dict[str, torch.Tensor], model: nn.Module, config: ModelConfig, share: RankShare
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each parameter with the slice of a tensor that belongs in it, in file order."""
-    parameters = checkpoint_tensors(model)
-    known = {name: tensor for name, tensor in tensors.items() if name in parameters}
-    found = {id(parameters[name]) for name in known}
-    whole = {name: share.whole_shape(name, parameters[name]) for name in known}
-    problems = {
-        "missing": [name for name, target in parameters.items() if id(target) not in found],
-        "unexpected": [name for name in tensors if name not in known and not name.endswith(RECOMPUTED)],
-        "of another shape": [
-            f"{name} ({list(tensor.shape)} instead of {list(whole[name])})"
-            for name, tensor in known.items()
-            if tuple(tensor.shape) != whole[name]
-        ],
-        "of a dtype that is not supported": [
-            f"{name} ({tensor.dtype})" for name, tensor in known.items() if tensor.dtype not in STORED_DTYPES
-        ],
-    }
-    lines = [f"{len(names)} {kind}: {name_some(names)}" for kind, names in problems.items() if names]
-    if lines:
-        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
+def _is_zero(leaf: Parameter, rank: int) -> bool:
+    """Whether this rank has zeros for a tensor that is the first rank's alone."""
+    return leaf.shard is not None and leaf.shard.first_only and rank > 0
 
-    sources: dict[int, str] = {}
-    for name, tensor in known.items():
-        twin = sources.setdefault(id(parameters[name]), name)
-        if (
-            twin != name
-            and not parameters[name].is_meta
-            and not torch.equal(share.of(twin, known[twin]), share.of(name, tensor))
-        ):
-            raise ValueError(f"{config.path}: tie_word_embeddings is true, but {twin} and {name} differ")
-    wanted = [name for name in sources.values() if not parameters[name].is_meta]
-    return [pair for name in wanted for pair in share.pairs(name, known[name], parameters[name])]
+
+def _require_equal(
+    read: Sequence[Placement], twins: Sequence[Placement], tensors: Mapping[str, torch.Tensor], path: Path
+) -> None:
+    """Raise ValueError where another copy of a tied tensor, which is not read, differs."""
+    by_place = {part.placed: part for part in read}
+    for twin in twins:
+        part = by_place.get(twin.placed)
+        if part is not None and not torch.equal(part.view(tensors[part.source]), twin.view(tensors[twin.source])):
+            raise ValueError(f"{path}: tie_word_embeddings is true, but {part.source} and {twin.source} differ")
+
+
+def _copy_of(part: Placement, tensors: Mapping[str, torch.Tensor], target: torch.Tensor) -> _Copy:
+    place = part.place_in(target)
+    if part.decode:
+        return _Copy(tuple(tensors[name] for name in part.sources), place.mT if part.transposed else place, part.decode)
+    return _Copy((part.view(tensors[part.source]).reshape(place.shape),), place, "")
+
+
+def _copy(copies: Sequence[_Copy], advance: Callable[[int], None]) -> None:
+    plain: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for copy in copies:
+        target, device = copy.target, copy.target.device
+        source, *_ = copy.sources
+        if copy.decode:
+            DECODERS[copy.decode](copy.sources, target)
+        elif device.type == "cuda" and source.is_contiguous() and target.is_contiguous():
+            plain.append((source, target))
+            continue
+        else:
+            # The device is the faster one to exchange dimensions.
+            target.copy_(source.to(device) if source.is_contiguous() else source)
+        advance(1)
+    if plain:
+        copy_to_device(plain, plain[0][1].device, advance)

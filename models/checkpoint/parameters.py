@@ -1,90 +1,177 @@
-"""Gives a model's parameters their memory: once for each packed tensor, once for each that stands alone."""
+"""Gives the parameters that a rank's graphs name, or its model has, their memory: once for each of them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import psutil
 import torch
 from torch import nn
 
+from compiled_engine.parallel.shards import Shard
+from compiled_engine.passes.parameter import BUFFER, KEPT, WEIGHT, Parameter, compute
+
 GIB = 2**30
+# Most bytes at a time of tensors that are on the device only until others are made of them.
+STAGED_BYTES = 2**28
 
 
 class InsufficientMemoryError(MemoryError):
     """The device has less free memory than the model's parameters, or the KV cache of one request, need."""
 
 
-def materialize(
-    model: nn.Module,
-    packed: Mapping[str, Sequence[str]],
-    device: torch.device,
-    wanted: Collection[str] | None = None,
-) -> dict[str, torch.Tensor]:
-    """Allocate every parameter (uninitialised) on the device, and move the buffers there.
+@dataclass(frozen=True)
+class Weights:
+    """The parameters of a rank, and their tensors by name, with those of members and buffers.
 
-    packed: name of a packed parameter -> its members, parameters that become views of its rows, in this order. wanted:
-    the parameters to allocate, those of a stage; the others stay on the meta device. None: all.
-    Returns packed tensors, parameters that are in no packed tensor, and buffers, each under its name; a tied
-    parameter appears under each of its names. Raises, before anything is allocated, ValueError where `packed` does not
-    fit the model, and InsufficientMemoryError for a device that is too small.
+    A tied tensor is there under each of its names; `parameters` has the first.
     """
-    every = dict(model.named_parameters(remove_duplicate=False))
-    chosen = {id(every[name]) for name in every.keys() & set(every if wanted is None else wanted)}
-    parameters = {name: parameter for name, parameter in every.items() if id(parameter) in chosen}
-    _check_packed(parameters, packed)
-    _check_memory([*parameters.values(), *model.buffers()], device)
 
-    placed: dict[int, nn.Parameter] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for packed_name, names in packed.items():
-        members = [parameters[name] for name in names]
-        rows = [member.shape[0] for member in members]
-        tensor = torch.empty((sum(rows), *members[0].shape[1:]), dtype=members[0].dtype, device=device)
-        tensors[packed_name] = tensor
-        for member, view in zip(members, tensor.split(rows), strict=True):
-            placed[id(member)] = nn.Parameter(view, requires_grad=False)
-    members_of_any = {name for names in packed.values() for name in names}
-    for name, parameter in parameters.items():
-        if name in members_of_any:
+    parameters: tuple[Parameter, ...]
+    tensors: dict[str, torch.Tensor]
+
+    def leaves(self) -> list[Parameter]:
+        """The tensors of the model that are read, each once."""
+        return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
+
+    def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
+        """Yield tensors of the model and the memory that the caller is to write each to before it asks for more.
+
+        Then parameters are made of these, one after another on the device. Nothing is to be written twice for them but
+        what does not fit into STAGED_BYTES.
+        """
+        written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
+        yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]
+        for group in _grouped([part for part in written.values() if part.make]):
+            device = self.tensors[group[0].name].device
+            staged = {
+                leaf.name: (leaf, torch.empty(leaf.shape, dtype=leaf.torch_dtype, device=device))
+                for part in group
+                for leaf in part.leaves()
+                if leaf.name not in self.tensors
+            }
+            yield list(staged.values())
+            self._make(group, self.tensors | {name: tensor for name, (_, tensor) in staged.items()})
+
+    def _make(self, group: Iterable[Parameter], values: Mapping[str, torch.Tensor]) -> None:
+        for part in group:
+            result = compute(part, lambda leaf: values[leaf.name])
+            assert (tuple(result.shape), result.dtype) == (part.shape, part.torch_dtype), part.name
+            self.tensors[part.name].copy_(result)
+
+
+def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -> tuple[Parameter, ...]:
+    """Describe all parameters of a model, none packed, as it needs them without a compiler. shards: by name."""
+    shards = shards or {}
+    return tuple(Parameter.of(name, p, shard=shards.get(name)) for name, p in model.named_parameters())
+
+
+def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
+    """Allocate parameters on the device, uninitialised but for kept ones, and move the model's buffers there.
+
+    parameters: what graphs name, each as often as they like; a tensor of the model that stands alone in one and is a
+    member in another is a view of the packed one. The model's own parameters become these tensors; those that are not
+    named stay on the meta device.
+    Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
+    InsufficientMemoryError for a device that is too small.
+    """
+    names: dict[str, list[str]] = {}
+    first: dict[int, str] = {}
+    for name, own in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(own), name), []).append(name)
+    owners = {name: owner for owner, several in names.items() for name in several}
+    named = {p.renamed(lambda name: owners.get(name, name)): None for p in parameters if p.members or p.role != BUFFER}
+    stored = sorted(named, key=lambda parameter: not parameter.members)  # members are placed with what they are part of
+    _check(stored, {name: model.get_parameter(name) for name in names})
+    buffers = dict(model.named_buffers())
+    _check_memory(stored, buffers.values(), device)
+
+    tensors: dict[str, torch.Tensor] = {name: buffer.to(device) for name, buffer in buffers.items()}
+    for parameter in stored:
+        if parameter.members:
+            tensor = torch.empty(parameter.shape, dtype=parameter.torch_dtype, device=device)
+        elif parameter.role == KEPT:
+            tensor = torch.zeros(parameter.shape, dtype=parameter.torch_dtype, device=device)
+        elif parameter.name in tensors:
             continue
-        if id(parameter) not in placed:
+        else:
+            like = model.get_parameter(parameter.name)
             # empty_like of a tensor without storage imports sympy.
-            tensor = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-            placed[id(parameter)] = nn.Parameter(tensor, requires_grad=False)
-        tensors[name] = placed[id(parameter)]
+            tensor = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        _place(parameter, tensor, tensors)
 
-    for name, parameter in parameters.items():
-        owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, placed[id(parameter)])
-    for name, buffer in list(model.named_buffers()):
-        owner, _, attribute = name.rpartition(".")
-        tensors[name] = buffer.to(device)
-        setattr(model.get_submodule(owner), attribute, tensors[name])
-    return tensors
+    for owner in names.keys() & tensors.keys():
+        tensors |= dict.fromkeys(names[owner], nn.Parameter(tensors[owner], requires_grad=False))
+    for name in (*owners, *buffers):
+        if name in tensors:
+            path, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(path), attribute, tensors[name])
+    kept = model.state_dict().keys()
+    read = (Parameter.of(name, buffer, BUFFER) for name, buffer in buffers.items() if name in kept)
+    return Weights((*stored, *read), tensors)
 
 
-def _check_packed(parameters: dict[str, nn.Parameter], packed: Mapping[str, Sequence[str]]) -> None:
-    members = [name for names in packed.values() for name in names]
-    unknown = [name for name in members if name not in parameters]
-    if unknown:
-        raise ValueError(f"parameters to be packed that the model lacks: {', '.join(unknown)}")
-    uses = Counter(id(parameters[name]) for name in members)
-    repeated = [name for name in members if uses[id(parameters[name])] > 1]
-    if repeated:
+def _place(parameter: Parameter, tensor: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
+    """A packed parameter's members are views of its rows."""
+    tensors[parameter.name] = tensor
+    if parameter.members and not parameter.make:
+        rows = [member.shape[0] for member in parameter.members]
+        for member, view in zip(parameter.members, tensor.split(rows), strict=True):
+            _place(member, view, tensors)
+
+
+def _written(parameter: Parameter) -> Iterator[Parameter]:
+    """Yield the parts of a parameter that are written each by itself: tensors of the model, and made ones."""
+    if not parameter.members or parameter.make:
+        yield parameter
+    else:
+        for member in parameter.members:
+            yield from _written(member)
+
+
+def _grouped(made: list[Parameter]) -> Iterator[list[Parameter]]:
+    """Yield them in groups of at most STAGED_BYTES of staged tensors, those made of the same tensors together."""
+    group: list[Parameter] = []
+    for parameter in sorted(made, key=lambda p: [leaf.name for leaf in p.leaves()]):
+        if group and _staged_bytes([*group, parameter]) > STAGED_BYTES:
+            yield group
+            group = []
+        group.append(parameter)
+    if group:
+        yield group
+
+
+def _staged_bytes(made: Iterable[Parameter]) -> int:
+    return sum({leaf.name: leaf.nbytes for parameter in made for leaf in parameter.leaves()}.values())
+
+
+def _check(stored: list[Parameter], own: Mapping[str, torch.Tensor]) -> None:
+    """own: the model's parameters, tied ones under the first of their names."""
+    leaves = {leaf.name: leaf for parameter in stored for leaf in parameter.leaves() if leaf.role == WEIGHT}
+    if unknown := [name for name in leaves if name not in own]:
+        raise ValueError(f"parameters that the model lacks: {', '.join(unknown)}")
+    for name, leaf in leaves.items():
+        if (leaf.shape, leaf.torch_dtype) != (tuple(own[name].shape), own[name].dtype):
+            has = f"{tuple(own[name].shape)} {own[name].dtype}"
+            raise ValueError(f"{name} would be {leaf.shape} {leaf.torch_dtype}, but the model's is {has}")
+    uses = Counter(part.name for p in stored if p.members and not p.make for part in _written(p))
+    if repeated := [name for name, count in uses.items() if count > 1]:
         raise ValueError(f"parameters to be packed more than once: {', '.join(repeated)}")
-    if taken := packed.keys() & parameters.keys():
-        raise ValueError(f"packed parameters must have names of their own, these are taken: {', '.join(taken)}")
-    for packed_name, names in packed.items():
-        kinds = {(parameters[name].shape[1:], parameters[name].dtype) for name in names}
-        if len(kinds) != 1:
-            shapes = ", ".join(f"{tuple(parameters[name].shape)} {parameters[name].dtype}" for name in names)
-            raise ValueError(f"the members of {packed_name} must agree in all but their rows, got {shapes or 'none'}")
+    if taken := [p.name for p in stored if (p.members or p.role == KEPT) and p.name in own]:
+        raise ValueError(f"parameters beside the model's must have other names, these are taken: {', '.join(taken)}")
+    names = Counter(parameter.name for parameter in stored)
+    if ambiguous := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"parameters that are described in two ways: {', '.join(ambiguous)}")
 
 
-def _check_memory(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
-    needed = sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in tensors}.values())
+def _check_memory(stored: list[Parameter], buffers: Iterable[torch.Tensor], device: torch.device) -> None:
+    made = [part for parameter in stored for part in _written(parameter) if part.make]
+    members = {part.name for p in stored if p.members and not p.make for part in _written(p)}
+    alone = [parameter for parameter in stored if parameter.members or parameter.name not in members]
+    staged = max((_staged_bytes(group) for group in _grouped(made)), default=0)
+    needed = sum(parameter.nbytes for parameter in alone) + sum(buffer.nbytes for buffer in buffers) + staged
     free = _free_memory(device)
     if needed > free:
         raise InsufficientMemoryError(

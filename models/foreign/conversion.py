@@ -92,7 +92,8 @@ def _decoded(source: str, scales: str, target: str, shape: Shape) -> Placement:
     """Packed rows [E, R, G, 16], of 32 values in 16 bytes, as a parameter [E, 32 G, R]."""
     experts, rows, groups, num_bytes = (*shape, 0, 0, 0, 0)[:4]
     placed = tuple((0, size) for size in (experts, 2 * groups * num_bytes, rows))
-    return Placement(source, tuple((0, size) for size in shape), target, placed, transposed=True, scales=scales)
+    taken = tuple((0, size) for size in shape)
+    return Placement(source, taken, target, placed, transposed=True, decode="mxfp4", beside=(scales,))
 
 
 def _converted(

@@ -7,7 +7,7 @@ a part of one tensor is a part of the other, so each byte is read once and writt
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -22,7 +22,8 @@ class Placement:
     """Part `taken` of tensor `source` is part `placed` of parameter `target`; a part is a (start, end) a dimension.
 
     transposed: the last two dimensions of the source are exchanged. Parts have as many elements, in the same order.
-    scales: for a source of packed values, the whole of it, the name of the tensor with their scales; else empty.
+    decode: how the values are encoded, mxfp4, in the whole of the source and of the tensors `beside` it; empty: they
+    are not.
     """
 
     source: str
@@ -30,13 +31,20 @@ class Placement:
     target: str
     placed: tuple[Span, ...]
     transposed: bool = False
-    scales: str = ""
+    decode: str = ""
+    beside: tuple[str, ...] = ()
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.source, *self.beside)
 
     def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
         """What of it belongs in a rank's parameter, which has these places along `dim`.
 
         Raises ValueError where the part of the source is not one along that dimension.
         """
+        if self.decode:
+            raise ValueError(f"{self.source} cannot be divided: it holds values in {self.decode}")
         back = dim - len(self.placed)  # counted from the last, as a source may lack the first
         if self.transposed and back >= -2:
             back = -3 - back
@@ -55,12 +63,14 @@ class Placement:
             )
         return found
 
-    def pair(
-        self, tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the two parts, of one shape."""
-        source, target = _part(tensors[self.source], self.taken), _part(parameters[self.target], self.placed)
-        return (source.mT if self.transposed else source).reshape(target.shape), target
+    def view(self, source: torch.Tensor) -> torch.Tensor:
+        """The part of the source, as the parameter has it but for dimensions of one."""
+        part = _part(source, self.taken)
+        return part.mT if self.transposed else part
+
+    def place_in(self, target: torch.Tensor) -> torch.Tensor:
+        """The part of the parameter."""
+        return _part(target, self.placed)
 
 
 def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
@@ -83,7 +93,11 @@ class WeightPlan:
     def from_json(text: str) -> WeightPlan:
         data = json.loads(text)
         placements = tuple(
-            Placement(**item | {key: tuple(tuple(span) for span in item[key]) for key in ("taken", "placed")})
+            Placement(
+                **item
+                | {key: tuple(tuple(span) for span in item[key]) for key in ("taken", "placed")}
+                | {"beside": tuple(item["beside"])}
+            )
             for item in data["placements"]
         )
         return WeightPlan(placements, tuple(data["unexpected"]))

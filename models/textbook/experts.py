@@ -35,12 +35,15 @@ class Experts(nn.Module):
         y_ETD = torch.bmm(F.silu(gate_ETI) * up_ETI, self.down_proj.transpose(1, 2))
         return (y_ETD * weights_TE.t().unsqueeze(-1)).sum(0)
 
-    def checkpoint_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a checkpoint holds one by one, as views of the parameters, under names relative to this module."""
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_proj, self.down_proj, strict=True)):
-            gate, up = gate_up.chunk(2)
-            yield from ((f"{expert}.gate_proj.weight", gate), (f"{expert}.up_proj.weight", up))
-            yield f"{expert}.down_proj.weight", down
+    def checkpoint_tensors(self) -> Iterator[tuple[str, str, tuple[tuple[int, int], ...]]]:
+        """Yield the name of each tensor that a checkpoint holds, the parameter that it is a part of, and the part, a
+        (start, end) for each dimension. Names are relative to this module."""
+        _, D, I = self.down_proj.shape  # noqa: E741
+        for expert in range(self.down_proj.shape[0]):
+            one = expert, expert + 1
+            yield f"{expert}.gate_proj.weight", "gate_up_proj", (one, (0, I), (0, D))
+            yield f"{expert}.up_proj.weight", "gate_up_proj", (one, (I, 2 * I), (0, D))
+            yield f"{expert}.down_proj.weight", "down_proj", (one, (0, D), (0, I))
 
 
 class SparseMLP(nn.Module):

@@ -1,4 +1,7 @@
-"""Attention on a CPU by a C++ kernel for decodes; prompts go to plain torch. The default where a C++ compiler is."""
+"""Attention on a CPU by C++: a kernel for decodes, and for float32 one that norms, rotates and writes K and V before.
+
+Prompts attend in plain torch. The default on a CPU with a C++ compiler.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
-from compiled_engine.attention.backends.cpp_rotation import rotate_and_write
+from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.backends.torch_backend import prefill_each
+from compiled_engine.attention.case import AttentionCase, GraphSupport, Refused, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.cpp_function import INTEGER, NUMBER, POINTER, CppFunction
 from compiled_engine.kernels.cpp_library import CannotCompile
 from compiled_engine.kernels.dense_tensors import require_dense
 
-SOURCE = Path(__file__).with_name("cpp_attention.cpp")
+ATTENTION = Path(__file__).with_name("cpp_attention.cpp")
+ROTATION = Path(__file__).with_name("cpp_rotation.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
 # Those that the kernel is compiled for.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -25,30 +29,18 @@ class CppBackend(AttentionBackend):
     """See the module's docstring. It reads the cache in place, and one call does a layer's decodes."""
 
     name = "cpp"
-    graph_support = GraphSupport.NEVER
-    records_decodes = True
     default_block_size = 16
 
-    def unsupported(self, case: AttentionCase) -> str | None:
-        if case.device_type != "cpu":
-            return f"device is {case.device_type}; allowed: cpu"
-        if case.dtype not in DTYPES:
-            return f"dtype is {case.dtype}; allowed: {', '.join(str(dtype) for dtype in DTYPES)}"
-        if case.head_dim not in HEAD_DIMS:
-            return f"head_dim is {case.head_dim}; allowed: {', '.join(map(str, HEAD_DIMS))}"
-        if case.num_heads % case.num_kv_heads:
-            return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
+    def accept(self, case: AttentionCase) -> Support:
+        require(case.device == "cpu", "device", case.device, "cpu")
+        case.require_paged()
+        require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
+        require(case.head_dim in HEAD_DIMS, "head_dim", case.head_dim, names_of(HEAD_DIMS))
         try:
             _decode()
         except CannotCompile as error:
-            return str(error)
-        return None
-
-    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        return 0
-
-    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        pass
+            raise Refused(str(error)) from error
+        return Support(GraphSupport.NEVER, records_decodes=True)
 
     def write_kv(
         self,
@@ -131,15 +123,73 @@ class CppBackend(AttentionBackend):
         return True
 
 
+def rotate_and_write(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    rotation: Rotation,
+    kv_cache_N2PKd: torch.Tensor,
+    slot_mapping_T: torch.Tensor,
+) -> torch.Tensor | None:
+    """Store K and V, and return q [T, H, d] normed and rotated, contiguous; None, with nothing done, for other dtypes.
+
+    d is at most 256. The elements of a head are consecutive, and so are those of cos and sin of a token. Raises
+    CannotCompile, ValueError for other layouts.
+    """
+    weights = rotation.q_norm_weight_d, rotation.k_norm_weight_d
+    angles = {"cos_T1d": rotation.cos_T1d, "sin_T1d": rotation.sin_T1d}
+    floats = q_THd, k_TKd, v_TKd, *angles.values(), kv_cache_N2PKd, *weights
+    if any(tensor is not None and tensor.dtype is not torch.float32 for tensor in floats):
+        return None
+    require_dense(kv_cache_N2PKd, q_THd=q_THd, k_TKd=k_TKd, v_TKd=v_TKd, **angles)
+    (num_tokens, num_heads, head_dim), (num_kv_heads, _) = q_THd.shape, k_TKd.shape[1:]
+    rotated_THd = q_THd.new_empty((num_tokens, num_heads, head_dim))
+    _rotate_and_write()(
+        q_THd.data_ptr(),
+        k_TKd.data_ptr(),
+        v_TKd.data_ptr(),
+        *(None if weight is None else weight.data_ptr() for weight in weights),
+        rotation.eps,
+        rotation.norm_offset,
+        rotation.cos_T1d.data_ptr(),
+        rotation.sin_T1d.data_ptr(),
+        rotation.cos_T1d.stride(0),
+        rotation.sin_T1d.stride(0),
+        rotation.cos_T1d.shape[-1],
+        rotation.rotary_dim or head_dim,
+        rotation.interleaved,
+        rotation.norm_last,
+        kv_cache_N2PKd.data_ptr(),
+        slot_mapping_T.data_ptr(),
+        rotated_THd.data_ptr(),
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        kv_cache_N2PKd.shape[2],
+        *q_THd.stride()[:2],
+        *k_TKd.stride()[:2],
+        *v_TKd.stride()[:2],
+        torch.get_num_threads(),
+    )
+    return rotated_THd
+
+
 @cache
 def _decode() -> CppFunction:
     types = [*[POINTER] * 5, *[INTEGER] * 10, NUMBER, INTEGER, NUMBER, POINTER, *[INTEGER] * 2]
-    return CppFunction(SOURCE, "decode", types)
+    return CppFunction(ATTENTION, "decode", types)
 
 
 @cache
 def _write_kv() -> CppFunction:
-    return CppFunction(SOURCE, "write_kv", [*[POINTER] * 4, *[INTEGER] * 5])
+    return CppFunction(ATTENTION, "write_kv", [*[POINTER] * 4, *[INTEGER] * 5])
+
+
+@cache
+def _rotate_and_write() -> CppFunction:
+    types = [*[POINTER] * 5, *[NUMBER] * 2, *[POINTER] * 2, *[INTEGER] * 6, *[POINTER] * 3, *[INTEGER] * 12]
+    return CppFunction(ROTATION, "rotate_and_write", types)
 
 
 BACKEND: AttentionBackend = CppBackend()

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 import torch
 from torch.nn.functional import pad
 
-from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.backends.torch_backend import BACKEND as REFERENCE
 from compiled_engine.attention.backends.triton_write_kv import write_kv
+from compiled_engine.attention.case import AttentionCase, GraphSupport, Refused, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 
 HAS_VERSION_3 = find_spec("flash_attn_interface") is not None
@@ -26,37 +27,31 @@ else:
 PAGE_MULTIPLE = 1 if HAS_VERSION_3 else 256
 MIN_CAPABILITY = (9, 0) if HAS_VERSION_3 else (8, 0)
 MAX_HEAD_DIM = 256
+DTYPES = (torch.bfloat16, torch.float16)
 
 
 class FlashAttnBackend(AttentionBackend):
     """See the module's docstring. A row with seq_len 0 gives zeros: the kernels write them and read no key."""
 
     name = "flash_attn"
-    graph_support = GraphSupport.UNIFORM_DECODE
     default_block_size = 256
 
-    def unsupported(self, case: AttentionCase) -> str | None:
-        if case.device_type != "cuda":
-            return f"device is {case.device_type}; allowed: cuda"
-        if torch.cuda.get_device_capability() < MIN_CAPABILITY:
-            return f"the device's compute capability is below {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]}"
-        if case.dtype not in (torch.bfloat16, torch.float16):
-            return f"dtype is {case.dtype}; allowed: torch.bfloat16, torch.float16"
-        if case.head_dim > MAX_HEAD_DIM or case.head_dim % 8:
-            return f"head_dim is {case.head_dim}; allowed: multiples of 8 up to {MAX_HEAD_DIM}"
-        if case.num_heads % case.num_kv_heads:
-            return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
-        if case.block_size % PAGE_MULTIPLE:
-            return f"block_size is {case.block_size}; allowed: multiples of {PAGE_MULTIPLE}"
-        if case.sinks:
-            return "the model's attention has sinks, which flash-attn does not know; allowed: models without"
-        return _defect_of_build(case.dtype, case.head_dim, case.soft_cap)
-
-    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        return 0
-
-    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        pass
+    def accept(self, case: AttentionCase) -> Support:
+        require(case.device == "cuda", "device", case.device, "cuda")
+        capability = torch.cuda.get_device_capability()
+        from_on = f"from {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} on"
+        require(capability >= MIN_CAPABILITY, "compute capability", f"{capability[0]}.{capability[1]}", from_on)
+        cache = case.require_paged()
+        require(case.dtype in DTYPES, "dtype", case.dtype, names_of(DTYPES))
+        head_dims = f"multiples of 8 up to {MAX_HEAD_DIM}"
+        require(case.head_dim <= MAX_HEAD_DIM and case.head_dim % 8 == 0, "head_dim", case.head_dim, head_dims)
+        pages = f"multiples of {PAGE_MULTIPLE}"
+        require(cache.block_size % PAGE_MULTIPLE == 0, "block_size", cache.block_size, pages)
+        require(not case.sinks, "sinks", case.sinks, "False, since flash-attn has none")
+        defect = _defect_of_build(case.dtype, case.head_dim, case.soft_cap)
+        if defect:
+            raise Refused(defect)
+        return Support(GraphSupport.UNIFORM_DECODE)
 
     def write_kv(
         self,

@@ -18,25 +18,20 @@ from compiled_engine.attention.backends.hopper_copy import (
     STAGES,
     WIDTH,
     boxes_of,
-    item_at,
     key_tiles,
     lengths_of,
     tile_in,
     tile_of,
 )
-
-# Below every score, and finite: the maximum of a row that has seen no key so far.
-LOWEST = gl.constexpr(-1.0e30)
+from compiled_engine.attention.backends.triton_tile import LOWEST, seen
+from compiled_engine.attention.backends.work_list import item_at
 
 
 @gluon.jit
 def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """-inf for keys after a query, and for those that its window has left behind."""
     keys_N = key_tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
-    seen_MN = keys_N[None, :] <= positions_M[:, None]
-    if HEADS.window > 0:
-        seen_MN = seen_MN & (keys_N[None, :] > positions_M[:, None] - HEADS.window)
-    return gl.where(seen_MN, scores_MN, float("-inf"))
+    return gl.where(seen(keys_N, positions_M, HEADS.window), scores_MN, float("-inf"))
 
 
 @gluon.jit

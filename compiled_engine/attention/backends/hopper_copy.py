@@ -12,6 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from compiled_engine.attention.backends.triton_tile import blocks_of
+from compiled_engine.attention.backends.work_list import item_at
+
 # Rows of a tile (queries times the heads that share a K/V head), half of them for each group of warps; its keys.
 ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
@@ -64,13 +67,6 @@ class Heads(NamedTuple):
 @gluon.constexpr_function
 def heads_of(*numbers: Any) -> Heads:
     return Heads(*numbers)
-
-
-@gluon.jit
-def item_at(first_item, num_programs, program):  # type: ignore[no-untyped-def]
-    """To and fro, since the longest items come first: who takes a longer one now takes a shorter one next."""
-    turned = (first_item // num_programs) % 2
-    return first_item + gl.where(turned == 1, num_programs - 1 - program, program)
 
 
 @gluon.jit
@@ -159,7 +155,7 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
                 value_rows = ()
                 for box in gl.static_range(boxes):
                     key = (end_tile - 1 - i) * KEYS + box * HEADS.box
-                    block = gl.load(table_ptr + key // HEADS.block_size, mask=key < end_key, other=0)
+                    block = blocks_of(table_ptr, key, end_key, HEADS.block_size)
                     row = block * (2 * HEADS.block_size) + key % HEADS.block_size
                     key_rows = key_rows + (gl.where(key < end_key, row, OUTSIDE),)  # type: ignore[assignment]
                     row = gl.where(key < end_key, row + HEADS.block_size, OUTSIDE)

@@ -1,4 +1,9 @@
-"""Launch of the kernel that norms, rotates, writes and attends for decodes with short contexts, one program a head."""
+"""Gluon kernel: decodes whose keys are not split. One program has all keys of a request and a K/V head, so nothing is
+left to combine; it norms, rotates and writes as well.
+
+Keys of earlier steps do not depend on the kernels just before this one (programmatic dependent launch): the first ones
+are asked for before the wait.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,24 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import SHORT_CONTEXTS, short_contexts_of
-from compiled_engine.attention.backends.triton_tile import scales
+from compiled_engine.attention.backends.short_decode_tiles import (
+    WIDTH,
+    attend_held,
+    attend_ring,
+    barrier,
+    copy_values,
+    fill_ring,
+    load_keys,
+)
+from compiled_engine.attention.backends.triton_tile import LOWEST, capped, first_seen, normalised, row_of, scales
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.triton_rotation import turned
+from compiled_engine.kernels.launcher import quick_launches
 
 # Of these a tile fits the registers and the shared memory; query heads that share a K/V head are rows of a tile.
 HEAD_DIMS = (64, 128)
@@ -60,6 +79,187 @@ MANY = ShortTiles(32, warps=4, stages=3, registers=128)
 MOST = ShortTiles(32, warps=4, stages=2, registers=96)
 
 
+# Rows of a tile of queries.
+ROWS = gl.constexpr(16)
+
+
+@quick_launches
+@gluon.jit(
+    do_not_specialize=["table_stride", "q_stride", "k_stride", "v_stride", "cos_stride", "sin_stride", "out_stride"],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
+)
+def short_decode_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    cache_ptr,
+    out_ptr,
+    slot_mapping_ptr,
+    seq_lens_ptr,
+    block_table_ptr,
+    sinks_ptr,
+    eps,
+    scale_log2,
+    table_stride,
+    q_stride,
+    k_stride,
+    v_stride,
+    cos_stride,
+    sin_stride,
+    out_stride,
+    STRIDE_MULTIPLE: gl.constexpr,
+    Q_HEAD_STRIDE: gl.constexpr,
+    K_HEAD_STRIDE: gl.constexpr,
+    V_HEAD_STRIDE: gl.constexpr,
+    OUT_HEAD_STRIDE: gl.constexpr,
+    OFFSET: gl.constexpr,
+    WIDE: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAP_SCALE: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    NUM_KV_HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    KEYS: gl.constexpr,
+    WARPS: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile; STAGES: of
+    the ring that tiles pass through, or 0 where keys are held in registers."""
+    kv_head = gl.program_id(0)
+    request = gl.program_id(1).to(gl.int64)
+    # Lengths, block table and slots were written before the kernels that this one may overlap with.
+    seq_len = gl.load(seq_lens_ptr + request)
+    slot = gl.load(slot_mapping_ptr + request)
+    first_key = first_seen(seq_len, WINDOW)
+    # Without a slot this step's key is what stands in the cache.
+    writes = (slot >= 0) & (seq_len > 0)
+    end_key = seq_len - writes.to(gl.int32)
+
+    dtype: gl.constexpr = cache_ptr.dtype.element_ty
+    ROW: gl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    row_layout: gl.constexpr = gl.BlockedLayout([1, WIDTH], [256 // HEAD_DIM, HEAD_DIM // WIDTH], [WARPS, 1], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
+    k_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
+    # Of keys in registers a thread has neighbours, which it loads at once; the order is the same for queries.
+    q_width: gl.constexpr = 2 if STAGES > 0 else WIDTH
+    table_ptr = block_table_ptr + request * table_stride
+    head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
+    q_smem = gl.allocate_shared_memory(dtype, [ROWS, HEAD_DIM], shared)
+    if STAGES > 0:
+        k_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], shared)
+        v_ring = gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_DIM], shared)
+        block_N = fill_ring(
+            k_ring,
+            v_ring,
+            table_ptr,
+            head_cache_ptr,
+            first_key,
+            end_key,
+            row_layout,
+            STAGES,
+            KEYS,
+            BLOCK_SIZE,
+            ROW,
+            HEAD_DIM,
+        )
+    else:
+        v_smem = gl.allocate_shared_memory(dtype, [KEYS, HEAD_DIM], shared)
+        k_DN = load_keys(table_ptr, head_cache_ptr, first_key, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+        copy_values(v_smem, table_ptr, head_cache_ptr, first_key, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+    d_1D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, row_layout))[None, :]
+    other_1D = (d_1D + HEAD_DIM // 2) % HEAD_DIM
+    q_weight_1D = None
+    other_q_weight_1D = None
+    k_weight_1D = None
+    other_k_weight_1D = None
+    if q_weight_ptr is not None:
+        q_weight_1D = gl.load(q_weight_ptr + d_1D)
+        other_q_weight_1D = gl.load(q_weight_ptr + other_1D)
+        k_weight_1D = gl.load(k_weight_ptr + d_1D)
+        other_k_weight_1D = gl.load(k_weight_ptr + other_1D)
+    gdc_wait()
+    # Not before: weights that the next kernels ask for would come between this one and its keys.
+    gdc_launch_dependents()
+
+    # Everything is asked for before any of it is waited for.
+    row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
+    q_ptr += gl.multiple_of(request * q_stride, STRIDE_MULTIPLE)
+    k_ptr += gl.multiple_of(request * k_stride, STRIDE_MULTIPLE) + kv_head * K_HEAD_STRIDE
+    v_ptr += gl.multiple_of(request * v_stride, STRIDE_MULTIPLE) + kv_head * V_HEAD_STRIDE
+    acc_d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
+    q_ptrs_M1 = q_ptr + (kv_head * GROUP + row_M)[:, None] * Q_HEAD_STRIDE
+    mask_M1 = (row_M < GROUP)[:, None]
+    q_MD = gl.load(q_ptrs_M1 + d_1D, mask=mask_M1, other=0.0).to(gl.float32)
+    other_q_MD = gl.load(q_ptrs_M1 + other_1D, mask=mask_M1, other=0.0).to(gl.float32)
+    k_1D = gl.load(k_ptr + d_1D).to(gl.float32)
+    other_k_1D = gl.load(k_ptr + other_1D).to(gl.float32)
+    cos_1D = gl.load(cos_ptr + gl.multiple_of(request * cos_stride, STRIDE_MULTIPLE) + d_1D).to(gl.float32)
+    sin_1D = gl.load(sin_ptr + gl.multiple_of(request * sin_stride, STRIDE_MULTIPLE) + d_1D).to(gl.float32)
+    v_1D = gl.load(v_ptr + d_1D)
+    acc_v_D = gl.load(v_ptr + acc_d_D).to(gl.float32)
+    q_MD = turned(
+        q_MD, other_q_MD, q_weight_1D, other_q_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
+    )
+    k_1D = turned(
+        k_1D, other_k_1D, k_weight_1D, other_k_weight_1D, cos_1D, sin_1D, d_1D, eps, HEAD_DIM, OFFSET, WIDE, dtype
+    )
+    q_smem.store(q_MD)
+    score_M = capped(gl.sum(q_MD.to(gl.float32) * k_1D.to(gl.float32), 1), CAP_SCALE)
+    max_M = gl.where(writes, gl.convert_layout(score_M, gl.SliceLayout(1, layout)), LOWEST)
+    sum_M = gl.where(writes, gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout)), 0.0)
+    acc_MD = gl.zeros([ROWS, HEAD_DIM], gl.float32, layout) + gl.where(writes, acc_v_D, 0.0)[None, :]
+    new_ptr = head_cache_ptr + row_of(slot // BLOCK_SIZE, slot, BLOCK_SIZE) * ROW
+    written_1D = (d_1D < HEAD_DIM) & writes
+    gl.store(new_ptr + d_1D, k_1D, mask=written_1D)
+    gl.store(new_ptr + BLOCK_SIZE * ROW + d_1D, v_1D, mask=written_1D)
+    q_MD = q_smem.load(gl.DotOperandLayout(0, layout, q_width))
+    if STAGES > 0:
+        acc_MD, max_M, sum_M = attend_ring(
+            q_MD,
+            k_ring,
+            v_ring,
+            block_N,
+            acc_MD,
+            max_M,
+            sum_M,
+            table_ptr,
+            head_cache_ptr,
+            first_key,
+            end_key,
+            scale_log2,
+            layout,
+            row_layout,
+            STAGES,
+            KEYS,
+            BLOCK_SIZE,
+            ROW,
+            HEAD_DIM,
+            CAP_SCALE,
+        )
+    else:
+        acc_MD, max_M, sum_M = attend_held(
+            q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - first_key, scale_log2, layout, KEYS, CAP_SCALE
+        )
+        for start in range(first_key + KEYS, end_key, KEYS):
+            k_DN = load_keys(table_ptr, head_cache_ptr, start, end_key, k_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+            barrier()
+            copy_values(v_smem, table_ptr, head_cache_ptr, start, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
+            acc_MD, max_M, sum_M = attend_held(
+                q_MD, k_DN, v_smem, acc_MD, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE
+            )
+    out_row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    head_M = kv_head * GROUP + out_row_M
+    out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, head_M, out_row_M < GROUP, scale_log2)
+    out_ptrs_MD = out_ptr + request * out_stride + head_M[:, None] * OUT_HEAD_STRIDE + acc_d_D[None, :]
+    gl.store(out_ptrs_MD, out_MD.to(dtype), mask=(out_row_M < GROUP)[:, None])
+
+
 def short_decode(
     q_THd: torch.Tensor,
     k_TKd: torch.Tensor,
@@ -73,9 +273,6 @@ def short_decode(
     tiles: ShortTiles,
 ) -> None:
     """Launch the kernel for the first num_decodes requests, whose queries are the first num_decodes tokens."""
-    # Gluon takes a while to import, and only a Hopper needs it.
-    from compiled_engine.attention.backends.short_decode_kernel import short_decode_kernel
-
     block_size, num_kv_heads, head_dim = kv_cache_N2PKd.shape[2:]
     scale_log2, cap_scale = scales(scoring)
     token_strides = [t.stride(0) for t in (q_THd, k_TKd, v_TKd, rotation.cos_T1d, rotation.sin_T1d)]

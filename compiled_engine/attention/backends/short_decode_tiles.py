@@ -10,25 +10,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from compiled_engine.attention.backends.triton_tile import capped
+from compiled_engine.attention.backends.triton_tile import blocks_of, capped, row_of, weigh
 
 # Neighbours that a thread loads at once: 16 bytes.
 WIDTH = gl.constexpr(8)
 # Triton 3.9 has other names for both.
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 copy_ahead = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
-
-
-@gluon.jit
-def _blocks(table_ptr, key_N, end_key, BLOCK_SIZE: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Blocks of the keys; 0 from end_key on."""
-    return gl.load(table_ptr + key_N // BLOCK_SIZE, mask=key_N < end_key, other=0)
-
-
-@gluon.jit
-def _rows(block_N, key_N, BLOCK_SIZE: gl.constexpr, ROW: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the keys begin in the cache."""
-    return (block_N.to(gl.int64) * (2 * BLOCK_SIZE) + key_N % BLOCK_SIZE) * ROW
 
 
 @gluon.jit
@@ -40,12 +28,10 @@ def _fold(  # type: ignore[no-untyped-def]
     scores_MN = capped(scores_MN, CAP_SCALE)
     key_N = gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
     scores_MN = gl.where((key_N < num_keys)[None, :], scores_MN, float("-inf"))
-    new_max_M = gl.maximum(max_M, gl.max(scores_MN, 1))
-    rescale_M = gl.exp2((max_M - new_max_M) * scale_log2)
-    weights_MN = gl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
+    weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
     sum_M = sum_M * rescale_M + gl.sum(weights_MN, 1)
     weights_MN = gl.convert_layout(weights_MN.to(q_MD.dtype), gl.DotOperandLayout(0, layout, 2))
-    return weights_MN, rescale_M, new_max_M, sum_M
+    return weights_MN, rescale_M, max_M, sum_M
 
 
 @gluon.jit
@@ -63,7 +49,7 @@ def load_keys(  # type: ignore[no-untyped-def]
     """[HEAD_DIM, KEYS] from first_key on; zeros from end_key on."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(0, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(1, layout))
-    row_N = _rows(_blocks(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE, ROW)
+    row_N = row_of(blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE) * ROW
     return gl.load(head_cache_ptr + row_N[None, :] + d_D[:, None], mask=(key_N < end_key)[None, :], other=0.0)
 
 
@@ -83,7 +69,7 @@ def copy_values(  # type: ignore[no-untyped-def]
     """Begin to copy the values [KEYS, HEAD_DIM] from first_key on; zeros from end_key on."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    row_N = _rows(_blocks(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE, ROW) + BLOCK_SIZE * ROW
+    row_N = row_of(blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE), key_N, BLOCK_SIZE) * ROW + BLOCK_SIZE * ROW
     copy_ahead(smem, head_cache_ptr + row_N[:, None] + d_D[None, :], mask=(key_N < end_key)[:, None])
     async_copy.commit_group()
 
@@ -128,7 +114,7 @@ def _copy_tile(  # type: ignore[no-untyped-def]
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     stored_N1 = (key_N < end_key)[:, None]
     d_D = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, layout))
-    pointers_ND = head_cache_ptr + _rows(block_N, key_N, BLOCK_SIZE, ROW)[:, None] + d_D[None, :]
+    pointers_ND = head_cache_ptr + (row_of(block_N, key_N, BLOCK_SIZE) * ROW)[:, None] + d_D[None, :]
     copy_ahead(k_smem, pointers_ND, mask=stored_N1)
     copy_ahead(v_smem, pointers_ND + BLOCK_SIZE * ROW, mask=stored_N1)
     async_copy.commit_group()
@@ -151,9 +137,9 @@ def fill_ring(  # type: ignore[no-untyped-def]
 ):
     """Begin to copy all tiles but one that the ring holds; returns the blocks of the one after them."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
-    block_N = _blocks(table_ptr, key_N, end_key, BLOCK_SIZE)
+    block_N = blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE)
     for stage in gl.static_range(STAGES - 1):
-        next_block_N = _blocks(table_ptr, key_N + (stage + 1) * KEYS, end_key, BLOCK_SIZE)
+        next_block_N = blocks_of(table_ptr, key_N + (stage + 1) * KEYS, end_key, BLOCK_SIZE)
         first = first_key + stage * KEYS
         k_stage, v_stage = k_smem.index(stage), v_smem.index(stage)
         _copy_tile(k_stage, v_stage, block_N, head_cache_ptr, first, end_key, layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
@@ -194,7 +180,7 @@ def attend_ring(  # type: ignore[no-untyped-def]
         k_free, v_free = k_smem.index(free), v_smem.index(free)
         _copy_tile(k_free, v_free, block_N, head_cache_ptr, ahead, end_key, row_layout, KEYS, BLOCK_SIZE, ROW, HEAD_DIM)
         key_N = ahead + KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(1, row_layout))
-        block_N = _blocks(table_ptr, key_N, end_key, BLOCK_SIZE)
+        block_N = blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE)
         k_DN = k_smem.index(tile % STAGES).permute((1, 0)).load(gl.DotOperandLayout(1, layout, 2))
         weights_MN, rescale_M, max_M, sum_M = _fold(
             q_MD, k_DN, max_M, sum_M, end_key - start, scale_log2, layout, KEYS, CAP_SCALE

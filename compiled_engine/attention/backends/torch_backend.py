@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
-from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.backend import AttentionBackend
+from compiled_engine.attention.case import AttentionCase, GraphSupport, Support
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 
 # Keys gathered at a time for a group of decodes: a CPU wants them in its cache, a GPU wants few launches.
@@ -18,22 +19,15 @@ QUERIES_PER_CHUNK = 256
 
 
 class TorchBackend(AttentionBackend):
-    """See the module's docstring. Uniform decodes can be captured: on CUDA nothing there waits for device data."""
+    """See the module's docstring."""
 
     name = "torch"
-    graph_support = GraphSupport.UNIFORM_DECODE
     default_block_size = 16
 
-    def unsupported(self, case: AttentionCase) -> str | None:
-        if case.num_heads % case.num_kv_heads:
-            return f"num_heads is {case.num_heads}; allowed: multiples of num_kv_heads {case.num_kv_heads}"
-        return None
-
-    def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        return 0
-
-    def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
-        pass
+    def accept(self, case: AttentionCase) -> Support:
+        case.require_paged()
+        # Of decodes nothing waits for device data on CUDA.
+        return Support(GraphSupport.UNIFORM_DECODE)
 
     def write_kv(
         self,

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 import triton
 
-from compiled_engine.attention.backend import AttentionBackend, AttentionCase, GraphSupport
+from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.backends.decode_splits import (
     BatchFacts,
     one_kernel_pays,
@@ -22,6 +22,7 @@ from compiled_engine.attention.backends.triton_prefill import SMALLEST_ROWS, pre
 from compiled_engine.attention.backends.triton_rope_decode import rope_decode
 from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
+from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.kernels.dense_tensors import require_dense
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -30,9 +31,10 @@ from compiled_engine.kernels.dependent_launch import dependent_launch
 MIN_SHARED_MEMORY = 96 << 10
 BLOCK_SIZE_MULTIPLE = 16
 HEAD_DIM_MULTIPLE = 8
-MAX_HEAD_DIM = 256
+MIN_HEAD_DIM, MAX_HEAD_DIM = 16, 256
 MAX_GROUP = 32
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES_INTERPRETED = (torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, *DTYPES_INTERPRETED)
 
 
 class TritonBackend:
@@ -44,42 +46,37 @@ class TritonBackend:
     """
 
     name = "triton"
-    graph_support = GraphSupport.ALWAYS
-    records_decodes = False
     default_block_size = 16
 
-    def unsupported(self, case: AttentionCase) -> str | None:
-        if case.device_type != "cuda" and not triton.knobs.runtime.interpret:
-            return f"device is {case.device_type}; allowed: cuda"
+    def accept(self, case: AttentionCase) -> Support:
+        require(case.device == "cuda" or triton.knobs.runtime.interpret, "device", case.device, "cuda")
         if torch.cuda.is_available():
             device = triton.runtime.driver.active.utils.get_device_properties(torch.cuda.current_device())
-            shared_memory = device["max_shared_mem"]
-            if shared_memory < MIN_SHARED_MEMORY:
-                return (
-                    f"the GPU has {shared_memory} bytes of shared memory a block; allowed: from {MIN_SHARED_MEMORY} on"
-                )
-        if case.dtype not in DTYPES:
-            return f"dtype is {case.dtype}; allowed: {', '.join(str(dtype) for dtype in DTYPES)}"
-        if case.device_type != "cuda" and case.dtype == torch.bfloat16:
-            return "dtype is torch.bfloat16; Triton's interpreter computes its matrix products wrongly"
-        if case.head_dim % HEAD_DIM_MULTIPLE or not 16 <= case.head_dim <= MAX_HEAD_DIM:
-            return f"head_dim is {case.head_dim}; allowed: multiples of {HEAD_DIM_MULTIPLE} from 16 to {MAX_HEAD_DIM}"
-        if case.num_heads % case.num_kv_heads or case.num_heads // case.num_kv_heads > MAX_GROUP:
-            return f"num_heads is {case.num_heads}; allowed: up to {MAX_GROUP} times num_kv_heads {case.num_kv_heads}"
-        if case.block_size % BLOCK_SIZE_MULTIPLE:
-            return f"block_size is {case.block_size}; allowed: multiples of {BLOCK_SIZE_MULTIPLE}"
-        return None
+            memory, least = device["max_shared_mem"], f"from {MIN_SHARED_MEMORY} bytes on"
+            require(memory >= MIN_SHARED_MEMORY, "the GPU's shared memory of a block", memory, least)
+        cache = case.require_paged()
+        # Triton's interpreter multiplies matrices of bfloat16 wrongly.
+        dtypes = DTYPES if case.device == "cuda" else DTYPES_INTERPRETED
+        require(case.dtype in dtypes, "dtype", case.dtype, names_of(dtypes))
+        head_dims = f"multiples of {HEAD_DIM_MULTIPLE} from {MIN_HEAD_DIM} to {MAX_HEAD_DIM}"
+        fits = case.head_dim % HEAD_DIM_MULTIPLE == 0 and MIN_HEAD_DIM <= case.head_dim <= MAX_HEAD_DIM
+        require(fits, "head_dim", case.head_dim, head_dims)
+        groups = f"up to {MAX_GROUP} times num_kv_heads {case.num_kv_heads}"
+        require(case.group <= MAX_GROUP, "num_heads", case.num_heads, groups)
+        blocks = f"multiples of {BLOCK_SIZE_MULTIPLE}"
+        require(cache.block_size % BLOCK_SIZE_MULTIPLE == 0, "block_size", cache.block_size, blocks)
+        shape = case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device
+        return Support(GraphSupport.ALWAYS, short_contexts=lambda num_requests: short_contexts(num_requests, *shape))
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        queries = SMALLEST_ROWS // (case.num_heads // case.num_kv_heads)
+        queries = SMALLEST_ROWS // case.group
         return WorkLayout(num_requests, case.num_kv_heads, queries).length(num_tokens)
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
         facts = BatchFacts.of(inputs, case.num_kv_heads, _num_multiprocessors(inputs.seq_lens_R.device))
         if facts.listed:
-            group = case.num_heads // case.num_kv_heads
             tiles = prefill_tiles(case.head_dim, case.dtype.itemsize, facts.max_seq_len)
-            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // group)
+            layout = WorkLayout(facts.num_requests, case.num_kv_heads, tiles.rows // case.group)
             write_lists(inputs, inputs.work_W, layout, facts.min_keys)
 
     def write_kv(
@@ -160,11 +157,6 @@ class TritonBackend:
         else:
             rope_decode(*operands, inputs, facts.num_requests, splits, scoring)
         return True
-
-    def short_contexts(self, case: AttentionCase, num_requests: int) -> tuple[int, ...]:
-        return short_contexts(
-            num_requests, case.num_heads, case.num_kv_heads, case.head_dim, case.dtype, case.device_type
-        )
 
 
 @cache

@@ -14,7 +14,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, SMALL, Splits
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys, combined, normalised, scales
+from compiled_engine.attention.backends.triton_tile import (
+    attend_keys,
+    combined,
+    first_seen,
+    normalised,
+    scales,
+    store_partials,
+)
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -101,9 +108,7 @@ def decode_kernel(
     if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
-    first_key = 0
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - WINDOW, 0)
+    first_key = first_seen(seq_len, WINDOW)
     num_keys = seq_len - first_key
     length = split_length(num_keys, num_splits, min_keys, GRAIN)
     first_key += split * length
@@ -137,9 +142,8 @@ def decode_kernel(
     mask_MD = (rows_M[:, None] < GROUP) & (d_D[None, :] < HEAD_DIM)
     if length < num_keys:
         partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
-        tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
-        tl.store(partial_max_ptr + partials_M, max_M, mask=rows_M < GROUP)
-        tl.store(partial_sum_ptr + partials_M, sum_M, mask=rows_M < GROUP)
+        partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+        store_partials(*partials, partials_M, rows_M < GROUP, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
     else:
         out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, rows_M < GROUP, scale_log2)
         out_rows_M = tl.multiple_of(request * out_token_stride, 8) + heads_M * OUT_HEAD_STRIDE
@@ -187,11 +191,8 @@ def combine_kernel(
     written_S &= splits_S < num_splits
     d_D = tl.arange(0, TILE_D)
     partials_S = (request * tl.num_programs(0) + head) * num_splits + splits_S
-    max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST)
-    sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0)
-    mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
-    acc_SD = tl.load(partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :], mask=mask_SD, other=0.0)
-    out_D = combined(acc_SD, max_S, sum_S, sinks_ptr, head, scale_log2)
+    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+    out_D = combined(*partials, partials_S, written_S, sinks_ptr, head, scale_log2, HEAD_DIM, TILE_D, "")
     out_row = tl.multiple_of(request * out_token_stride, 8) + head * OUT_HEAD_STRIDE
     tl.store(out_ptr + out_row + d_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
 

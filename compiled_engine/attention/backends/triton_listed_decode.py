@@ -15,7 +15,14 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_keys, combined, normalised, scales
+from compiled_engine.attention.backends.triton_tile import (
+    attend_keys,
+    combined,
+    first_seen,
+    normalised,
+    scales,
+    store_partials,
+)
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
@@ -102,9 +109,7 @@ def listed_decode_kernel(
         split = entry % MAX_SPLITS
         token = tl.load(query_start_loc_ptr + request).to(tl.int64)
         seq_len = tl.load(seq_lens_ptr + request)
-        first_key = 0
-        if WINDOW > 0:
-            first_key = tl.maximum(seq_len - WINDOW, 0)
+        first_key = first_seen(seq_len, WINDOW)
         num_keys = seq_len - first_key
         length = split_length(num_keys, MAX_SPLITS, min_keys, GRAIN)
         num_splits = tl.maximum(tl.cdiv(num_keys, length), 1)
@@ -139,9 +144,8 @@ def listed_decode_kernel(
             else:
                 head = request * NUM_KV_HEADS + kv_head
                 partials_M = (head * GROUP + rows_M) * MAX_SPLITS + split
-                tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
-                tl.store(partial_max_ptr + partials_M, max_M, mask=mask_M)
-                tl.store(partial_sum_ptr + partials_M, sum_M, mask=mask_M)
+                partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+                store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
                 tl.debug_barrier()  # every thread has written
                 if tl.atomic_add(arrived_ptr + head, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                     tl.store(arrived_ptr + head, 0)  # for the next layer
@@ -150,18 +154,17 @@ def listed_decode_kernel(
                     written_S = splits_S < num_splits
                     for row in range(0, GROUP):
                         partials_S = (head * GROUP + row) * MAX_SPLITS + splits_S
-                        max_S = tl.load(
-                            partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=".cg"
+                        out_D = combined(
+                            *partials,
+                            partials_S,
+                            written_S,
+                            sinks_ptr,
+                            kv_head * GROUP + row,
+                            scale_log2,
+                            HEAD_DIM,
+                            TILE_D,
+                            ".cg",
                         )
-                        sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=".cg")
-                        mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
-                        acc_SD = tl.load(
-                            partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :],
-                            mask=mask_SD,
-                            other=0.0,
-                            cache_modifier=".cg",
-                        )
-                        out_D = combined(acc_SD, max_S, sum_S, sinks_ptr, kv_head * GROUP + row, scale_log2)
                         out_ptrs_D = out_token_ptr + row * OUT_HEAD_STRIDE + d_D
                         tl.store(out_ptrs_D, out_D.to(out_ptr.dtype.element_ty), mask=d_D < HEAD_DIM)
 

@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, normalised, scales
-from compiled_engine.attention.backends.work_list import HEADER, WorkLayout
+from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, blocks_of, normalised, scales
+from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
@@ -97,10 +97,8 @@ def prefill_kernel(
     rows_M = tl.arange(0, TILE_M)
     d_D = tl.arange(0, TILE_D)
     n_N = tl.arange(0, TILE_N)
-    # To and fro, since the longest items come first: who takes a longer one now takes a shorter one next.
     for first_item in tl.range(0, num_items, num_programs, num_stages=1):
-        turned = (first_item // num_programs) % 2
-        item = first_item + tl.where(turned == 1, num_programs - 1 - program, program)
+        item = item_at(first_item, num_programs, program)
         if item < num_items:
             tile = item // NUM_KV_HEADS
             kv_head = item % NUM_KV_HEADS
@@ -138,10 +136,9 @@ def prefill_kernel(
                 end = end_key if masked else end_unmasked
                 # Blocks are looked up one tile ahead: only then are the loads of keys and values in flight side by
                 # side.
-                block_N = tl.load(table_ptr + (start + n_N) // BLOCK_SIZE, mask=start + n_N < end_key, other=0)
+                block_N = blocks_of(table_ptr, start + n_N, end_key, BLOCK_SIZE)
                 for key in range(start, end, TILE_N):
-                    next_N = key + TILE_N + n_N
-                    next_block_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < end_key, other=0)
+                    next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, BLOCK_SIZE)
                     acc_MD, max_M, sum_M = attend_tile(
                         q_MD,
                         acc_MD,

@@ -1,4 +1,9 @@
-"""Launch of the kernel that norms, rotates, writes and attends for decodes."""
+"""Triton kernel: decodes' attention, with the norm and rotation of q and k and the write of k and v before it.
+
+For few requests, where a kernel takes longer to start than to run. Keys of earlier steps do not depend on the kernels
+just before this one, so each program loads its first tile before it waits for them (programmatic dependent launch).
+This step's key never goes through the cache: it is the first that the last split weighs.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,210 @@ import math
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import GRAIN, Splits
 from compiled_engine.attention.backends.triton_decode import combine_splits, decode_tiles
-from compiled_engine.attention.backends.triton_rope_decode_kernel import rope_decode_kernel
-from compiled_engine.attention.backends.triton_tile import scales
+from compiled_engine.attention.backends.triton_tile import (
+    LOWEST,
+    add_values,
+    blocks_of,
+    capped,
+    first_seen,
+    fold_keys,
+    load_rows,
+    normalised,
+    row_of,
+    scales,
+    scores_of,
+    store_partials,
+    weigh,
+)
+from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
+from compiled_engine.attention.triton_rotation import normed_and_rotated
 from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launcher import quick_launches
+
+
+@quick_launches
+@triton.jit(
+    do_not_specialize=[
+        "table_stride",
+        "q_stride",
+        "k_stride",
+        "v_stride",
+        "cos_stride",
+        "sin_stride",
+        "out_stride",
+        "min_keys",
+    ],
+    do_not_specialize_on_alignment=["slot_mapping_ptr", "seq_lens_ptr", "block_table_ptr", "sinks_ptr"],
+)
+def rope_decode_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    cache_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    block_table_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
+    eps: tl.tensor,
+    scale_log2: tl.tensor,
+    table_stride: tl.tensor,
+    q_stride: tl.tensor,
+    k_stride: tl.tensor,
+    v_stride: tl.tensor,
+    cos_stride: tl.tensor,
+    sin_stride: tl.tensor,
+    out_stride: tl.tensor,
+    min_keys: tl.tensor,
+    STRIDE_MULTIPLE: tl.constexpr,
+    Q_HEAD_STRIDE: tl.constexpr,
+    K_HEAD_STRIDE: tl.constexpr,
+    V_HEAD_STRIDE: tl.constexpr,
+    OUT_HEAD_STRIDE: tl.constexpr,
+    OFFSET: tl.constexpr,
+    WIDE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP_SCALE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_M: tl.constexpr,
+    FIRST_N: tl.constexpr,
+    TILE_N: tl.constexpr,
+    TILE_D: tl.constexpr,
+    GRAIN: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program per (K/V head, request, split). The strides without HEAD are those of tokens.
+
+    partial_ptr: float32 [R, H, S, d]; partial_max_ptr and partial_sum_ptr: float32 [R, H, S]; see decode_kernel.
+    """
+    kv_head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    # Lengths, block table and slots were written before the kernels that this one may overlap with.
+    seq_len = tl.load(seq_lens_ptr + request)
+    slot = tl.load(slot_mapping_ptr + request)
+    first_key = first_seen(seq_len, WINDOW)
+    num_keys = seq_len - first_key
+    length = split_length(num_keys, num_splits, min_keys, GRAIN)
+    first_key += split * length
+    end_key = tl.minimum(first_key + length, seq_len)
+    # Without a slot this step's key is what stands in the cache.
+    writes = (slot >= 0) & (end_key == seq_len) & (first_key < end_key)
+    end_cached = end_key - writes.to(tl.int32)
+
+    d_D = tl.arange(0, TILE_D)
+    table_ptr = block_table_ptr + request * table_stride
+    head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
+    V_OFFSET: tl.constexpr = BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM
+    keys_N = first_key + tl.arange(0, FIRST_N)
+    cached_N = keys_N < end_cached
+    block_N = blocks_of(table_ptr, keys_N, end_cached, BLOCK_SIZE)
+    k_ptrs_N = head_cache_ptr + row_of(block_N, keys_N, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+    k_ND = load_rows(k_ptrs_N, cached_N, True, HEAD_DIM, TILE_D)
+    v_ND = load_rows(k_ptrs_N + V_OFFSET, cached_N, True, HEAD_DIM, TILE_D)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        # Not before: weights that the next kernels ask for would come between this one and its keys.
+        gdc_launch_dependents()
+    if (split > 0) & (first_key >= end_key):
+        return
+
+    rows_M = tl.arange(0, TILE_M)
+    mask_M = rows_M < GROUP
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    heads_M = kv_head * GROUP + rows_M
+    cos_ptr += tl.multiple_of(request * cos_stride, STRIDE_MULTIPLE)
+    sin_ptr += tl.multiple_of(request * sin_stride, STRIDE_MULTIPLE)
+    q_MD = normed_and_rotated(
+        q_ptr + tl.multiple_of(request * q_stride, STRIDE_MULTIPLE),
+        q_weight_ptr,
+        cos_ptr,
+        sin_ptr,
+        heads_M[:, None] * Q_HEAD_STRIDE,
+        d_D[None, :],
+        mask_MD,
+        eps,
+        HEAD_DIM,
+        OFFSET,
+        WIDE,
+    )
+    acc_MD = tl.zeros([TILE_M, TILE_D], tl.float32)
+    max_M = tl.full([TILE_M], LOWEST, tl.float32)
+    sum_M = tl.zeros([TILE_M], tl.float32)
+    if writes:
+        mask_D = d_D < HEAD_DIM
+        k_D = normed_and_rotated(
+            k_ptr + tl.multiple_of(request * k_stride, STRIDE_MULTIPLE),
+            k_weight_ptr,
+            cos_ptr,
+            sin_ptr,
+            kv_head * K_HEAD_STRIDE,
+            d_D,
+            mask_D,
+            eps,
+            HEAD_DIM,
+            OFFSET,
+            WIDE,
+        )
+        v_row = tl.multiple_of(request * v_stride, STRIDE_MULTIPLE) + kv_head * V_HEAD_STRIDE
+        v_D = tl.load(v_ptr + v_row + d_D, mask=mask_D, other=0.0)
+        new_row = row_of(slot // BLOCK_SIZE, slot, BLOCK_SIZE)
+        new_ptrs_D = head_cache_ptr + new_row * (NUM_KV_HEADS * HEAD_DIM) + d_D
+        tl.store(new_ptrs_D, k_D, mask=mask_D)
+        tl.store(new_ptrs_D + V_OFFSET, v_D, mask=mask_D)
+        max_M = capped(tl.sum(q_MD.to(tl.float32) * k_D.to(tl.float32)[None, :], 1), CAP_SCALE)
+        sum_M += 1.0
+        acc_MD += v_D.to(tl.float32)[None, :]
+
+    scores_MN = tl.where(cached_N[None, :], scores_of(q_MD, k_ND, CAP_SCALE), float("-inf"))
+    weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
+    acc_MD *= rescale_M[:, None]
+    sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
+    acc_MD = add_values(acc_MD, weights_MN, v_ND)
+    acc_MD, max_M, sum_M = fold_keys(
+        q_MD,
+        acc_MD,
+        max_M,
+        sum_M,
+        table_ptr,
+        head_cache_ptr,
+        first_key + FIRST_N,
+        end_cached,
+        scale_log2,
+        CAP_SCALE,
+        BLOCK_SIZE,
+        NUM_KV_HEADS,
+        HEAD_DIM,
+        TILE_N,
+        TILE_D,
+        False,
+    )
+    out_ptr += tl.multiple_of(request * out_stride, 8)
+    if length >= num_keys:
+        out_MD = normalised(acc_MD, max_M, sum_M, sinks_ptr, heads_M, mask_M, scale_log2)
+        out_ptrs_MD = out_ptr + heads_M[:, None] * OUT_HEAD_STRIDE + d_D[None, :]
+        tl.store(out_ptrs_MD, out_MD.to(out_ptr.dtype.element_ty), mask=mask_MD)
+        return
+    partials_M = (request * (NUM_KV_HEADS * GROUP) + heads_M) * num_splits + split
+    partials = partial_ptr, partial_max_ptr, partial_sum_ptr
+    store_partials(*partials, partials_M, mask_M, acc_MD, max_M, sum_M, HEAD_DIM, TILE_D)
 
 
 def rope_decode(

@@ -1,7 +1,8 @@
-"""Steps of attention over the paged cache: queries against a tile of keys, with the online softmax, and one query
-against many of them.
+"""Steps of attention over the paged cache, which all of the kernels share: where keys and values are, which of them a
+query sees, the online softmax over a tile of them, and the sum of splits.
 
-Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention).
+Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention). Gluon kernels call these
+functions as well, but for those that load or multiply tiles.
 """
 
 from __future__ import annotations
@@ -24,6 +25,39 @@ def scales(scoring: Scoring) -> tuple[float, float]:
     if scoring.soft_cap:
         return scoring.soft_cap * LOG2_E.value, scoring.scale / scoring.soft_cap
     return scoring.scale * LOG2_E.value, 0.0
+
+
+@triton.jit
+def blocks_of(table_ptr: tl.tensor, keys: tl.tensor, end_key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    """The block of each key, from the request's row of the block table; 0, which exists, from end_key on."""
+    return tl.load(table_ptr + keys // BLOCK_SIZE, mask=keys < end_key, other=0)
+
+
+@triton.jit
+def row_of(block: tl.tensor, key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
+    """Where a key is in the cache seen as rows of all K/V heads, [N * 2 * P, K * d]; its value is P rows further.
+
+    key: its position in the request or its slot. 64 bits: a cache may hold more than 2**31 elements.
+    """
+    return block.to(tl.int64) * (2 * BLOCK_SIZE) + key % BLOCK_SIZE
+
+
+@triton.jit
+def first_seen(seq_len: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """The first key that the last query of a context sees. WINDOW 0: it sees all."""
+    if WINDOW > 0:
+        return tl.maximum(seq_len - WINDOW, 0)
+    else:
+        return 0
+
+
+@triton.jit
+def seen(keys_N: tl.tensor, positions_M: tl.tensor, WINDOW: tl.constexpr) -> tl.tensor:
+    """Mask [M, N] of the keys that each query sees: none after its position, none that its window has left behind."""
+    seen_MN = keys_N[None, :] <= positions_M[:, None]
+    if WINDOW > 0:
+        seen_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
+    return seen_MN
 
 
 @triton.jit
@@ -52,14 +86,24 @@ def capped(scores: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def weigh(
-    scores_MN: tl.tensor, acc_MD: tl.tensor, max_M: tl.tensor, sum_M: tl.tensor, scale_log2: tl.tensor
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Weights of a tile's keys, and (acc, max, sum) rescaled to them; the values are still to be added to acc."""
+def scores_of(q_MD: tl.tensor, k_ND: tl.tensor, CAP_SCALE: tl.constexpr) -> tl.tensor:
+    """[M, N], not yet scaled by scale_log2."""
+    return capped(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), CAP_SCALE)
+
+
+@triton.jit
+def weigh(scores_MN: tl.tensor, max_M: tl.tensor, scale_log2: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Weights of a tile's keys, the factor that acc and sum take before the tile is added to them, and the new max."""
     new_max_M = tl.maximum(max_M, tl.max(scores_MN, 1))
     rescale_M = tl.exp2((max_M - new_max_M) * scale_log2)
     weights_MN = tl.exp2(scores_MN * scale_log2 - (new_max_M * scale_log2)[:, None])
-    return weights_MN, acc_MD * rescale_M[:, None], new_max_M, sum_M * rescale_M + tl.sum(weights_MN, 1)
+    return weights_MN, rescale_M, new_max_M
+
+
+@triton.jit
+def add_values(acc_MD: tl.tensor, weights_MN: tl.tensor, v_ND: tl.tensor) -> tl.tensor:
+    """acc with a tile's weighted values."""
+    return tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
 
 
 @triton.jit
@@ -92,21 +136,16 @@ def attend_tile(
     """
     keys_N = first_key + tl.arange(0, TILE_N)
     stored_N = keys_N < end_key
-    # 64 bits: a cache may hold more than 2**31 elements.
-    rows_N = block_N.to(tl.int64) * (2 * BLOCK_SIZE) + keys_N % BLOCK_SIZE
-    k_ptrs_N = head_cache_ptr + rows_N * (NUM_KV_HEADS * HEAD_DIM)
+    k_ptrs_N = head_cache_ptr + row_of(block_N, keys_N, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
     k_ND = load_rows(k_ptrs_N, stored_N, MASKED, HEAD_DIM, TILE_D)
-    scores_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee"), CAP_SCALE)
+    scores_MN = scores_of(q_MD, k_ND, CAP_SCALE)
     if MASKED:
-        visible_MN = stored_N[None, :] & (keys_N[None, :] <= positions_M[:, None])
-        if WINDOW > 0:
-            visible_MN &= keys_N[None, :] > positions_M[:, None] - WINDOW
-        scores_MN = tl.where(visible_MN, scores_MN, float("-inf"))
-
-    weights_MN, acc_MD, max_M, sum_M = weigh(scores_MN, acc_MD, max_M, sum_M, scale_log2)
+        scores_MN = tl.where(stored_N[None, :] & seen(keys_N, positions_M, WINDOW), scores_MN, float("-inf"))
+    weights_MN, rescale_M, max_M = weigh(scores_MN, max_M, scale_log2)
+    acc_MD *= rescale_M[:, None]
+    sum_M = sum_M * rescale_M + tl.sum(weights_MN, 1)
     v_ND = load_rows(k_ptrs_N + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, stored_N, MASKED, HEAD_DIM, TILE_D)
-    acc_MD = tl.dot(weights_MN.to(v_ND.dtype), v_ND, acc_MD, input_precision="ieee")
-    return acc_MD, max_M, sum_M
+    return add_values(acc_MD, weights_MN, v_ND), max_M, sum_M
 
 
 @triton.jit
@@ -136,13 +175,12 @@ def fold_keys(
     positions_M = tl.zeros_like(max_M).to(tl.int32) + end_key - 1
     n_N = tl.arange(0, TILE_N)
     if LOOK_AHEAD:
-        block_N = tl.load(table_ptr + (first_key + n_N) // BLOCK_SIZE, mask=first_key + n_N < end_key, other=0)
+        block_N = blocks_of(table_ptr, first_key + n_N, end_key, BLOCK_SIZE)
     for key in range(first_key, end_key, TILE_N):
         if LOOK_AHEAD:
-            next_N = key + TILE_N + n_N
-            next_block_N = tl.load(table_ptr + next_N // BLOCK_SIZE, mask=next_N < end_key, other=0)
+            next_block_N = blocks_of(table_ptr, key + TILE_N + n_N, end_key, BLOCK_SIZE)
         else:
-            block_N = tl.load(table_ptr + (key + n_N) // BLOCK_SIZE, mask=key + n_N < end_key, other=0)
+            block_N = blocks_of(table_ptr, key + n_N, end_key, BLOCK_SIZE)
         acc_MD, max_M, sum_M = attend_tile(
             q_MD,
             acc_MD,
@@ -233,15 +271,48 @@ def normalised(
 
 
 @triton.jit
+def store_partials(
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    partials_M: tl.tensor,
+    mask_M: tl.tensor,
+    acc_MD: tl.tensor,
+    max_M: tl.tensor,
+    sum_M: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr,
+) -> None:
+    """Store acc, max and sum of a split, for `combined`. partials_M: the place of each head."""
+    d_D = tl.arange(0, TILE_D)
+    mask_MD = mask_M[:, None] & (d_D[None, :] < HEAD_DIM)
+    tl.store(partial_ptr + partials_M[:, None] * HEAD_DIM + d_D[None, :], acc_MD, mask=mask_MD)
+    tl.store(partial_max_ptr + partials_M, max_M, mask=mask_M)
+    tl.store(partial_sum_ptr + partials_M, sum_M, mask=mask_M)
+
+
+@triton.jit
 def combined(
-    acc_SD: tl.tensor,
-    max_S: tl.tensor,
-    sum_S: tl.tensor,
+    partial_ptr: tl.tensor,
+    partial_max_ptr: tl.tensor,
+    partial_sum_ptr: tl.tensor,
+    partials_S: tl.tensor,
+    written_S: tl.tensor,
     sinks_ptr: tl.tensor,
     head: tl.tensor,
     scale_log2: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    TILE_D: tl.constexpr,
+    CACHE_MODIFIER: tl.constexpr,
 ) -> tl.tensor:
-    """What the splits of a head left, weighed: the head's result."""
+    """A head's result from what its splits left, each weighed by its maximum. CACHE_MODIFIER: ".cg" within the launch
+    that wrote it."""
+    d_D = tl.arange(0, TILE_D)
+    max_S = tl.load(partial_max_ptr + partials_S, mask=written_S, other=LOWEST, cache_modifier=CACHE_MODIFIER)
+    sum_S = tl.load(partial_sum_ptr + partials_S, mask=written_S, other=0.0, cache_modifier=CACHE_MODIFIER)
+    acc_ptrs_SD = partial_ptr + partials_S[:, None] * HEAD_DIM + d_D[None, :]
+    mask_SD = written_S[:, None] & (d_D[None, :] < HEAD_DIM)
+    acc_SD = tl.load(acc_ptrs_SD, mask=mask_SD, other=0.0, cache_modifier=CACHE_MODIFIER)
     largest = tl.max(max_S, 0)
     weight_S = tl.exp2((max_S - largest) * scale_log2)
     total = tl.sum(sum_S * weight_S, 0)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from compiled_engine.attention.backends.triton_tile import row_of
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
@@ -47,8 +48,12 @@ def write_kv_kernel(
     v_token_ptr = v_ptr + tl.multiple_of(token * v_token_stride, 8)
     k_KD = tl.load(k_token_ptr + head_K[:, None] * K_HEAD_STRIDE + d_D[None, :], mask=mask_KD)
     v_KD = tl.load(v_token_ptr + head_K[:, None] * V_HEAD_STRIDE + d_D[None, :], mask=mask_KD)
-    k_row = slot // BLOCK_SIZE * (2 * BLOCK_SIZE) + slot % BLOCK_SIZE
-    k_ptrs_KD = cache_ptr + k_row * (NUM_KV_HEADS * HEAD_DIM) + head_K[:, None] * HEAD_DIM + d_D[None, :]
+    k_ptrs_KD = (
+        cache_ptr
+        + row_of(slot // BLOCK_SIZE, slot, BLOCK_SIZE) * (NUM_KV_HEADS * HEAD_DIM)
+        + head_K[:, None] * HEAD_DIM
+        + d_D[None, :]
+    )
     tl.store(k_ptrs_KD, k_KD, mask=mask_KD)
     tl.store(k_ptrs_KD + BLOCK_SIZE * NUM_KV_HEADS * HEAD_DIM, v_KD, mask=mask_KD)
 

@@ -64,6 +64,14 @@ def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor
 
 
 @triton.jit
+def item_at(first_item: tl.tensor, num_programs: tl.tensor, program: tl.tensor) -> tl.tensor:
+    """The item of a program among the next num_programs ones. Programs take them to and fro, since the longest come
+    first: after a longer one a program takes a shorter one."""
+    backwards = (first_item // num_programs) % 2
+    return first_item + tl.where(backwards == 1, num_programs - 1 - program, program)
+
+
+@triton.jit
 def _num_items(
     query_len: tl.tensor,
     num_keys: tl.tensor,

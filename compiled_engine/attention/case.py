@@ -1,0 +1,152 @@
+"""The description of what a layer asks of attention, and the answer of a backend: what it offers, or why it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+
+from compiled_engine.config import ModelConfig
+
+
+class Refused(ValueError):
+    """Raised by a backend that cannot run a case. The message names a field, its value and what is allowed."""
+
+
+def require(holds: bool, field: str, value: object, allowed: str) -> None:
+    """Refuse a case in which this does not hold."""
+    if not holds:
+        raise Refused(f"{field} is {value}; allowed: {allowed}")
+
+
+def names_of(values: Sequence[object]) -> str:
+    """Join allowed values for a message."""
+    return ", ".join(map(str, values))
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values are kept: elements of a dtype, in blocks of so many tokens."""
+
+    dtype: torch.dtype
+    block_size: int
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """What a layer asks of attention on a kind of device.
+
+    device: "cpu" or "cuda". dtype: of queries and results. head_dim: elements of a query and of a key; value_dim those
+    of a value, None for as many. cache: None where keys and values are those of the step alone. sliding_window,
+    soft_cap, sinks: see Scoring. queries: how many each request has, None where that is ragged.
+    """
+
+    device: str
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    cache: KVFormat | None
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+    sinks: bool = False
+    value_dim: int | None = None
+    causal: bool = True
+    queries: int | None = None
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    def with_block_size(self, block_size: int) -> AttentionCase:
+        """Return the same case over a cache of other blocks."""
+        return self if self.cache is None else replace(self, cache=replace(self.cache, block_size=block_size))
+
+    def require_paged(self) -> KVFormat:
+        """Require what all backends do, and return the format of the cache.
+
+        That is whole groups of query heads, and causal attention over a paged cache in the dtype of the queries.
+        """
+        whole = self.num_heads % self.num_kv_heads == 0
+        require(whole, "num_heads", self.num_heads, f"multiples of num_kv_heads {self.num_kv_heads}")
+        same = self.value_dim in (None, self.head_dim)
+        require(same, "value_dim", self.value_dim, f"head_dim {self.head_dim}")
+        require(self.causal, "causal", self.causal, "True")
+        if self.cache is None:
+            raise Refused("cache is None; allowed: a paged cache")
+        require(self.cache.dtype == self.dtype, "kv_cache_dtype", self.cache.dtype, f"that of queries, {self.dtype}")
+        return self.cache
+
+
+def cases_of(model: ModelConfig, block_size: int, device: torch.device) -> tuple[AttentionCase, ...]:
+    """Return the different cases of a model's layers, in the order of the layers."""
+    layers = ((model.heads_of(layer), window) for layer, window in enumerate(model.sliding_windows))
+    cases = (
+        AttentionCase(
+            device.type,
+            model.dtype,
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            KVFormat(model.dtype, block_size),
+            window or 0,
+            model.attention_soft_cap,
+            model.attention_sinks,
+        )
+        for heads, window in layers
+    )
+    return tuple(dict.fromkeys(cases))
+
+
+def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
+    """Return the case that attention is planned for once a step; None where each layer plans its own.
+
+    A plan holds for layers with and without a window, but not for those with other heads.
+    """
+    shapes = {replace(case, sliding_window=0) for case in cases}
+    return shapes.pop() if len(shapes) == 1 else None
+
+
+class GraphSupport(Enum):
+    """In which CUDA graphs a backend's kernels may be captured, from the fewest to the most."""
+
+    NEVER = "never"
+    UNIFORM_DECODE = "uniform decode"
+    ALWAYS = "always"
+
+
+def no_short_contexts(num_requests: int) -> tuple[int, ...]:
+    """Offer no kernels for short contexts."""
+    return ()
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend offers for a case that it accepts.
+
+    records_decodes: whether, on a CPU, what it calls for decodes follows from their number alone. short_contexts: up to
+    which contexts, ascending, so many decodes have kernels of their own in `attend_unrotated`; a captured graph does
+    not know how long contexts are, so such batches have graphs of their own.
+    """
+
+    graphs: GraphSupport
+    records_decodes: bool = False
+    short_contexts: Callable[[int], tuple[int, ...]] = no_short_contexts
+
+    @classmethod
+    def of_all(cls, supports: Sequence[Support]) -> Support:
+        """Return what is offered for every one of several cases."""
+
+        def short_contexts(num_requests: int) -> tuple[int, ...]:
+            first, *others = (support.short_contexts(num_requests) for support in supports)
+            return tuple(context for context in first if all(context in other for other in others))
+
+        order = list(GraphSupport)
+        return cls(
+            min((support.graphs for support in supports), key=order.index),
+            all(support.records_decodes for support in supports),
+            short_contexts,
+        )

@@ -1,0 +1,176 @@
+"""What each rank and each stage of a divided model will hold: for `compiled-engine config`, which starts no process."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+    from compiled_engine.parallel.shards import Shard
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Parameters that differ in the number of their layer alone: `count` of them, of shape `whole`.
+
+    rank: the shape of each rank's part. cut: "rows", "columns", "no", or "first rank" for what the others lack.
+    """
+
+    name: str
+    count: int
+    whole: tuple[int, ...]
+    rank: tuple[int, ...]
+    cut: str
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """weight_bytes, block_bytes: of a rank, or of one in each stage together. most_blocks: of the KV cache, which
+    activations and CUDA graphs make fewer; None where nothing is known of the device, or where stages differ."""
+
+    ranks: int
+    executor: str
+    weight_bytes: int
+    whole_weight_bytes: int
+    block_bytes: int
+    most_blocks: int | None
+    collectives_a_step: int
+    slices: tuple[Slice, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def rank_plan(config: EngineConfig) -> RankPlan:
+    """Nothing is read, and no GPU's context is made."""
+    from compiled_engine.models.checkpoint.build_model import build_tensors
+    from compiled_engine.models.checkpoint.rank_shards import shards_of
+    from compiled_engine.runner.kv_cache import block_bytes
+
+    local = dict(build_tensors(config.local_model, config.compile.cache_dir).named_parameters())
+    shards = shards_of(config)
+    weight_bytes = sum(parameter.nbytes for parameter in local.values())
+    sums = sum(_is_summed(name, shards[name]) for name in local)
+    return RankPlan(
+        ranks=config.parallel.tensor_parallel_size,
+        executor=config.parallel.executor,
+        weight_bytes=weight_bytes,
+        whole_weight_bytes=sum(math.prod(shards[name].whole) * local[name].element_size() for name in local),
+        block_bytes=block_bytes(config),
+        most_blocks=most_blocks(config, weight_bytes) if config.parallel.num_stages == 1 else None,
+        collectives_a_step=sums + (config.local_model.vocab_size != config.model.vocab_size),
+        slices=_slices({name: (shards[name], tuple(parameter.shape)) for name, parameter in local.items()}),
+    )
+
+
+def _is_summed(name: str, shard: Shard) -> bool:
+    """Whether a sum over the ranks follows the module that has this weight."""
+    return shard.divides_input or (shard.dim == 0 and "embed" in name)
+
+
+def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
+    """Of the KV cache of these layers, None for all, beside so many bytes of weights; see RankPlan."""
+    import torch
+
+    from compiled_engine.runner.kv_cache import block_bytes
+
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    if config.device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(config.device).total_memory
+    return int(total * config.cache.gpu_memory_utilization - weight_bytes) // block_bytes(config, layers)
+
+
+def _slices(parameters: dict[str, tuple[Shard, tuple[int, ...]]]) -> tuple[Slice, ...]:
+    counts: dict[tuple[Any, ...], int] = {}
+    for name, (shard, local) in parameters.items():
+        cut = "first rank" if shard.first_only else _cut(shard)
+        key = re.sub(r"\.\d+\.", ".*.", name), shard.whole, local, cut
+        counts[key] = counts.get(key, 0) + 1
+    return tuple(Slice(key[0], count, *key[1:]) for key, count in counts.items())
+
+
+def _cut(shard: Shard) -> str:
+    if shard.dim is None:
+        return "no"
+    how = "columns" if shard.divides_input else "rows"
+    return how if len(shard.sections) == 1 else f"{how} of {len(shard.sections)} parts"
+
+
+def rank_table(plan: RankPlan) -> Table:
+    """A row for each kind of parameter, and what a rank has in all."""
+    blocks = "" if plan.most_blocks is None else f", at most {plan.most_blocks:,} of them"
+    table = Table(
+        box=None,
+        title=f"{plan.ranks} ranks ({plan.executor}): {plan.weight_bytes / GIB:.2f} GiB of "
+        f"{plan.whole_weight_bytes / GIB:.2f} GiB of weights each; KV cache blocks of "
+        f"{plan.block_bytes / 2**20:.2f} MiB{blocks}; {plan.collectives_a_step} collectives a step",
+        title_justify="left",
+    )
+    for heading in ("parameter", "count", "whole", "of each rank", "cut"):
+        table.add_column(heading, no_wrap=heading != "parameter")
+    for entry in plan.slices:
+        table.add_row(entry.name, str(entry.count), _shape(entry.whole), _shape(entry.rank), entry.cut)
+    return table
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return " x ".join(map(str, sizes))
+
+
+@dataclass(frozen=True)
+class StageShare:
+    """ranks, layers: their numbers; a layer belongs to the stage that has its attention and KV cache. weight_bytes,
+    block_bytes: of each rank. most_blocks: see RankPlan; the engine has as many as the stage with the fewest."""
+
+    stage: int
+    ranks: tuple[int, ...]
+    layers: tuple[int, ...]
+    weight_bytes: int
+    block_bytes: int
+    most_blocks: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stage_shares(config: EngineConfig) -> list[StageShare]:
+    """Nothing is read, and no GPU's context is made."""
+    from compiled_engine.models.textbook.architectures import build_model
+    from compiled_engine.parallel.stages import parameter_places, stages_of
+    from compiled_engine.runner.kv_cache import block_bytes
+
+    model, tensor = build_model(config.local_model), config.parallel.tensor_parallel_size
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    places = parameter_places(model, config.local_model)
+    shares = []
+    for stage in stages_of(config.parallel.stage_layers, config.model.num_layers):
+        own = {id(parameters[name]): parameters[name] for name in places.of_stage(stage)}  # a tied one counts once
+        weight_bytes = sum(parameter.nbytes for parameter in own.values())
+        ranks = tuple(range(stage.index * tensor, (stage.index + 1) * tensor))
+        blocks = most_blocks(config, weight_bytes, stage.layers)
+        size = block_bytes(config, stage.layers)
+        shares.append(StageShare(stage.index, ranks, tuple(stage.layers), weight_bytes, size, blocks))
+    return shares
+
+
+def stage_table(shares: list[StageShare]) -> Table:
+    """A row for each stage."""
+    found = [share.most_blocks for share in shares if share.most_blocks is not None]
+    blocks = f"; at most {min(found):,} KV cache blocks" if found else ""
+    table = Table(box=None, title=f"{len(shares)} stages{blocks}", title_justify="left")
+    for heading in ("stage", "ranks", "attention and KV cache of layers", "weights of a rank, GiB", "KV block, MiB"):
+        table.add_column(heading, no_wrap=True)
+    for share in shares:
+        ranks, layers = (f"{numbers[0]} to {numbers[-1]}" for numbers in (share.ranks, share.layers))
+        weights, block = share.weight_bytes / GIB, share.block_bytes / 2**20
+        table.add_row(str(share.stage), ranks, layers, f"{weights:.2f}", f"{block:.2f}")
+    return table

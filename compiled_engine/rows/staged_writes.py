@@ -1,0 +1,223 @@
+"""Writes to fields on the device, collected on the host and made together: by one kernel, or copies if they are long.
+
+On CUDA the kernel reads them where they were written, in pinned host memory (unified addressing), so nothing is copied
+and nothing waits. The method is that of vLLM's model runner V2 (its staged write tensors).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from compiled_engine.rows.async_copies import upload
+
+# The host may be one step ahead of the device: with this many buffers none is written while it is read.
+NUM_BUFFERS = 4
+# One launch makes at most so many writes, of so many words of 4 bytes together.
+MAX_WRITES = 1 << 14
+MAX_WORDS = 1 << 16
+# A longer write is a copy: the buffers are few, and a launch that wants one that is in use waits for the device.
+LONG_WORDS = 1 << 13
+WORD = 4
+
+
+class StagedWrites:
+    """Owns the writes that are staged; `apply` makes them. triton: whether by the kernel, by default on CUDA."""
+
+    def __init__(self, device: torch.device, triton: bool | None = None):
+        self._device = device
+        self._triton = device.type == "cuda" if triton is None else triton
+        self._lengths: dict[StagedField, int] = {}
+        self._numbers: defaultdict[StagedField, dict[int, float]] = defaultdict(dict)
+        self._arrays: dict[tuple[StagedField, int, int], np.ndarray] = {}
+        self._buffers: list[_Buffer] = []
+        self._next = 0
+
+    def field(self, *shape: int, dtype: torch.dtype = torch.int32, initial: float = 0) -> StagedField:
+        """Allocate a field on the device; each value is `initial`."""
+        return StagedField(self, torch.full(shape, initial, dtype=dtype, device=self._device), initial)
+
+    def lengthen(self, field: StagedField, length: int) -> None:
+        """Have rows of at least `length` values from the next `apply` on."""
+        self._lengths[field] = max(length, self._lengths.get(field, 0))
+
+    def set(self, field: StagedField, row: int, value: float) -> None:
+        self._numbers[field][row] = value
+
+    def write(self, field: StagedField, row: int, values: np.ndarray, offset: int) -> None:
+        if len(values):
+            self._arrays[field, row, offset] = values
+
+    def forget(self, field: StagedField, row: int) -> None:
+        """Forget the arrays that are staged for a row."""
+        for key in [key for key in self._arrays if key[:2] == (field, row)]:
+            del self._arrays[key]
+
+    def discard(self) -> None:
+        """Forget what is staged: the step that it was for has failed. Fields that are to be longer will be."""
+        self._numbers.clear()
+        self._arrays.clear()
+
+    def apply(self) -> None:
+        """Make the staged writes, on the current stream.
+
+        Of two to the same place the later one counts. Other writes must not overlap, since the kernel makes all at
+        once: a row is written from a fixed place on, or is appended to.
+        """
+        for field, length in self._lengths.items():
+            field.lengthen_now(length)
+        self._lengths.clear()
+        if not self._numbers and not self._arrays:
+            return
+        numbers, arrays = self._numbers, self._arrays
+        self._numbers, self._arrays = defaultdict(dict), {}
+        if self._triton:
+            writes = _Writes()
+            for field, values in numbers.items():
+                writes.add_numbers(field, values)
+            for (field, row, offset), array in arrays.items():
+                if not writes.add_array(field, field.start(row, offset), array):
+                    field.part(row, offset, len(array)).copy_(upload(array, self._device))
+            self._launch(writes)
+            return
+        for field, values in numbers.items():
+            field.tensor.numpy()[list(values)] = list(values.values())
+        for (field, row, offset), array in arrays.items():
+            field.part(row, offset, len(array)).numpy()[:] = array
+
+    def _launch(self, writes: _Writes) -> None:
+        """Launch the kernel once for as many writes as fit into a buffer."""
+        from compiled_engine.rows.staged_writes_kernel import launch  # Triton is not installed everywhere
+
+        addresses, counts, words = writes.arrays()
+        ends = np.cumsum(counts)
+        first, start = 0, 0
+        while first < len(counts):
+            last = min(int(np.searchsorted(ends, start + MAX_WORDS, side="right")), first + MAX_WRITES)
+            end = int(ends[last - 1])
+            buffer = self._free_buffer()
+            headers = buffer.headers.numpy()[: last - first]
+            headers[:, 0] = addresses[first:last]
+            headers[:, 1] = ends[first:last] - counts[first:last] - start
+            headers[:, 2] = counts[first:last]
+            buffer.words.numpy()[: end - start] = words[start:end]
+            launch(buffer.headers, buffer.words, last - first)
+            if buffer.event is not None:
+                buffer.event.record()
+            first, start = last, end
+
+    def _free_buffer(self) -> _Buffer:
+        if len(self._buffers) < NUM_BUFFERS:
+            self._buffers.append(_Buffer(on_gpu=self._device.type == "cuda"))
+            return self._buffers[-1]
+        buffer = self._buffers[self._next]
+        self._next = (self._next + 1) % NUM_BUFFERS
+        if buffer.event is not None:
+            buffer.event.synchronize()  # of a launch NUM_BUFFERS ago: done long since
+        return buffer
+
+
+class _Writes:
+    """Collects what the kernel writes: addresses on the device, how many words each takes, and the words."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[np.dtype, tuple[list[int], list[float]]] = {}
+        self._addresses: list[int] = []
+        self._counts: list[int] = []
+        self._words: list[np.ndarray] = []
+
+    def add_numbers(self, field: StagedField, values: dict[int, float]) -> None:
+        """Add single values by row. Raises ValueError if they are not of whole words."""
+        dtype = field.numpy_dtype
+        if dtype.itemsize % WORD:
+            raise ValueError(f"dtype of a field of single values must have 4 or 8 bytes, got {dtype}")
+        addresses, numbers = self._numbers.setdefault(dtype, ([], []))
+        addresses += [field.address + row * dtype.itemsize for row in values]
+        numbers += values.values()
+
+    def add_array(self, field: StagedField, start: int, array: np.ndarray) -> bool:
+        """Add values from an element of the field on; False for what is too long, or is not of whole words."""
+        num_bytes = array.nbytes
+        address = field.address + start * array.itemsize
+        if num_bytes > LONG_WORDS * WORD or (address | num_bytes) % WORD:
+            return False
+        self._addresses.append(address)
+        self._counts.append(num_bytes // WORD)
+        self._words.append(array if array.dtype == np.int32 else np.ascontiguousarray(array).view(np.int32))
+        return True
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Addresses, numbers of words, and the words of one write after the other."""
+        for dtype, (addresses, numbers) in self._numbers.items():
+            self._addresses += addresses
+            self._counts += [dtype.itemsize // WORD] * len(addresses)
+            self._words.append(np.array(numbers, dtype).view(np.int32))
+        words = np.concatenate(self._words) if self._words else np.empty(0, np.int32)
+        return np.array(self._addresses, np.int64), np.array(self._counts, np.int64), words
+
+
+class StagedField:
+    """Memory on the device whose first dimension is rows; `tensor` is what kernels read."""
+
+    def __init__(self, writes: StagedWrites, tensor: torch.Tensor, initial: float):
+        # Staged writes refer to fields: a reference back would keep all of it until the next garbage collection.
+        self._writes, self._initial = weakref.proxy(writes), initial
+        self.numpy_dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        self._put(tensor)
+
+    def _put(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.address, self._row_size = tensor, tensor.data_ptr(), tensor.stride(0)
+
+    def set(self, row: int, value: float) -> None:
+        """Stage the value of a row that has a single one."""
+        self._writes.set(self, row, value)
+
+    def stage(self, row: int, values: np.ndarray, offset: int = 0) -> None:
+        """Stage `values` of the field's dtype from element `offset` of a row on, which from its end is negative.
+
+        The array must not change until the writes are made. Raises ValueError if it has another dtype.
+        """
+        if values.dtype != self.numpy_dtype:
+            raise ValueError(f"values must have the field's dtype {self.numpy_dtype}, got {values.dtype}")
+        self._writes.write(self, row, values, offset)
+
+    def lengthen(self, length: int) -> None:
+        """Have rows of at least `length` values from the next `apply` on; those that a row has become its last."""
+        self._writes.lengthen(self, length)
+
+    def forget(self, row: int) -> None:
+        """Forget the arrays that are staged for a row."""
+        self._writes.forget(self, row)
+
+    def start(self, row: int, offset: int) -> int:
+        """Where an element of a row is among all elements."""
+        return row * self._row_size + (offset if offset >= 0 else self._row_size + offset)
+
+    def part(self, row: int, offset: int, count: int) -> torch.Tensor:
+        """Return a view of `count` elements."""
+        start = self.start(row, offset)
+        return self.tensor.view(-1)[start : start + count]
+
+    def lengthen_now(self, length: int) -> None:
+        num_rows, have = self.tensor.shape
+        if have < length:
+            longer = self.tensor.new_full((num_rows, length), self._initial)
+            longer[:, length - have :] = self.tensor
+            self._put(longer)
+
+
+class _Buffer:
+    """headers: int64 [MAX_WRITES, 3]; words: int32; event: after the launch that reads them.
+
+    PyTorch gives pinned memory to others at once when it is freed, so that waits for the launch.
+    """
+
+    def __init__(self, on_gpu: bool):
+        self.headers = torch.empty(MAX_WRITES, 3, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+        self.words = torch.empty(MAX_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self.event = torch.cuda.Event() if on_gpu else None
+        if self.event is not None:
+            weakref.finalize(self, self.event.synchronize).atexit = False

@@ -1,0 +1,30 @@
+"""Triton kernel: make staged writes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from compiled_engine.kernels.launcher import quick_launches
+
+TILE = 256
+
+
+@quick_launches
+@triton.jit
+def apply_kernel(headers_ptr: tl.tensor, words_ptr: tl.tensor, TILE: tl.constexpr) -> None:
+    """One program for a write: its header has the address, where its words are, and how many."""
+    header_ptr = headers_ptr + tl.program_id(0) * 3
+    target_ptr = tl.load(header_ptr).to(tl.pointer_type(tl.int32))
+    position = tl.load(header_ptr + 1).to(tl.int32)
+    count = tl.load(header_ptr + 2).to(tl.int32)
+    for begin in range(0, count, TILE):
+        element = begin + tl.arange(0, TILE)
+        mask = element < count
+        tl.store(target_ptr + element, tl.load(words_ptr + position + element, mask=mask), mask=mask)
+
+
+def launch(headers: torch.Tensor, words: torch.Tensor, num_writes: int) -> None:
+    """headers: int64 [writes, 3]; words: int32; both pinned on the host or on the device."""
+    apply_kernel[(num_writes,)](headers, words, TILE=TILE, num_warps=2)

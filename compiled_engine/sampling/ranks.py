@@ -1,0 +1,131 @@
+"""Sampling where the vocabulary is divided among ranks: each has some columns of the logits and samples from its own.
+
+A score and a token of each row are exchanged. Noise depends on seed, position and token id alone, so the best of the
+ranks' best tokens is the one that a single device would choose. A key orders them: by score, then the lowest token id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from compiled_engine.collectives.group import Group, StandIn
+from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
+from compiled_engine.sampling.token_mask import BITS, num_words
+from compiled_engine.sampling.value_checks import FLOAT32_MAX
+
+# Most logits of a row that each rank hands out for top-k; what needs more is gathered.
+CANDIDATES = 1024
+_SIGN_MASK = 2**31 - 1
+
+
+class Best(NamedTuple):
+    """What the choice of a rank begins with and leaves: its tokens are those from `first_token` on.
+
+    scores_S: float32 [S], written: the score of each row's best token, NaN if one of them is, minus infinity if none
+    may be chosen.
+    """
+
+    first_token: int
+    scores_S: torch.Tensor
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """`size` tokens from `first` on, of `size` times as many as there are ranks; group: the ranks."""
+
+    first: int
+    size: int
+    group: Group
+
+    @classmethod
+    def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
+        """Of the rank that `group` is, which divides the vocabulary; None has all of it."""
+        group = group or StandIn()
+        size = vocab_size // group.size
+        return cls(group.rank * size, size, group)
+
+    @property
+    def whole_size(self) -> int:
+        return self.size * self.group.size
+
+    @property
+    def is_divided(self) -> bool:
+        return self.group.size > 1
+
+    def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Those of these tokens that are here, int64, counted from the first one here."""
+        ids = np.asarray(token_ids, dtype=np.int64) - self.first
+        return ids[(ids >= 0) & (ids < self.size)]
+
+    def own_words(self, words_MW: np.ndarray) -> np.ndarray:
+        """The part of masks (see TokenMask) that is about the tokens here: int32 [M, num_words(size)]."""
+        if not self.is_divided:
+            return words_MW
+        start, shift = divmod(self.first, BITS)
+        count = num_words(self.size)
+        words = np.zeros((len(words_MW), count + 1), np.uint64)
+        have = words_MW[:, start : start + count + 1].view(np.uint32)
+        words[:, : have.shape[1]] = have
+        found = (words[:, :-1] >> np.uint64(shift)) | (words[:, 1:] << np.uint64(BITS - shift))
+        return found.astype(np.uint32).view(np.int32)
+
+    def gathered(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """The columns of all ranks: [R, whole size]."""
+        return self.group.gather_columns(logits_RV) if self.is_divided else logits_RV
+
+    def of_whole(self, logits_RV: torch.Tensor) -> torch.Tensor:
+        """This rank's columns of gathered ones, a view."""
+        return logits_RV[:, self.first : self.first + self.size]
+
+
+def choose_of_ranks(
+    choose: Callable[..., None],
+    vocabulary: VocabularySlice,
+    row_index_S: torch.Tensor,
+    token_ids_S: torch.Tensor,
+) -> None:
+    """Write the tokens that all ranks agree on. choose: see gumbel.sample, but for the last argument, a Best."""
+    scores_S = torch.empty(len(token_ids_S), dtype=torch.float32, device=token_ids_S.device)
+    choose(Best(vocabulary.first, scores_S))
+    marked_S = torch.where(scores_S.isnan(), torch.inf, scores_S.clamp(max=FLOAT32_MAX))
+    keys_SR = vocabulary.group.gather_columns(keys_of(marked_S, token_ids_S)[:, None])
+    token_ids_S.copy_(tokens_of(keys_SR.amax(1), row_index_S))
+
+
+def keys_of(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """int64. Infinity stands for a score that is NaN."""
+    bits = (scores + 0.0).view(torch.int32)  # minus zero equals zero
+    ordered = torch.where(bits < 0, bits ^ _SIGN_MASK, bits).long()
+    return (ordered << 32) | (_SIGN_MASK - token_ids.clamp(min=0).long())
+
+
+def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
+    """The token ids in such keys, or why there is none (no_token.py); 0 for padding."""
+    ordered_S = (keys_S >> 32).int()
+    scores_S = torch.where(ordered_S < 0, ordered_S ^ _SIGN_MASK, ordered_S).view(torch.float32)
+    token_ids_S = _SIGN_MASK - (keys_S & _SIGN_MASK)
+    token_ids_S = torch.where(scores_S == torch.inf, NOT_A_NUMBER, token_ids_S)
+    token_ids_S = torch.where(scores_S == -torch.inf, NOTHING_ALLOWED, token_ids_S)
+    return torch.where(row_index_S >= 0, token_ids_S, 0)
+
+
+def filter_candidates(
+    logits_SV: torch.Tensor, top_k: np.ndarray, top_p: np.ndarray, vocabulary: VocabularySlice
+) -> torch.Tensor:
+    """[S, C]: logits that the thresholds of rows with filters follow from, as from those of the whole vocabulary.
+
+    top_k, top_p: of these rows. With a top-k these are as many of each rank's largest, among which are the largest of
+    all; without filters but min-p the largest; but top-p alone may need any number.
+    """
+    if not vocabulary.is_divided:
+        return logits_SV
+    count = int(top_k.max(initial=1))
+    if count > CANDIDATES or ((top_k == 0) & (top_p < 1)).any():
+        return vocabulary.gathered(logits_SV)
+    largest_SK = logits_SV.topk(min(count, logits_SV.shape[1]), dim=1).values
+    return vocabulary.gathered(largest_SK)

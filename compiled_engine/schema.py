@@ -1,0 +1,187 @@
+"""Declare the fields of options and parameters once.
+
+A declared field of a dataclass has its default, the kind of its values and its meaning. What follows from that: checks
+of values, options of the command line with their help texts, keys of YAML files, environment variables, fields of the
+server's requests, and the tables of the documents.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+Check = Callable[[str, Any], Any]
+"""From a field's name and a value to the value as it is kept. Raises TypeError or ValueError that says the name, the
+value and what is allowed."""
+
+JsonSchema = Mapping[str, Any]
+
+Default = TypeVar("Default")
+
+
+class Kind(NamedTuple):
+    """Values of one kind. schema: how JSON has them; empty for objects of Python, which only Python can give."""
+
+    check: Check
+    schema: JsonSchema
+
+
+class Declaration(NamedTuple):
+    """What is declared of a field.
+
+    text: the meaning in Markdown, which the help of the command line and the documents have; it begins with a small
+    letter, or with a value in backticks, and ends without a full stop. default_is: what a default such as None or
+    "auto" stands for. more: what the documents say besides, behind the bounds of a number. flag: how the command line
+    writes the option, if not by the rule; None if it has none.
+    """
+
+    name: str
+    default: Any
+    kind: Kind
+    text: str
+    more: str
+    default_is: str
+    flag: str | None
+
+    @property
+    def schema(self) -> JsonSchema:
+        """The values as JSON has them; of a list or a single value the list."""
+        forms = (self.kind.schema, *self.kind.schema.get("anyOf", ()))
+        return next((form for form in forms if form.get("type") == "array"), self.kind.schema)
+
+    @property
+    def several(self) -> bool:
+        """Whether the value is a list."""
+        return self.schema.get("type") == "array"
+
+
+def declare(
+    default: Default, kind: Kind, text: str, more: str = "", *, default_is: str = "", flag: str | None = ""
+) -> Default:
+    """A field of a dataclass with what `Declaration` has; a type checker sees the default alone."""
+    metadata = {"kind": kind, "text": text, "more": more, "default_is": default_is, "flag": flag}
+    declared: Default = field(default=default, metadata=metadata)
+    return declared
+
+
+def declarations(options: type[Any]) -> tuple[Declaration, ...]:
+    """The declared fields of a dataclass, in their order."""
+    return tuple(Declaration(each.name, each.default, **each.metadata) for each in fields(options) if each.metadata)
+
+
+def check_all(options: Any) -> None:
+    """Check the declared fields of a dataclass. None is allowed where it is the default. Raises as a `Check`."""
+    for each in declarations(type(options)):
+        value = getattr(options, each.name)
+        if value is not None or each.default is not None:
+            each.kind.check(each.name, value)
+
+
+def documented(options: type[Any]) -> str:
+    """The docstring of a dataclass, completed by its fields."""
+    lines = (f"    {each.name}: {plain(described(each))}." for each in declarations(options))
+    return "\n".join([(options.__doc__ or "").rstrip(), "", *lines, "    "])
+
+
+def described(declaration: Declaration) -> str:
+    """The whole meaning, in Markdown."""
+    named = declaration.default if declaration.default != () else "by default"
+    default = f"{named}: {declaration.default_is}" if declaration.default_is else ""
+    return "; ".join(filter(None, (declaration.text, default, bounds(declaration.kind.schema), declaration.more)))
+
+
+def bounds(schema: JsonSchema) -> str:
+    """The least and the most of a number in words; empty where it has none."""
+    most = schema.get("maximum")
+    if most is None or most == 2**64 - 1:  # every seed
+        return ""
+    least = (
+        f"above {schema['exclusiveMinimum']}, at most" if "exclusiveMinimum" in schema else f"{schema['minimum']} to"
+    )
+    return f"{least} {most if isinstance(most, float) else format(most, ',')}"
+
+
+def plain(markdown: str) -> str:
+    """Markdown without links and backticks."""
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", markdown).replace("`", "")
+
+
+def require(allowed: str, has_type: Callable[[Any], bool], holds: Callable[[Any], bool] = lambda value: True) -> Check:
+    """A check that leaves the value as it is. has_type: or TypeError; holds: or ValueError."""
+
+    def check(name: str, value: Any) -> Any:
+        if not has_type(value):
+            raise TypeError(f"{name} is {value!r}; allowed: {allowed}")
+        if not holds(value):
+            raise ValueError(f"{name} is {value!r}; allowed: {allowed}")
+        return value
+
+    return check
+
+
+def is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def integer(least: int = 1, most: int | None = None) -> Kind:
+    allowed = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
+    bounds = {"minimum": least} | ({} if most is None else {"maximum": most})
+    check = require(allowed, is_integer, lambda value: value >= least and (most is None or value <= most))
+    return Kind(check, {"type": "integer", **bounds})
+
+
+def number(allowed: str, holds: Callable[[float], bool]) -> Kind:
+    """A finite number. allowed: in words, such as "above 0"."""
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    has_type = require(f"a number {allowed}", is_number)
+    is_inside = require(allowed, is_number, lambda value: math.isfinite(value) and holds(value))
+    return Kind(lambda name, value: is_inside(name, has_type(name, value)), {"type": "number"})
+
+
+def one_of(*names: str) -> Kind:
+    check = require(", ".join(names), lambda value: True, lambda value: value in names)
+    return Kind(check, {"enum": names})
+
+
+def text(allowed: str = "text", *, may_be_empty: bool = False) -> Kind:
+    check = require(allowed, lambda value: isinstance(value, str), lambda value: may_be_empty or value != "")
+    return Kind(check, {"type": "string"})
+
+
+def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
+    """A path as text or Path. format: "path", or another one where text may be no path at all."""
+    check = require(allowed, lambda value: isinstance(value, str | Path), lambda value: value != "")
+    return Kind(check, {"type": "string", "format": format})
+
+
+def a_list(item: JsonSchema) -> Kind:
+    """A tuple, whose entries are checked elsewhere."""
+    return Kind(require("a list", lambda value: isinstance(value, tuple)), {"type": "array", "items": item})
+
+
+def sizes() -> Kind:
+    """A tuple of integers from 1 on."""
+    kind = a_list({"type": "integer", "minimum": 1})
+
+    def check(name: str, value: Any) -> Any:
+        for size in kind.check(name, value):
+            if not is_integer(size) or size < 1:
+                raise ValueError(f"{name} has {size!r}; allowed: integers of at least 1")
+        return value
+
+    return Kind(check, kind.schema)
+
+
+def switch(allowed: str = "True or False") -> Kind:
+    return Kind(require(allowed, lambda value: isinstance(value, bool)), {"type": "boolean"})
+
+
+SWITCH = switch()
+TEXTS = a_list({"type": "string"})

@@ -1,0 +1,114 @@
+"""The tables of options in the documents, from what the code declares. Each function returns Markdown."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from compiled_engine.cli.arguments import Argument, arguments_of
+from compiled_engine.options import EngineOptions
+from compiled_engine.other_engines.keywords import KEYWORDS, Honoured, Nested, Only, Row, WithoutEffect
+from compiled_engine.other_engines.methods import MISSING
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.schema import Declaration, declarations, described
+from compiled_engine.server.options import Limits, ServerOptions
+
+
+def engine_options() -> str:
+    """The keywords of `LLM`, each with the option of the command line where that has another name."""
+    rows = (row(each, *written_otherwise(each)) for each in declarations(EngineOptions))
+    return markdown("option", "default", "meaning", rows=rows)
+
+
+def sampling_parameters() -> str:
+    return markdown("field", "default", "meaning", rows=map(row, declarations(SamplingParams)))
+
+
+def server_options() -> str:
+    """The options of `serve` beside the engine's, as the command line writes them."""
+    return written_options(ServerOptions)
+
+
+def server_limits() -> str:
+    return written_options(Limits)
+
+
+def written_options(options: type[Any]) -> str:
+    rows = []
+    for argument in arguments_of(options):
+        meaning = "do not " * argument.negates + described(argument.declaration)
+        meaning += " (may be repeated)" * argument.declaration.several
+        rows.append((f"`{argument.written}`", ", ".join(f"`{value}`" for value in argument.defaults), meaning))
+    return markdown("option", "default", "meaning", rows=rows)
+
+
+def row(declaration: Declaration, *notes: str) -> tuple[str, str, str]:
+    meaning = described(declaration) + (f" ({', '.join(notes)})" if notes else "")
+    return f"`{declaration.name}`", f"`{declaration.default!r}`", meaning
+
+
+def written_otherwise(declaration: Declaration) -> Iterator[str]:
+    """How the command line writes an option that is no rule's."""
+    argument: Any = Argument(declaration)
+    if argument.written != f"--{declaration.name.replace('_', '-')}":
+        yield f"`{argument.written}`"
+    if declaration.several:
+        yield "may be repeated"
+
+
+def same_keywords() -> str:
+    """Keywords of other engines that are options of this one."""
+    return ", ".join(name for name, means in honoured(KEYWORDS) if name == means) + "."
+
+
+def honoured_keywords() -> str:
+    """The other keywords that mean something here, by what they mean."""
+    names = by_value((means, name) for name, means in honoured(KEYWORDS) if name != means)
+    return markdown("keyword", "here", rows=[(each, means) for means, each in names.items()])
+
+
+def keywords_not_supported() -> str:
+    """Keywords that ask for what the engine cannot do, by that."""
+    only = {name: row for name, row in KEYWORDS.items() if isinstance(row, Only)}
+    names = by_value(((row.feature, row.instead), f"`{name}`{values(row)}") for name, row in only.items())
+    rows = [(feature, each, instead) for (feature, instead), each in names.items()]
+    return markdown("not supported", "keywords (values that do not ask for it)", "instead", rows=rows)
+
+
+def keywords_without_effect() -> str:
+    """Keywords that change nothing, by the reason."""
+    ignored = {name: row for name, row in KEYWORDS.items() if isinstance(row, WithoutEffect)}
+    names = by_value((row.reason, f"`{name}`") for name, row in ignored.items())
+    return markdown("why", "keywords", rows=names.items())
+
+
+def missing_methods() -> str:
+    """Attributes of other engines' LLM, by what to do instead."""
+    names = by_value((instead, f"`{name}`") for name, instead in MISSING.items())
+    return markdown("attributes", "instead", rows=[(each, instead) for instead, each in names.items()])
+
+
+def honoured(rows: Mapping[str, Row], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, row in rows.items():
+        if isinstance(row, Nested):
+            yield from honoured(row.rows, f"{name}: ")
+        elif isinstance(row, Honoured):
+            yield f"`{prefix}{name}`", row.means
+
+
+def values(row: Only) -> str:
+    return f" ({', '.join(map(repr, row.values))})" if row.values else ""
+
+
+def by_value(pairs: Iterable[tuple[Any, str]]) -> dict[Any, str]:
+    """The names that have a value in common, in their order."""
+    names = defaultdict(list)
+    for value, name in pairs:
+        names[value].append(name)
+    return {value: ", ".join(each) for value, each in names.items()}
+
+
+def markdown(*headings: str, rows: Iterable[Sequence[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,150 @@
+"""Finds the tensor of a model that each tensor of a checkpoint belongs in, whoever wrote the model, and checks all."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from compiled_engine.config import ModelConfig
+from compiled_engine.models.checkpoint.mxfp4 import BYTES
+from compiled_engine.models.checkpoint.safetensors_files import STORED_DTYPES, name_some
+from compiled_engine.models.foreign.placement import Placement, Span
+from compiled_engine.models.foreign.weights import find_weight_plan
+from compiled_engine.models.textbook.experts import Experts
+
+RECOMPUTED = "rotary_emb.inv_freq"  # a buffer that old checkpoints hold; the model computes its own
+Shape = tuple[int, ...]
+Problems = dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The placements to read for each tensor of the model, by its name, the first one of tied ones.
+
+    twins: placements of the other copies, where a checkpoint holds a tied tensor several times.
+    """
+
+    read: Mapping[str, Sequence[Placement]]
+    twins: Mapping[str, Sequence[Placement]]
+
+
+def match_tensors(
+    tensors: Mapping[str, torch.Tensor], model: nn.Module, config: ModelConfig, cache_dir: Path | None
+) -> Matched:
+    """Match by name. model: the undivided one, which may be on the meta device. cache_dir: see `load_weights`.
+
+    Raises ValueError if tensors are missing, unexpected, of another shape or of a dtype that is not supported.
+    """
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    if config.transformers is None:
+        placements, problems = _of_textbook(model, own, shapes)
+    else:
+        stored = model.state_dict().keys()
+        own |= {name: buffer for name, buffer in model.named_buffers() if name in stored}
+        try:
+            plan = find_weight_plan(config.transformers, config.dtype, shapes, cache_dir)
+        except ValueError as error:
+            raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {error}") from error
+        placements, problems = list(plan.placements), {"unexpected": list(plan.unexpected)}
+    read, twins = _tied_apart(placements, own)
+    if config.transformers is not None:
+        problems = _misfits(read, own, shapes) | problems
+    used = {name: bool(p.decode) for p in placements for name in p.sources}
+    problems["of a dtype that is not supported"] = [
+        f"{name} ({tensors[name].dtype})"
+        for name, encoded in used.items()
+        if tensors[name].dtype not in ((torch.uint8,) if encoded else STORED_DTYPES)
+    ]
+    order = ("missing", "unexpected", "of another shape", "of a dtype that is not supported")
+    found = {kind: problems[kind] for kind in order if problems[kind]}
+    if found:
+        lines = (f"{len(names)} {kind}: {name_some(names)}" for kind, names in found.items())
+        raise ValueError(f"the tensors in {config.path} do not fit {config.architecture}: {'; '.join(lines)}")
+    return Matched(read, twins)
+
+
+def _of_textbook(
+    model: nn.Module, own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
+) -> tuple[list[Placement], Problems]:
+    """Match by the model's own names, and those of parts where a module says that a checkpoint has them."""
+    expected = {name: (name, tuple((0, size) for size in tensor.shape)) for name, tensor in own.items()}
+    of_file = {name: tuple(tensor.shape) for name, tensor in own.items()}
+    for path, module in model.named_modules():
+        if isinstance(module, Experts):
+            for name, _ in module.named_parameters():
+                del expected[f"{path}.{name}"]
+            for name, parameter, placed in module.checkpoint_tensors():
+                expected[f"{path}.{name}"] = f"{path}.{parameter}", placed
+                of_file[f"{path}.{name}"] = tuple(end - start for start, end in placed[1:])
+    known = [name for name in shapes if name in expected]
+    placements = [Placement(name, _all_of(shapes[name]), *expected[name]) for name in known]
+    places = {name: (id(own[target]), placed) for name, (target, placed) in expected.items()}
+    found = {places[name] for name in known}
+    return placements, {
+        "missing": [name for name, place in places.items() if place not in found],
+        "unexpected": [name for name in shapes if name not in expected and not name.endswith(RECOMPUTED)],
+        "of another shape": [
+            f"{name} ({list(shapes[name])} instead of {list(of_file[name])})"
+            for name in known
+            if shapes[name] != of_file[name]
+        ],
+    }
+
+
+def _tied_apart(
+    placements: Sequence[Placement], own: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, list[Placement]], dict[str, list[Placement]]]:
+    """Separate what is read from other copies of tied tensors, by the tensor's first name: (read, twins)."""
+    first: dict[int, str] = {}
+    owners = {name: first.setdefault(id(tensor), name) for name, tensor in own.items()}
+    chosen: dict[str, str] = {}
+    read: dict[str, list[Placement]] = defaultdict(list)
+    twins: dict[str, list[Placement]] = defaultdict(list)
+    for placement in placements:
+        owner = owners[placement.target]
+        is_read = chosen.setdefault(owner, placement.target) == placement.target
+        (read if is_read else twins)[owner].append(placement)
+    return dict(read), dict(twins)
+
+
+def _misfits(
+    read: Mapping[str, Sequence[Placement]], own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
+) -> Problems:
+    """List tensors of transformers' code that are not covered, and placements that do not lie within one."""
+    owners: dict[int, str] = {}
+    for name, tensor in own.items():
+        owners.setdefault(id(tensor), name)
+    covered = {name: sum(_elements(p.placed) for p in read.get(name, ())) for name in owners.values()}
+    return {
+        "missing": [name for name, count in covered.items() if count < math.prod(own[name].shape)],
+        "of another shape": [
+            f"{p.source} ({list(shapes[p.source])} instead of {list(own[p.target].shape)})"
+            for several in read.values()
+            for p in several
+            if not _fits(p, tuple(own[p.target].shape), shapes)
+        ],
+    }
+
+
+def _fits(placement: Placement, shape: Shape, shapes: Mapping[str, Shape]) -> bool:
+    if placement.decode:
+        blocks = shapes[placement.source]
+        if len(blocks) != 4 or blocks[3] != BYTES or blocks[:3] != shapes[placement.beside[0]]:
+            return False
+    inside = all(end <= size for (_, end), size in zip(placement.placed, shape, strict=False))
+    return len(shape) == len(placement.placed) and inside
+
+
+def _all_of(shape: Shape) -> tuple[Span, ...]:
+    return tuple((0, size) for size in shape)
+
+
+def _elements(spans: tuple[Span, ...]) -> int:
+    return math.prod(end - start for start, end in spans)

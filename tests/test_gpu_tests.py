@@ -1,0 +1,125 @@
+"""The run of the GPU's tests, with tests that need none: what it says of them, whole, out of time, and interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_tests
+import pytest
+from gpu_tests import Stage, run_all, stages_of
+
+QUICK = """
+import pytest
+pytestmark = pytest.mark.gpu
+def test_passes(): pass
+@pytest.mark.parametrize("number", [1, 2])
+def test_fails(number): assert number == 1
+@pytest.mark.skip
+def test_skipped(): pass
+@pytest.fixture
+def broken(): raise OSError
+def test_error(broken): pass
+@pytest.mark.gpu_alone
+def test_alone(): pass
+"""
+SLOW = """
+import time, pytest
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(3))
+def test_takes_its_time(number): time.sleep(600 * (number > 0))
+"""
+FACTS: dict[str, Any] = {"commit": "abc", "machine": {"gpu": "a GPU"}, "versions": {}}
+AS_A_PROCESS = """
+import signal, sys
+from pathlib import Path
+import gpu_tests
+signal.signal(signal.SIGTERM, signal.default_int_handler)
+stages = gpu_tests.stages_of(Path(sys.argv[1]))
+facts = {"machine": {}}
+print("begins", flush=True)
+sys.exit(gpu_tests.run_all(stages, Path(sys.argv[2]), None, [], facts))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "test_gpu_starts.py").write_text(QUICK)
+    (tmp_path / "test_slow.py").write_text(SLOW)
+    (tmp_path / "test_of_a_cpu.py").write_text("def test_of_a_cpu(): assert False")
+    return tmp_path
+
+
+def test_the_most_telling_tests_come_first() -> None:
+    starts, engines, kernels, alone = stages_of(gpu_tests.TESTS)
+    assert [path.name for path in starts.files] == ["test_gpu_starts.py"]
+    assert [path.name for path in engines.files][:2] == ["test_gpu_engine.py", "test_gpu_graphs.py"]
+    assert "test_attention.py" in {path.name for path in kernels.files}
+    assert (alone.alone, set(alone.files) <= {*starts.files, *engines.files, *kernels.files}) == (True, True)
+
+
+def test_what_does_not_fit_is_cut_and_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_tests, "MOST_PROCESSES", 1)
+    result = folder / "result.json"
+    quick, slow, alone = stages_of(folder)
+    assert run_all([quick, alone], result, None, [], FACTS) == 1
+    found = json.loads(result.read_text())
+    assert found["commit"] == "abc"
+    counts = {name: {key: stage[key] for key in stage if key != "seconds"} for name, stage in found["stages"].items()}
+    failed = counts["starts"].pop("failed")
+    assert [name.partition("::")[2] for name in failed] == ["test_error", "test_fails[2]"]
+    assert counts["starts"] == {"passed": 2, "skipped": 1, "not_run": 0, "cut": None}
+    assert counts["alone"] == {"passed": 1, "skipped": 0, "failed": [], "not_run": 0, "cut": None}
+    assert "3 passed, 2 failed, 1 skipped in " in capsys.readouterr().out
+
+    assert run_all([slow, quick], result, gpu_tests.FAREWELL_S + 15, [], FACTS) == 1
+    stages = json.loads(result.read_text())["stages"]
+    kernels = stages["kernels"]
+    assert kernels["cut"] == "the time was over"
+    assert (kernels["passed"], kernels["not_run"]) in ((1, 2), (0, 3), (0, None))  # as fast as the machine is
+    said = capsys.readouterr().out
+    assert "its tests did not run: the time was over\n" in said
+    assert said.endswith("not all were run\n")
+
+
+def test_an_interrupted_run_has_a_result_too(folder: Path) -> None:
+    """Side by side."""
+    (folder / "test_gpu_starts.py").unlink()
+    result = folder / "result.json"
+    command = [sys.executable, "-c", AS_A_PROCESS, str(folder), str(result)]
+    process = subprocess.Popen(command, cwd=gpu_tests.TESTS, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begins\n"
+    time.sleep(5)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    stage = json.loads(result.read_text())["stages"]["kernels"]
+    assert stage["cut"] == "interrupted"
+    assert said.endswith("not all were run\n")
+
+
+def test_a_stage_that_cannot_begin_is_a_failure(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "test_wrong.py").write_text("import nothing_of_this_name\nmark.gpu")
+    stage = Stage("wrong", (folder / "test_wrong.py",), alone=True)
+    assert run_all([stage], folder / "result.json", None, [], FACTS) == 1
+    assert "failed: wrong: pytest ended with status 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("visible", "expected"), [(None, "1"), ("4,6", "6")])
+def test_processes_side_by_side_have_a_gpu_each(visible: str | None, expected: str) -> None:
+    environment = os.environ | {"PYTEST_XDIST_WORKER": "gw3", gpu_tests.COUNT_VARIABLE: "2"}
+    environment.pop("CUDA_VISIBLE_DEVICES", None)
+    environment |= {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    code = "import conftest, os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    command = [sys.executable, "-c", code]
+    said = subprocess.run(command, check=True, capture_output=True, text=True, cwd=gpu_tests.TESTS, env=environment)
+    assert said.stdout.split() == [expected]
