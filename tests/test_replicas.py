@@ -370,18 +370,23 @@ def test_prompt_logprobs_go_on_where_they_ended() -> None:
     engine.close()
 
 
+def lose_who_has(request_id: str, cores: list[FakeCore], engine: Replicas) -> list[EngineOutput]:
+    """End the core that runs the request; return the outputs of the step that notices."""
+    for core in cores:
+        core.listen()
+    (having,) = [core for core in cores if request_id in core.requests]
+    cores.remove(having)
+    having.connection.close()
+    return list(engine.step().others)
+
+
 def test_what_was_under_way_in_too_many_deaths_goes_on_nowhere() -> None:
     """It may be their cause. What only waited goes on."""
     cores = [FakeCore() for _ in range(MOST_LOST + 1)]
     engine = make(cores)
     engine.add(EngineRequest("suspect", (1, 2, 3), SamplingParams(max_tokens=5, seed=1)))
     for deaths in range(MOST_LOST):
-        for core in cores:
-            core.listen()
-        (having,) = [core for core in cores if "suspect" in core.requests]
-        cores.remove(having)
-        having.connection.close()
-        outputs = engine.step().others
+        outputs = lose_who_has("suspect", cores, engine)
         assert [output.finish_reason for output in outputs] == (["error"] if deaths == MOST_LOST - 1 else [])
     assert "has ended" in str(outputs[0].stop_reason)
     cores[0].listen()
@@ -404,12 +409,7 @@ def test_who_went_on_elsewhere_is_counted() -> None:
     engine = make(cores)
     engine.add(EngineRequest("suspect", (1, 2, 3), SamplingParams(max_tokens=5, seed=1)))
     for _ in range(MOST_LOST):
-        for core in cores:
-            core.listen()
-        (having,) = [core for core in cores if "suspect" in core.requests]
-        cores.remove(having)
-        having.connection.close()
-        engine.step()
+        lose_who_has("suspect", cores, engine)
 
     def answer() -> None:
         assert cores[0].connection.wait_readable(20)
