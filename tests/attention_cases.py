@@ -230,7 +230,7 @@ def build(
             block_L, offset_L = slots_L // block_size, slots_L % block_size
             cache_N2PKd[block_L[:context], index, offset_L[:context]] = values_LKd[:context]
             expected_cache_N2PKd[block_L, index, offset_L] = values_LKd
-        expected_THd[tokens] = dense(q_QHd, k_LKd, v_LKd, scoring)
+        expected_THd[tokens] = dense(*(values.to(device) for values in (q_QHd, k_LKd, v_LKd)), scoring).cpu()
 
     queries = [request.query_len for request in case.requests]
     num_decodes = next((row for row, query_len in enumerate(queries) if query_len != 1), len(queries))
@@ -257,7 +257,7 @@ def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring
     scores_HQL = torch.einsum("qhd,lhd->hql", q_QHd.double(), k_LHd) * scoring.scale
     if scoring.soft_cap:
         scores_HQL = scoring.soft_cap * torch.tanh(scores_HQL / scoring.soft_cap)
-    keys_L = torch.arange(k_LKd.shape[0])
+    keys_L = torch.arange(k_LKd.shape[0], device=k_LKd.device)
     queries_Q1 = keys_L[-q_QHd.shape[0] :].unsqueeze(1)
     hidden_QL = keys_L > queries_Q1
     if scoring.sliding_window:
@@ -265,7 +265,7 @@ def dense(q_QHd: torch.Tensor, k_LKd: torch.Tensor, v_LKd: torch.Tensor, scoring
     weights_HQL = scores_HQL.masked_fill(hidden_QL, -math.inf).exp()
     totals_HQ1 = weights_HQL.sum(-1, keepdim=True)
     if scoring.sinks_H is not None:
-        totals_HQ1 += scoring.sinks_H.double().exp().view(-1, 1, 1)
+        totals_HQ1 += scoring.sinks_H.to(totals_HQ1).exp().view(-1, 1, 1)
     return torch.einsum("hql,lhd->qhd", weights_HQL / totals_HQ1, v_LHd)
 
 

@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for marker, reason in SKIPPED.items():
         skipped = [report for report in terminalreporter.stats.get("skipped", []) if marker in report.keywords]
-        if skipped:
+        if reason and skipped:
             terminalreporter.write_line(f"{len(skipped)} {marker} tests skipped: {reason}", yellow=True)
 
 

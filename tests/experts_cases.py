@@ -51,17 +51,17 @@ ALPHA, LIMIT = 1.702, 1.5
 
 def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[Any, ...]:
     """What the op takes, in its order. Logits are far enough apart that no rounding changes their order."""
-    generator = torch.Generator().manual_seed(case.num_tokens + 1000 * case.num_experts)
+    generator = torch.Generator(device).manual_seed(case.num_tokens + 1000 * case.num_experts)
     T, E, D, I = case.num_tokens, case.num_experts, case.hidden_size, case.width  # noqa: E741
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator, device=device).to(dtype)
 
-    places_TE = torch.stack([torch.randperm(E, generator=generator) for _ in range(T)])
-    chosen_TX = places_TE[:, : case.top_k].to(device)
+    places_TE = torch.stack([torch.randperm(E, generator=generator, device=device) for _ in range(T)])
+    chosen_TX = places_TE[:, : case.top_k]
     return (
         normal(T, D),
-        normal(T, case.top_k).float() if case.given else (places_TE / 16).to(device, dtype),
+        normal(T, case.top_k).float() if case.given else (places_TE / 16).to(dtype),
         normal(E, 2 * I, D) / D**0.5,
         normal(E, D, I) / I**0.5,
         normal(E, 2 * I) if case.gpt_oss else None,
@@ -82,8 +82,8 @@ def arguments_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> tuple[A
 def expected(arguments: Sequence[Any]) -> torch.Tensor:
     """In float64, every expert on every token, and weights of 0 for those that are not chosen."""
     *op_arguments, given = arguments
-    tensors = [a.double().cpu() if isinstance(a, torch.Tensor) else a for a in op_arguments]
-    x, logits, gate_up, down, gate_up_bias, down_bias, top_k, renormalise, activation, *others = tensors
+    tensors = [a.double() if isinstance(a, torch.Tensor) and a.ndim < 3 else a for a in op_arguments]
+    x, logits, gate_ups, downs, gate_up_bias, down_bias, top_k, renormalise, activation, *others = tensors
     alpha, limit, interleaved, norm, eps, offset, _, residual = others
     if norm is not None:
         x = x * (x.pow(2).mean(-1, keepdim=True) + eps) ** -0.5 * (norm + offset)
@@ -93,20 +93,22 @@ def expected(arguments: Sequence[Any]) -> torch.Tensor:
         chosen = powers * (logits >= least)
         weights = chosen / (chosen if renormalise else powers).sum(-1, keepdim=True)
     else:
-        weights = torch.zeros(len(x), len(gate_up), dtype=torch.float64).scatter(1, given.cpu(), logits)
-    product = torch.einsum("td,end->ten", x, gate_up) + (0 if gate_up_bias is None else gate_up_bias)
-    gate, up = (product[..., ::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
+        weights = logits.new_zeros(len(x), len(gate_ups)).scatter(1, given, logits)
     gelu = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh")}
-    hidden = gelu[activation](gate) * up
-    if limit:
-        gate = torch.minimum(gate, torch.tensor(limit))
-        hidden = gate / (1 + (-alpha * gate).exp()) * (1 + up.clip(-limit, limit))
-    made = torch.einsum("tei,edi->ted", hidden, down) + (0 if down_bias is None else down_bias)
-    y = (made * weights[..., None]).sum(1)
-    return y if residual is None else y + residual
+    y = torch.zeros_like(x) if residual is None else residual
+    for expert, (gate_up, down) in enumerate(zip(gate_ups, downs, strict=True)):  # all at once are gigabytes
+        product = x @ gate_up.double().T + (0 if gate_up_bias is None else gate_up_bias[expert])
+        gate, up = (product[..., ::2], product[..., 1::2]) if interleaved else product.chunk(2, -1)
+        hidden = gelu[activation](gate) * up
+        if limit:
+            gate = gate.clamp(max=limit)
+            hidden = gate / (1 + (-alpha * gate).exp()) * (1 + up.clip(-limit, limit))
+        made = hidden @ down.double().T + (0 if down_bias is None else down_bias[expert])
+        y = y + made * weights[:, expert, None]
+    return y
 
 
 def error(got: torch.Tensor, arguments: tuple[Any, ...]) -> float:
     """The largest difference, relative to the largest value; NaN if anything is."""
     right = expected(arguments)
-    return float((got.double().cpu() - right).abs().max() / right.abs().max())
+    return float((got.double() - right).abs().max() / right.abs().max())

@@ -1,5 +1,5 @@
-"""A start in a process of its own, as a user's script has it: python gpu_start.py FOLDER OPTIONS PROMPTS, all but the
-folder as JSON. Prints what came out, with the counts of the start, as a line of JSON."""
+"""Starts engines, one after the other, as a user's script has them: python gpu_start.py FOLDER OPTIONS PROMPTS, all but
+the folder as JSON, OPTIONS a list of them. Prints what came out, with the counts of each start, as a line of JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OUTPUT_LEN = 12
 COUNTS = ("traces", "compiles", "captures", "graph_replays", "cache")
 
 
-def main(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> None:
+def start(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
     given = [{"prompt_token_ids": prompt} for prompt in prompts]
     params = SamplingParams(
         temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True, logprobs=0, prompt_logprobs=0, detokenize=False
@@ -29,8 +29,9 @@ def main(folder: str, options: dict[str, Any], prompts: list[list[int]]) -> None
         entries = [*output.prompt_logprobs[1:], *completion.logprobs]
         logprobs = [next(iter(entry.values())).logprob for entry in entries if entry is not None]
         found.append({"token_ids": list(completion.token_ids), "logprobs": logprobs})
-    print(json.dumps({"outputs": found} | {name: metrics[name] for name in COUNTS}))
+    return {"outputs": found} | {name: metrics[name] for name in COUNTS}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+    folder, prompts = sys.argv[1], json.loads(sys.argv[3])
+    print(json.dumps([start(folder, options, prompts) for options in json.loads(sys.argv[2])]))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -26,6 +27,7 @@ import torch
 TESTS = Path(__file__).parent
 RESULT = TESTS.parent / "docs" / "measurements" / "gpu_tests.json"
 MOST_PROCESSES = 12  # for each GPU
+NUM_SLOWEST = 20  # tests of a stage whose seconds are kept
 # Where compiled models and kernels are kept: one folder for all stages, never the user's.
 CACHE_VARIABLE = "COMPILED_ENGINE_CACHE_DIR"
 # So long a stage that is cut has to end by itself.
@@ -63,7 +65,7 @@ def stages_of(folder: Path) -> list[Stage]:
 @dataclass
 class Found:
     """What became of a stage's tests. failed: names. not_run: how many did not end; None if that is not known, as
-    nothing was collected. cut: why they did not."""
+    nothing was collected. cut: why they did not. slowest: seconds by name, set-up and tear-down included."""
 
     seconds: float = 0.0
     passed: int = 0
@@ -71,6 +73,7 @@ class Found:
     failed: list[str] = field(default_factory=list)
     not_run: int | None = None
     cut: str | None = None
+    slowest: dict[str, float] = field(default_factory=dict)
 
 
 # --- a plugin of pytest: each test's end as a line, so that it is known whatever happens to the process afterwards ---
@@ -92,13 +95,14 @@ def pytest_collection_finish(session: Any) -> None:
 
 def pytest_runtest_logreport(report: Any) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that started the others hears of all tests
-        _say(test=report.nodeid, when=report.when, outcome=report.outcome)
+        _say(test=report.nodeid, when=report.when, outcome=report.outcome, seconds=report.duration)
 
 
 def read_lines(path: Path) -> Found:
     """What the lines of a stage say."""
     outcomes: dict[str, str] = {}
     ended: set[str] = set()
+    seconds: Counter[str] = Counter()
     collected: int | None = None
     for line in path.read_text().splitlines() if path.exists() else ():
         said = json.loads(line)
@@ -107,11 +111,14 @@ def read_lines(path: Path) -> Found:
             continue
         name = said["test"]
         outcomes[name] = max(outcomes.get(name, "passed"), said["outcome"], key=("passed", "skipped", "failed").index)
+        seconds[name] += said["seconds"]
         if said["when"] == "teardown" or said["outcome"] == "failed":
             ended.add(name)
     failed = sorted(name for name, outcome in outcomes.items() if outcome == "failed")
     passed, skipped = (sum(outcomes[name] == kind for name in ended) for kind in ("passed", "skipped"))
-    return Found(0.0, passed, skipped, failed, None if collected is None else max(collected - len(ended), 0))
+    not_run = None if collected is None else max(collected - len(ended), 0)
+    slowest = {name: round(spent, 1) for name, spent in seconds.most_common(NUM_SLOWEST)}
+    return Found(0.0, passed, skipped, failed, not_run, slowest=slowest)
 
 
 # --- the run ---

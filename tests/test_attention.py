@@ -47,6 +47,7 @@ from compiled_engine.attention.case import AttentionCase, KVFormat
 from compiled_engine.attention.registry import BACKENDS, get_backend
 
 ON_A_GPU = tuple(name for name in BACKENDS if name != "cpp")
+PARTS = 8  # of a test that takes minutes as a whole
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMES = [case.name for case in CASES]
 
@@ -186,8 +187,7 @@ def test_triton_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("backend", ON_A_GPU)
-def test_on_cuda(backend: str, dtype: torch.dtype) -> None:
-    """The table on a GPU, and exactly which cases a backend refuses there."""
+def test_what_is_refused_on_cuda(backend: str, dtype: torch.dtype) -> None:
     reasons = refusals(backend, "cuda", dtype)
     if backend == "flash_attn" and len(reasons) == len(CASES):  # it is not there, or refuses the type
         assert reasons == dict.fromkeys(NAMES, reasons[NAMES[0]])
@@ -199,9 +199,18 @@ def test_on_cuda(backend: str, dtype: torch.dtype) -> None:
         heads = {case.head_dim for case in CASES if case.name in defects and not case.soft_cap}
         assert not heads & {64, 128}
         assert {name: reason for name, reason in reasons.items() if name not in defects} == LIMITS[backend]
-    outcomes = {case.name: outcome(backend, case, "cuda", dtype) for case in CASES if case.name not in reasons}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("backend", ON_A_GPU)
+def test_on_cuda(backend: str, dtype: torch.dtype, part: int) -> None:
+    """The table on a GPU but for what is refused there, in parts: every case compiles kernels of its own."""
+    reasons = refusals(backend, "cuda", dtype)
+    outcomes = {c.name: outcome(backend, c, "cuda", dtype) for c in CASES[part::PARTS] if c.name not in reasons}
     assert outcomes == dict.fromkeys(outcomes, "right")
-    assert not outcomes or wrong_layers(backend, *SOME_LAYERS, "cuda", dtype) == []
+    assert part or not outcomes or wrong_layers(backend, *SOME_LAYERS, "cuda", dtype) == []
 
 
 @pytest.mark.gpu
@@ -233,14 +242,15 @@ def test_layers_with_and_without_windows_share_a_list_on_cuda(
 
 
 @pytest.mark.gpu
-def test_triton_on_random_batches() -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+def test_triton_on_random_batches(part: int) -> None:
     """Ragged batches of decodes and prompts in any order, as a graph of any batch has them, padding rows included."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(part)
 
     def number(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=generator))
 
-    for seed in range(16):
+    for seed in range(2):
         requests = [
             Request(seq_len, 1 if number(0, 2) else number(1, min(seq_len, 300) + 1))
             for seq_len in (number(1, 3000 if number(0, 4) == 0 else 400) for _ in range(number(1, 13)))
