@@ -1,7 +1,7 @@
 # make demo   install into .venv and generate text with the bundled model
 # make test   install into .venv and run lint, type check and tests
 # make test-all   the same, with every case of the tests that are products
-# make test-gpu   the tests that need an NVIDIA GPU
+# make test-gpu   the tests that need an NVIDIA GPU; every case of those that are products: make test-gpu PYTEST_OPTIONS=--all
 # Needs only Python 3.11 or newer, make and a C++ compiler (g++).
 
 PYTHON ?= python3
@@ -40,7 +40,7 @@ unit: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_OPTIONS)
 
 test-gpu: $(VENV)/.installed
-	$(BIN)/python tests/gpu_tests.py
+	$(BIN)/python tests/gpu_tests.py -- $(PYTEST_OPTIONS)
 
 $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -202,6 +202,7 @@ def test_the_kernel_refuses_layouts_that_it_cannot_read() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.product(one_in=3)
 @pytest.mark.parametrize("merged", [True, False])
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
