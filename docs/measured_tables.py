@@ -10,7 +10,6 @@ from typing import Any
 
 from table_text import Result, below, conditions, markdown, median, model_name
 
-
 HIGHLIGHTS = (
     "0.6b-tpot-1",
     "0.6b-tpot-64",
