@@ -10,6 +10,19 @@ from typing import Any
 
 from table_text import Result, below, conditions, markdown, median, model_name
 
+HIGHLIGHTS = (
+    "0.6b-tpot-1",
+    "0.6b-tpot-64",
+    "8b-tpot-1",
+    "8b-tpot-64",
+    "0.6b-T",
+    "8b-T",
+    "8b-prefill-8x4000",
+    "0.6b-prefill-1x32000",
+    "0.6b-start-cold",
+    "0.6b-start-warm",
+)
+
 
 def ablation(result: Result) -> str:
     """A row for each variant, the bound below."""
@@ -215,9 +228,21 @@ def peers(result: Result) -> str:
     return _compared(result, rows, {**result["engines"], "bound": "bound"})
 
 
-def highlights(result: Result) -> str:
-    """The rows of a comparison that are marked as such, without the bound."""
-    return _compared(result, [row for row in result["rows"] if row.get("highlight")], result["engines"])
+def highlights(result: Result, starts: Result, peers: Result) -> str:
+    """A few rows of the table and of starts, beside a peer's."""
+    known = {row["id"]: row for row in peers["rows"]}
+    measured = {row["id"]: row for row in (*result["rows"], *starts["rows"]) if "measured" in row}
+    rows = [
+        [
+            f"{measured[name]['model']}, {measured[name]['what']}, {measured[name]['unit']}",
+            _range(measured[name], known[name]["vllm"]),
+            f"**{_figure(measured[name], measured[name]['measured']['median'])}**",
+            _figure(measured[name], measured[name]["bound"]),
+        ]
+        for name in HIGHLIGHTS
+    ]
+    headings = ["", peers["engines"]["vllm"], "this engine", "bound"]
+    return below(markdown(headings, rows), result, peers, with_command=False)
 
 
 def _compared(result: Result, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> str:
