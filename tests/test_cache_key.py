@@ -11,8 +11,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape
-from compiled_engine.config_as_json import flat_fields
+from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape, RopeConfig, flat_fields
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
@@ -29,7 +28,6 @@ from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, 
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.rope_config import RopeConfig
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},

@@ -18,14 +18,8 @@ FOLDERS = {
 # From the lowest floor up. A room, or a module at the top, may import what stands before it, and nothing else.
 FLOORS = (
     "process",
-    "parallel_config",
-    "foreign_share",
-    "rope_config",
     "config",
-    "config_as_json",
-    "near_names",
     "schema",
-    "plain_data",
     "failure",
     "kernels",
     "rows",
@@ -59,7 +53,6 @@ FLOORS = (
     "frontend",
     "llm_parts",
     "llm",
-    "engine_parts",
     "async_llm",
     "server.parsers",
     "server",

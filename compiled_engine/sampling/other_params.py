@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from compiled_engine.near_names import unknown_name_message
+from compiled_engine.schema import unknown_name_message
 
 Settle = Callable[[str, Any], None]
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.config_as_json import flat_fields
+from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes, step_tensors
