@@ -279,7 +279,7 @@ def test_what_divides_a_model_counts_where_it_is_divided(base: EngineConfig) -> 
     """The code of shares and sums, and of the checkpoint's slices."""
     divided = replace(base, parallel=replace(base.parallel, tensor_parallel_size=2))
     alone, files = cache_factors(base)["source"], cache_factors(divided)["source"]
-    for name in ("parallel/layout.py", "collectives/group.py", "models/checkpoint/loader.py"):
+    for name in ("parallel/connect.py", "parallel/group.py", "models/checkpoint/loader.py"):
         assert name in files
         assert name not in alone
 

@@ -27,7 +27,6 @@ FLOORS = (
     "attention.backends",
     "models.bundled",
     "models.textbook",
-    "collectives",
     "parallel",
     "passes",
     "models.foreign",

@@ -10,9 +10,9 @@ import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
-from compiled_engine.collectives.group import StandIn
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.parallel.group import StandIn
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import rehearsal
 from compiled_engine.runner.input_batch import attention_inputs, empty_batch, prepare

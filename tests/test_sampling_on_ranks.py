@@ -16,7 +16,7 @@ from sampler_cases import EOS, logprob_entries, random_logits
 from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
 
-from compiled_engine.collectives.group import StandIn
+from compiled_engine.parallel.group import StandIn
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling import gumbel, gumbel_triton, ranks
 from compiled_engine.sampling.edits import StepMasks, mask_of

@@ -10,7 +10,6 @@ from torch import nn
 
 from compiled_engine.attention.case import cases_of, planned_together
 from compiled_engine.attention.registry import get_backend
-from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
@@ -19,8 +18,8 @@ from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.parallel.stage_link import StageLink
-from compiled_engine.parallel.stages import Stage
+from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
+from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress

@@ -7,14 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from compiled_engine.collectives.group import Group
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.models.checkpoint.rank_shards import shards_of
-from compiled_engine.parallel.eager_model import add_collectives
+from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 

@@ -24,10 +24,10 @@ from compiled_engine.attention.step_tensors import (
     attention_inputs_of,
     padding_of,
 )
-from compiled_engine.collectives.group import Group, stand_in_for
 from compiled_engine.config import EngineConfig
 from compiled_engine.kernels.compile_ahead import AskedKernels, compiled_by
 from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.parallel.group import Group, stand_in_for
 from compiled_engine.process.progress import Progress
 from compiled_engine.runner.advance import advance
 from compiled_engine.runner.input_batch import empty_batch, padding_starts, prepare

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.collectives.group import Group
-from compiled_engine.collectives.push import PushBuffer
-from compiled_engine.collectives.push_flags import exchange_flags
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.parallel.group import Group, PushBuffer
+from compiled_engine.parallel.push_kernels import exchange_flags
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.ranks import keys_of, tokens_of
 

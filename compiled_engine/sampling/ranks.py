@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from compiled_engine.collectives.group import Group, StandIn
+from compiled_engine.parallel.group import Group, StandIn
 from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.token_mask import BITS, num_words
 from compiled_engine.sampling.value_checks import FLOAT32_MAX

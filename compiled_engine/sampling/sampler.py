@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from compiled_engine.collectives.group import Group
+from compiled_engine.parallel.group import Group
 from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
 from compiled_engine.sampling.edits import EditedRows, StepMasks

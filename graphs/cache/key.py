@@ -45,7 +45,7 @@ GRAPH_FIELDS = (
     "attention_backend",
 )
 # Whose code says what a rank's share is, of parameters and of checkpoints, and how shares are added up.
-RANK_ROOMS = ("parallel", "collectives", "models.checkpoint")
+RANK_ROOMS = ("parallel", "models.checkpoint")
 # Of a model whose code is transformers'.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # These count by what they make of model.rope.angle_scale, a constant of the graph.

@@ -8,8 +8,28 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from compiled_engine.collectives.push import PushBuffer
-from compiled_engine.collectives.rows import padded, rows_a_rank, rows_of
+from compiled_engine.parallel.group import PushBuffer
+
+
+def rows_of(rank: int, size: int, num_rows: int) -> slice:
+    """As many rows for each of `size` ranks, one after another; fewer, or none, for the last ones."""
+    share = rows_a_rank(size, num_rows)
+    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
+
+
+def rows_a_rank(size: int, num_rows: int) -> int:
+    """The most that a rank has."""
+    return -(-num_rows // size)
+
+
+def padded(x_TD: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Contiguous, with rows of zeros behind its own up to that many: collectives move as much of every rank."""
+    if x_TD.shape[0] == num_rows:
+        return x_TD.contiguous()
+    padded_TD = x_TD.new_zeros((num_rows, *x_TD.shape[1:]))
+    padded_TD[: x_TD.shape[0]] = x_TD
+    return padded_TD
+
 
 # A rank that is lost ends its processes long before; a rank may compile for as long as it takes.
 TIMEOUT = timedelta(hours=1)

@@ -1,8 +1,9 @@
-"""The sum over ranks, residual add and RMSNorm of a few rows in bfloat16 that travel with the number of the exchange.
+"""Triton kernels that exchange rows through a PushBuffer: by flags, or tagged with the number of the exchange.
 
-A word of 64 bits holds two elements and the slot's epoch, which such exchanges alone count. It arrives as a whole, so a
-rank that finds the epoch has the elements: there is no flag, nor a fence before it, for which a rank would have to
-wait. It is twice as many bytes, so for a few rows only. NCCL's protocol for low latency sends data so.
+A tagged sum is the sum over ranks, residual add and RMSNorm of a few rows in bfloat16. A word of 64 bits holds two
+elements and the slot's epoch, which such exchanges alone count. It arrives as a whole, so a rank that finds the epoch
+has the elements: there is no flag, nor a fence before it, for which a rank would have to wait. It is twice as many
+bytes, so for a few rows only. NCCL's protocol for low latency sends data so.
 """
 
 from __future__ import annotations
@@ -12,10 +13,54 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.collectives.push import PushBuffer
 from compiled_engine.kernels.block_sizes import next_power_of_2
 from compiled_engine.kernels.dependent_launch import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.parallel.group import PushBuffer
+
+
+@triton.jit
+def exchange_flags(
+    addresses_ptr: tl.tensor, slot: tl.tensor, rank: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
+) -> tl.tensor:
+    """Raise this rank's flag for the slot to `epoch` everywhere, and wait for the flags of all ranks.
+
+    Returns the address of this rank's memory, where the rows of all are then. They are not to be read from the first
+    cache, which does not see what others write.
+    """
+    tl.debug_barrier()  # the rows of all threads are written before one raises the flags
+    for peer in range(num_ranks):
+        raise_flag(addresses_ptr, peer, slot, rank, num_ranks, epoch)
+    own_address = tl.load(addresses_ptr + rank)
+    for peer in range(num_ranks):
+        await_flag(own_address, peer, slot, num_ranks, epoch)
+    tl.debug_barrier()
+    return own_address
+
+
+@triton.jit
+def raise_flag(
+    addresses_ptr: tl.tensor,
+    peer: tl.tensor,
+    slot: tl.tensor,
+    rank: tl.tensor,
+    num_ranks: tl.tensor,
+    epoch: tl.tensor,
+) -> None:
+    """This rank's for the slot, in a peer's memory. A barrier comes before: all threads have written their rows."""
+    flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
+    tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def await_flag(
+    own_address: tl.tensor, peer: tl.tensor, slot: tl.tensor, num_ranks: tl.tensor, epoch: tl.tensor
+) -> None:
+    """A peer's for the slot, in this rank's memory. A barrier comes after, before any thread reads the peer's row."""
+    flags_ptr = own_address.to(tl.pointer_type(tl.int32)) + slot * num_ranks
+    while tl.atomic_add(flags_ptr + peer, 0, sem="acquire", scope="sys") - epoch < 0:
+        pass
+
 
 # What x, residual, weight and results are read as: two elements.
 WORD = torch.int32
