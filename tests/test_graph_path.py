@@ -16,6 +16,7 @@ from recorded_capture import RecordedCapture
 
 from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
+from compiled_engine.core import scheduler
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
@@ -28,7 +29,6 @@ from compiled_engine.runner import model_runner, padded_step
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling import scheduler
 from compiled_engine.workers.start_core import start_core
 
 MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]

@@ -165,7 +165,7 @@ class StageLink:
         self._connect()
 
     def _connect(self) -> None:
-        """Exchange a byte with each neighbour: NCCL connects two ranks at their first transfer, which would slow a step."""
+        """Exchange a byte with each neighbour: NCCL connects two ranks at their first transfer, too late in a step."""
         nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
         if not self.stage.is_first:
             self.receive(nothing)

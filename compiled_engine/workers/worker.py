@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from compiled_engine.core.control import ControlError, apply
+from compiled_engine.core.control import ControlError, Failed, apply
 from compiled_engine.core.executor import RANK_CALLS, InProcessExecutor, PendingOutput
-from compiled_engine.failure import Failed
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
 from compiled_engine.parallel.gloo import leave

@@ -19,9 +19,9 @@ import sys
 from collections.abc import Collection, Sequence
 from itertools import cycle
 
-from compiled_engine.scheduling.block_group import BlockGroup
-from compiled_engine.scheduling.cache_resource import CacheResource
-from compiled_engine.scheduling.request import Request
+from compiled_engine.core.block_pool import BlockGroup
+from compiled_engine.core.cache_resource import CacheResource
+from compiled_engine.core.request import Request
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Blocks of each KV group."""

@@ -12,12 +12,30 @@ step is taken in. The scheduler counts as many as there may be, gives blocks for
 `update`.
 
 The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
-stages of a pipeline work at steps side by side, lanes.py says which requests a step has.
+stages of a pipeline work at steps side by side, steps.Lanes says which requests a step has.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.core.block_pool import BlockGroup
+from compiled_engine.core.cache_resource import RequestRows
+from compiled_engine.core.constraints import MaskMaker
+from compiled_engine.core.kv_cache_manager import KVCacheManager
+from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
+from compiled_engine.core.request_table import RequestTable
+from compiled_engine.core.steps import (
+    Lanes,
+    StepDraft,
+    StepInFlight,
+    StepsInFlight,
+    no_token,
+    prompt_outputs,
+    step_outputs,
+    tokens_output,
+)
 from compiled_engine.messages import (
     EngineOutput,
     EngineRequest,
@@ -28,17 +46,47 @@ from compiled_engine.messages import (
     TokenMasks,
 )
 from compiled_engine.sampling.token_mask import Constraint
-from compiled_engine.scheduling.block_group import BlockGroup
-from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
-from compiled_engine.scheduling.lanes import Lanes
-from compiled_engine.scheduling.request import Request, RequestStatus
-from compiled_engine.scheduling.request_rows import RequestRows
-from compiled_engine.scheduling.request_table import RequestTable
-from compiled_engine.scheduling.scheduler_counts import SchedulerCounts
-from compiled_engine.scheduling.step_in_flight import StepDraft, StepInFlight, StepsInFlight
-from compiled_engine.scheduling.step_outputs import no_token, prompt_outputs, step_outputs, tokens_output
-from compiled_engine.scheduling.stop import Finish, check_stop
-from compiled_engine.scheduling.token_masks import MaskMaker
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Requests and steps, but for `least_free`: the fewest free blocks that there were after a step was scheduled."""
+
+    least_free: int
+    arrived: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+    def begin_step(self, num_free: int) -> int:
+        """A step is scheduled, which leaves so many blocks free; its number."""
+        self.least_free = min(self.least_free, num_free)
+        self.steps += 1
+        return self.steps
+
+    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
+        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
+
+        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
+        (by a stop or the length), aborted, steps.
+        """
+        total, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": 1 - free / total,
+            "kv_usage_peak": 1 - self.least_free / total,
+            "blocks_total": total,
+            "blocks_free": free,
+            "prefix_queries": kv_cache.prefix_queries,
+            "prefix_hits": kv_cache.prefix_hits,
+            "preemptions": self.preemptions,
+            "finished": self.finished,
+            "aborted": self.aborted,
+            "steps": self.steps,
+        }
+
 
 # Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
 # they have more, since the queue delays them more than they delay others.

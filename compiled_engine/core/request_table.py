@@ -1,14 +1,46 @@
-"""All requests that have not ended: who runs, who waits, and what they give back when they stop doing so."""
+"""All requests that have not ended: which run, which wait in which order, and what they give back when they stop."""
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import operator
 from collections.abc import Sequence
 
-from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
-from compiled_engine.scheduling.request import Request, RequestStatus, check_requests
-from compiled_engine.scheduling.waiting_queue import WaitingQueue
+from compiled_engine.core.kv_cache_manager import KVCacheManager
+from compiled_engine.core.request import Request, RequestStatus, check_requests
+
+
+class WaitingQueue:
+    """A heap by `Request.order`; a removed request's key stays behind and is skipped when it surfaces."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def push(self, request: Request) -> None:
+        self._requests[request.order] = request
+        heapq.heappush(self._heap, request.order)
+
+    def peek(self) -> Request:
+        """The next request. Raises IndexError if there is none."""
+        while self._heap[0] not in self._requests:
+            heapq.heappop(self._heap)
+        return self._requests[self._heap[0]]
+
+    def pop(self) -> Request:
+        """Take the next request out. Raises IndexError if there is none."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._requests[request.order]
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that will not come back."""
+        del self._requests[request.order]
 
 
 class RequestTable:

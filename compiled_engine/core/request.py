@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it: its tokens so far, how many are computed, and where they lie."""
+"""A request as the scheduler sees it: its tokens so far, how many are computed, where they lie, and when it ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,56 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
-from compiled_engine.messages import EngineRequest, NewRequest
-from compiled_engine.prefix_hashes import ROOT
+from compiled_engine.messages import ROOT, EngineRequest, NewRequest
 from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_logprobs import LogprobRows
 from compiled_engine.sampling.token_mask import Constraint
-from compiled_engine.scheduling.stop import StopRule
+
+
+class Finish(NamedTuple):
+    """See EngineOutput."""
+
+    reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """What ends one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
+
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
+        """`room`: how many output tokens the model's length and the KV cache leave the request."""
+        return cls(
+            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            min_tokens=params.min_tokens,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
+
+
+def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
+    """Whether a request ends with `token_id`, the last of its `num_output_tokens` output tokens.
+
+    A stop token that comes before `min_tokens` ends nothing; the limit on length always holds.
+    """
+    if num_output_tokens >= rule.min_tokens:
+        if token_id in rule.eos_token_ids:
+            return Finish("stop", None)
+        if token_id in rule.stop_token_ids:
+            return Finish("stop", token_id)
+    if num_output_tokens >= rule.max_tokens:
+        return Finish("length", None)
+    return None
+
 
 # Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
 MOST_PROMPT_LOGPROBS = 1 << 24
@@ -56,7 +98,7 @@ class Request:
     scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
     max_step_tokens: tokens of its prompt that one step may compute.
     next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
-    lane: of the steps that sample its tokens, see lanes.py; None before the first of them.
+    lane: of the steps that sample its tokens, see steps.Lanes; None before the first of them.
     steady_until_computed, steady_until_known: see `set_steady_limits`.
     """
 
