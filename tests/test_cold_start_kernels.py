@@ -1,4 +1,4 @@
-"""The rehearsal of a cold start, on a CPU: every part runs beside the others, and nothing is left of it."""
+"""The kernels of a cold start are compiled side by side, here on a CPU: every part runs, and nothing is left of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
+from compiled_engine.attention.step_tensors import attention_inputs_of
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.kernels.workers import KernelWorkers
 from compiled_engine.parallel.group import StandIn
 from compiled_engine.process.progress import SilentProgress
-from compiled_engine.runner import rehearsal
-from compiled_engine.runner.input_batch import attention_inputs, empty_batch, prepare
+from compiled_engine.runner import warm_up
+from compiled_engine.runner.input_batch import empty_batch, prepare, step_of_batch
 from compiled_engine.runner.model_runner import Runner
-from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
-from compiled_engine.runner.warm_up import BatchShape, start_up_batches
+from compiled_engine.runner.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
@@ -43,7 +43,7 @@ def test_it_leaves_no_trace(options: dict[str, int]) -> None:
     with LLM(mode="eager", dtype="float32", progress=False, num_blocks=20, **options) as llm:
         before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
         runner = runner_of(llm)
-        rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
+        compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
         runner.pending.lose_count()  # what ran were steps
         assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
 
@@ -51,7 +51,7 @@ def test_it_leaves_no_trace(options: dict[str, int]) -> None:
 @pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}])
 def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     ways: list[object] = []
-    monkeypatch.setattr(rehearsal, "ways_of_sampling", lambda *arguments: [lambda: ways.append(arguments)])
+    monkeypatch.setattr(warm_up, "ways_of_sampling", lambda *arguments: [lambda: ways.append(arguments)])
     attended: list[torch.Size] = []
     attend = TORCH.attend
 
@@ -61,7 +61,7 @@ def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypat
 
     with LLM(mode="eager", attention_backend="torch", progress=False, num_blocks=20, **options) as llm:
         monkeypatch.setattr(TORCH, "attend", counted)
-        rehearse_ahead(llm.config, StandIn(), KernelWorkers(0, None))
+        compile_kernels_ahead(llm.config, StandIn(), KernelWorkers(0, None))
         heads = llm.config.model.heads_of(0)
     assert len(ways) == 1
     tokens = [shape.num_tokens for shape in start_up_batches(llm.config)]
@@ -73,7 +73,7 @@ def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
         runner = runner_of(llm)
         monkeypatch.setattr(runner.model, "run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
+            compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
 
 
 def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,12 +88,12 @@ def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyP
         go_on.set()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rehearsal, "ways_of_sampling", lambda *arguments: [way_of_sampling] * 200)
+    monkeypatch.setattr(warm_up, "ways_of_sampling", lambda *arguments: [way_of_sampling] * 200)
     with LLM(mode="eager", dtype="float32", progress=False) as llm:
         runner = runner_of(llm)
         monkeypatch.setattr(runner.model, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            rehearse(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
+            compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
     assert len(started) < 200
 
 
@@ -108,7 +108,7 @@ def test_requests_without_keys_are_alike(num_tokens: int, num_requests: int) -> 
         batch = empty_batch(step.buffers, num_tokens, num_requests, shape.host_3)
         step.states.writes.apply()
         prepare(batch, step.states, step.buffers)
-        inputs = attention_inputs(batch, step.buffers, "torch")
+        inputs = attention_inputs_of(step_of_batch(batch, step.buffers), "torch")
         counts = inputs.query_start_loc_R1.diff().tolist()
         num_decodes, most, _ = inputs.host_3.tolist()
         assert num_decodes == (num_requests if num_tokens == num_requests else 0)
