@@ -13,7 +13,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 ROOT = bytes(32)
 """The root of requests that depend on their token ids alone."""
@@ -255,7 +255,7 @@ class TokenMasks:
 class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
-    token_ids: of the requests that sample, in the order of the step; or why there is none (see sampling/no_token.py).
+    token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
     counts: how many tokens each of those requests got; None if each got one.
     logprobs: if any of them asks, as StepOutputs has them: a row for each token.
 

@@ -13,7 +13,7 @@ import torch
 from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers, prepare_reference
 from compiled_engine.runner.pending_steps import advance_reference
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.no_token import NOT_A_NUMBER
+from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER
 
 MADE = (
     "input_ids_T",

@@ -15,7 +15,7 @@ from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 BLOCK_SIZE = 4
 

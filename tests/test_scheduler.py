@@ -9,7 +9,7 @@ from fake_runner import VOCAB_SIZE, shares_of
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 
 def shares(step: SchedulerOutput) -> list[tuple[str, int, int, bool]]:

@@ -10,9 +10,8 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from compiled_engine.messages import ROOT, EngineRequest, NewRequest
-from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
 from compiled_engine.sampling.token_mask import Constraint
 
 

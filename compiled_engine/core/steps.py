@@ -17,8 +17,7 @@ from itertools import compress
 from compiled_engine.core.request import Finish, Request, RequestStatus
 from compiled_engine.grammars.constraint import is_complete
 from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
-from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
 
 
 class Lanes:

@@ -13,7 +13,7 @@ from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 
 def advance(

@@ -23,7 +23,7 @@ from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
+from compiled_engine.sampling.logits_processor import resolve_logits_processors
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
 from compiled_engine.workers.worker_wire import (
