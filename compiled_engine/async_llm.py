@@ -43,6 +43,9 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask
 
 _POLL_S = 0.01
+CoreKind = Literal["process", "in_process"]
+CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
+_EXIT_S = 30.0
 
 
 class AsyncLLM:
@@ -311,12 +314,6 @@ class AsyncLLM:
         if self._parts.tokenizer is None:
             raise ValueError(f"tokenizer must be given: {str(self._parts.config.model.path)!r} has none")
         return self._parts.tokenizer
-
-
-CoreKind = Literal["process", "in_process"]
-CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
-
-_EXIT_S = 30.0
 
 
 @dataclass(frozen=True)

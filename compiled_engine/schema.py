@@ -22,6 +22,10 @@ value and what is allowed."""
 JsonSchema = Mapping[str, Any]
 
 Default = TypeVar("Default")
+# Misspellings, a missing or an exchanged word stay above this; names that merely share letters fall below.
+SIMILARITY = 0.75
+# So many times longer than a known name, another one stays below it whatever its letters.
+TOO_LONG = 2 / SIMILARITY - 1
 
 
 class Kind(NamedTuple):
@@ -186,12 +190,6 @@ def switch(allowed: str = "True or False") -> Kind:
 
 SWITCH = switch()
 TEXTS = a_list({"type": "string"})
-
-
-# Misspellings, a missing or an exchanged word stay above this; names that merely share letters fall below.
-SIMILARITY = 0.75
-# So many times longer than a known name, another one stays below it whatever its letters.
-TOO_LONG = 2 / SIMILARITY - 1
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -12,7 +12,7 @@ from compiled_engine import LLM, SamplingParams
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
 from compiled_engine.attention.step_tensors import attention_inputs_of
 from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.parallel.group import StandIn
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import warm_up

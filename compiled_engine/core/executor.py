@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import apply
-from compiled_engine.kernels.gpu_ahead import triton_digests
+from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink

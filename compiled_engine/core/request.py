@@ -14,6 +14,9 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
 from compiled_engine.sampling.token_mask import Constraint
 
+# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
+MOST_PROMPT_LOGPROBS = 1 << 24
+
 
 class Finish(NamedTuple):
     """See EngineOutput."""
@@ -55,10 +58,6 @@ def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish 
     if num_output_tokens >= rule.max_tokens:
         return Finish("length", None)
     return None
-
-
-# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
-MOST_PROMPT_LOGPROBS = 1 << 24
 
 
 class RequestStatus(Enum):

@@ -47,6 +47,10 @@ from compiled_engine.messages import (
 )
 from compiled_engine.sampling.token_mask import Constraint
 
+# Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
+# they have more, since the queue delays them more than they delay others.
+FEW_WAITING = 4
+
 
 @dataclass(slots=True)
 class SchedulerCounts:
@@ -86,11 +90,6 @@ class SchedulerCounts:
             "aborted": self.aborted,
             "steps": self.steps,
         }
-
-
-# Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
-# they have more, since the queue delays them more than they delay others.
-FEW_WAITING = 4
 
 
 class Scheduler:

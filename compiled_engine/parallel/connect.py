@@ -19,6 +19,10 @@ from compiled_engine.parallel.stages import Stage, StageLink, stages_of
 if TYPE_CHECKING:
     from compiled_engine.parallel.gpu_groups import NcclGroup
 
+log = logging.getLogger("compiled_engine")
+# Rows whose logits are there at once where nothing else says: a chunk of a prompt's.
+_LOGITS_ROWS = 256
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -63,12 +67,6 @@ class RankLayout:
         parts = (("replica", place.data, self.data), ("stage", place.stage, self.pipeline))
         told = [f"{what} {index} of {count}" for what, index, count in parts if count > 1]
         return f"rank {rank} of {self.size}" + (f" ({', '.join(told)})" if told else "")
-
-
-log = logging.getLogger("compiled_engine")
-
-# Rows whose logits are there at once where nothing else says: a chunk of a prompt's.
-_LOGITS_ROWS = 256
 
 
 def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:

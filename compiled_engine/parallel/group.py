@@ -30,6 +30,8 @@ ROWS_OF_ALL_RANKS = 512
 MOST_BYTES = 512 << 20
 # Slots with rows of tagged words: with more rows twice the bytes take longer than a flag.
 TAGGED_SLOTS = 64
+# The ops of a compiled graph find their ranks here: which they are may not be part of the graph.
+_GROUP: ContextVar[Group] = ContextVar("group")
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,6 @@ class StandIn:
 def stand_in_for(group: Group) -> StandIn:
     """Return the group with which one rank of `group` runs while the others do not."""
     return StandIn(group.size, pushed=group.pushed.alone() if group.pushed else None)
-
-
-# The ops of a compiled graph find their ranks here: which they are may not be part of the graph.
-_GROUP: ContextVar[Group] = ContextVar("group")
 
 
 def current_group() -> Group:

@@ -33,6 +33,10 @@ from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.step_sampling import StepSampling
 
+log = logging.getLogger("compiled_engine")
+# The pool of the graphs may take this share of what the KV cache would have without it.
+POOL_SHARE = 0.125
+
 
 class PaddedStep:
     """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be filled anew until the first capture.
@@ -137,12 +141,6 @@ class PaddedStep:
             return empty_batch(self.buffers, key.num_tokens, key.num_requests, host, key)
         # Attention is not captured, only warmed up.
         return empty_batch(self.buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
-
-
-log = logging.getLogger("compiled_engine")
-
-# The pool of the graphs may take this share of what the KV cache would have without it.
-POOL_SHARE = 0.125
 
 
 def affordable(

@@ -26,6 +26,11 @@ from compiled_engine.parallel.shards import add_collectives
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
+# Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
+# parallel regions of a few microseconds; every one of them waits for all threads, and on a busy machine for the
+# operating system to run them.
+LEAST_WORK = 2_500_000
+
 
 def compile_in_turn(
     config: EngineConfig,
@@ -63,12 +68,6 @@ def load_model(
     if not compiled:
         add_collectives(model, shards)
     return model, weights.tensors
-
-
-# Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
-# parallel regions of a few microseconds; every one of them waits for all threads, and on a busy machine for the
-# operating system to run them.
-LEAST_WORK = 2_500_000
 
 
 @contextmanager

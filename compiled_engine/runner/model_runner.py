@@ -15,7 +15,7 @@ from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
-from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for

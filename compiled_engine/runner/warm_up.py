@@ -32,9 +32,7 @@ from compiled_engine.attention.step_tensors import (
     padding_of,
 )
 from compiled_engine.config import EngineConfig
-from compiled_engine.kernels.compile_ahead import AskedKernels, compiled_by
-from compiled_engine.kernels.gpu_ahead import triton_digests
-from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
 from compiled_engine.parallel.group import Group, stand_in_for
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
@@ -51,6 +49,19 @@ from compiled_engine.sampling.sampler import Sampler
 from compiled_engine.sampling.token_mask import num_words
 
 PROMPT_TOKENS = 16
+FILTERED = SamplingParams(top_k=20, top_p=0.9)
+# A bias makes the logits float32 copies, to be edited.
+WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(logprobs=1),
+    SamplingParams(logit_bias={0: 0.0}),
+    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(bad_words_token_ids=((0, 0),)),
+    SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
+)
+# What takes the most memory, but for penalties, whose counts are set aside.
+MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
 
 
 class BatchShape(NamedTuple):
@@ -145,21 +156,6 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
     sampling.again(batch, token_ids_R, num_requests)
 
 
-FILTERED = SamplingParams(top_k=20, top_p=0.9)
-# A bias makes the logits float32 copies, to be edited.
-WAYS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(logprobs=1),
-    SamplingParams(logit_bias={0: 0.0}),
-    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
-    SamplingParams(repetition_penalty=1.1),
-    SamplingParams(bad_words_token_ids=((0, 0),)),
-    SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
-)
-# What takes the most memory, but for penalties, whose counts are set aside.
-MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
-
-
 def ways_of_sampling(
     vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
@@ -238,7 +234,7 @@ def compile_kernels(config: EngineConfig, step: PaddedStep, workers: KernelWorke
 
 
 @contextmanager
-def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[AskedKernels]:
+def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
     """The kernels that are asked for in this context. What raises does not wait for what is left."""
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(config.device,)) as threads:
         try:
@@ -249,7 +245,7 @@ def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[AskedKernel
             raise
 
 
-def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: AskedKernels) -> list[Future[Any]]:
+def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:
     """Sampling is launched, each way by a thread: it indexes with what its kernels have computed."""
     alone = replace(vocabulary, group=stand_in_for(vocabulary.group))  # the other ranks do not go through it
     return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]

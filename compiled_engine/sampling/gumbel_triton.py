@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.parallel.group import Group, PushBuffer
 from compiled_engine.parallel.push_kernels import exchange_flags

@@ -14,6 +14,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
 
 METHODS = ("add_row", "remove_row", "apply")
+ALLOWED = f"objects with {', '.join(METHODS)}, classes or functions that make one, and 'package.module:Name'"
 
 
 class LogitsProcessor(Protocol):
@@ -102,9 +103,6 @@ def build_processors(
                 raise ValueError(f"{name} returned {made!r}; allowed: an object with {', '.join(METHODS)}")
         built.append(made)
     return built
-
-
-ALLOWED = f"objects with {', '.join(METHODS)}, classes or functions that make one, and 'package.module:Name'"
 
 
 def resolve_logits_processors(given: tuple[Any, ...]) -> tuple[LogitsProcessor | LogitsProcessorFactory, ...]:
