@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
-from compiled_engine.attention.step_tensors import attention_inputs_of
+from compiled_engine.attention.inputs import attention_inputs_of
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.parallel.group import StandIn

@@ -14,7 +14,7 @@ import torch
 from other_padding import prepare_with, replay_with_other_padding
 from recorded_capture import RecordedCapture
 
-from compiled_engine.attention.registry import get_backend
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.core import scheduler
 from compiled_engine.core.engine_core import EngineCore

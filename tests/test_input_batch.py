@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
-from compiled_engine.attention.step_tensors import attention_inputs_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.process.step_clock import StepClock

@@ -17,8 +17,7 @@ from recorded_capture import RecordedCapture
 from torch import fx
 
 from compiled_engine import LLM, SamplingParams, register_pass, unregister_pass
-from compiled_engine.attention.inputs import FIELDS
-from compiled_engine.attention.step_tensors import STEP_TENSORS, StepTensor
+from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.example_inputs import example_inputs

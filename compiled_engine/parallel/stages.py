@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_engine.attention.inputs import STEP_TENSORS, arguments_of, attention_inputs_of, padding_of
 from compiled_engine.attention.op import ATTENTION_OPS
-from compiled_engine.attention.step_tensors import STEP_TENSORS, arguments_of, attention_inputs_of, padding_of
 from compiled_engine.config import ModelConfig
 from compiled_engine.parallel.gloo import TIMEOUT
 

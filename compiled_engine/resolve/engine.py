@@ -10,8 +10,8 @@ from contextlib import nullcontext
 
 import torch
 
+from compiled_engine.attention.backend import AttentionChoice, choose_backend
 from compiled_engine.attention.case import cases_of, no_short_contexts
-from compiled_engine.attention.registry import AttentionChoice, choose_backend
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,

@@ -12,10 +12,9 @@ from dataclasses import replace
 
 import torch
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase
-from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.registry import get_backend
-from compiled_engine.attention.step_tensors import arguments_of, attention_inputs_of
+from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
 from compiled_engine.config import EngineConfig, GraphConfig
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters

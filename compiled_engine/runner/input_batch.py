@@ -14,7 +14,7 @@ from operator import add
 import numpy as np
 import torch
 
-from compiled_engine.attention.step_tensors import STEP_TENSORS, StepTensor, padding_of
+from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.rows.staged_writes import StagedWrites

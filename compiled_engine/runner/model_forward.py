@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.attention.inputs import ForwardArguments
 from compiled_engine.attention.op import OnAttention
-from compiled_engine.attention.step_tensors import ForwardArguments
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards, compile_model
 from compiled_engine.graphs.compiler.stage_plan import StageForward

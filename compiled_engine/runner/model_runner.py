@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.attention.registry import get_backend
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture

@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of
-from compiled_engine.attention.inputs import Scoring
-from compiled_engine.attention.registry import get_backend
-from compiled_engine.attention.step_tensors import (
+from compiled_engine.attention.inputs import (
     STEP_TENSORS,
+    Scoring,
     StepTensor,
     arguments_of,
     attention_inputs_of,
