@@ -3,29 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
+
+import torch
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.core_child import CoreChild
-from compiled_engine.core_process.started import EngineDeadError
-from compiled_engine.engine_parts import CoreKind, EngineParts, join_engine, start_engine
+from compiled_engine.core_process.core_client import CoreClient
+from compiled_engine.core_process.core_thread import CoreThread
+from compiled_engine.core_process.foreign_core import ForeignCore
+from compiled_engine.core_process.frames import frame
+from compiled_engine.core_process.running_core import RunningCore
+from compiled_engine.core_process.started import EngineDeadError, wait_started
+from compiled_engine.core_process.wire import FrontendOptions, Start, Started, ToApi, encode
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
-from compiled_engine.frontend.core_link import end, leave
-from compiled_engine.frontend.input_processor import PreparedRequest
+from compiled_engine.frontend.core_link import connect, end, leave
+from compiled_engine.frontend.generation_config import read_default_sampling_params
+from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
+from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.frontend.prompts import Prompt, PromptLike, has_long_text, parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind
-from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.frontend.request_streams import RequestStreams
+from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
 from compiled_engine.messages import RequestLimits
+from compiled_engine.other_engines.translate import make_options
+from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.token_mask import TokenMask
 
 _POLL_S = 0.01
+CoreKind = Literal["process", "in_process"]
+CORE_KINDS: tuple[str, ...] = get_args(CoreKind)
+_EXIT_S = 30.0
 
 
 class AsyncLLM:
@@ -294,3 +314,109 @@ class AsyncLLM:
         if self._parts.tokenizer is None:
             raise ValueError(f"tokenizer must be given: {str(self._parts.config.model.path)!r} has none")
         return self._parts.tokenizer
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """`token_masks`: where a request's mask is put before the request is sent; None if the core is elsewhere."""
+
+    core: RunningCore
+    client: CoreClient
+    streams: RequestStreams
+    config: EngineConfig
+    limits: RequestLimits
+    tokenizer: Tokenizer | None
+    inputs: InputProcessor
+    default_sampling_params: SamplingParams
+    token_masks: dict[str, TokenMask] | None = None
+
+
+def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progress: bool) -> EngineParts:
+    """Start a core and wait until it is ready. options: the keywords of `LLM`. Raises what AsyncLLM raises."""
+    timeline = Timeline()
+    timeline.add("before the engine", 0.0, timeline.now())  # the interpreter, imports, and what the caller did
+    running = _launch(core, options)
+    try:
+        given = make_options(options)
+        names = _names(given.logits_processors) if isinstance(running, CoreChild) else ()
+        with timeline.span("configuration"):
+            config = resolve(given, RichProgress() if progress else SilentProgress())
+        warn_if_eager(given, config)
+        start = Start(
+            config=config,
+            frontend=FrontendOptions(given.skip_tokenizer_init, given.generation_config),
+            logits_processors=names,
+            num_threads=torch.get_num_threads(),
+            progress=progress,
+            origin_s=timeline.origin_s,
+            spans=tuple(timeline.spans),
+        )
+        token_masks: dict[str, TokenMask] | None = None
+        if isinstance(running, CoreThread):
+            token_masks = {} if config.parallel.data_parallel_size == 1 else None
+            running.start(start, given.logits_processors, {} if token_masks is None else token_masks)
+        else:
+            running.start(frame(encode(start)))
+        tokenizer = _find_tokenizer(config, start.frontend)  # while the core starts
+        return _assemble(running, *wait_started(running), tokenizer, token_masks)
+    except BaseException:
+        running.close(_EXIT_S)
+        raise
+
+
+def join_engine(address: str | os.PathLike[str]) -> EngineParts:
+    """Connect to a core that another process has started. Raises OSError, or EngineDeadError if it ends meanwhile."""
+    running = ForeignCore(address)
+    try:
+        connection, started = wait_started(running)
+        return _assemble(running, connection, started, _find_tokenizer(started.config, started.frontend))
+    except BaseException:
+        running.close(_EXIT_S)
+        raise
+
+
+def _assemble(
+    core: RunningCore,
+    connection: Connection[ToApi],
+    started: Started,
+    tokenizer: Tokenizer | None,
+    token_masks: dict[str, TokenMask] | None = None,
+) -> EngineParts:
+    folder = started.config.model.path
+    streams = RequestStreams(OutputProcessor(tokenizer))
+    eos_token_ids = read_eos_token_ids(folder, tokenizer)
+    return EngineParts(
+        core=core,
+        client=connect(core, connection, streams),
+        streams=streams,
+        config=started.config,
+        limits=started.limits,
+        tokenizer=tokenizer,
+        inputs=InputProcessor(tokenizer, started.limits, eos_token_ids, f"{started.client}:"),
+        default_sampling_params=read_default_sampling_params(folder, started.frontend.generation_config),
+        token_masks=token_masks,
+    )
+
+
+def _launch(core: CoreKind | CoreChild, options: Mapping[str, Any]) -> CoreChild | CoreThread:
+    if isinstance(core, CoreChild):
+        return core
+    if core not in CORE_KINDS:
+        raise ValueError(f"core is {core!r}; allowed: {', '.join(CORE_KINDS)}, or a CoreChild")
+    return CoreChild.of(options) if core == "process" else CoreThread()
+
+
+def _find_tokenizer(config: EngineConfig, options: FrontendOptions) -> Tokenizer | None:
+    folder = None if options.skip_tokenizer_init else find_tokenizer_folder(config.tokenizer, config.model.path)
+    return load_tokenizer(folder) if folder else None
+
+
+def _names(logits_processors: tuple[Any, ...]) -> tuple[str, ...]:
+    """Raises ValueError unless all are given by their names."""
+    for index, given in enumerate(logits_processors):
+        if not isinstance(given, str):
+            raise ValueError(
+                f"logits_processors[{index}] is {given!r}, which cannot be given to another process; allowed:"
+                " 'package.module:Name', or any with core='in_process'"
+            )
+    return logits_processors

@@ -1,19 +1,97 @@
-"""The resolved configuration: frozen, complete, and never rewritten.
+"""The resolved configuration: frozen, complete, and never rewritten; and how its values are written as JSON.
 
 `resolve/` turns what a user asked for into these values; every part of the engine reads them from here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import json
+import math
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from compiled_engine.foreign_share import divided_config
-from compiled_engine.parallel_config import ParallelConfig
-from compiled_engine.rope_config import RopeConfig
+# Rows of MLPs and of experts, under the names that the families which can be divided have for them.
+_WIDTHS = ("intermediate_size", "moe_intermediate_size")
+
+
+def divided_config(config_json: str, num_ranks: int, heads: tuple[int, int, int], vocab_size: int) -> str:
+    """heads: query and K/V heads of a rank, and the elements of each; vocab_size: of a rank."""
+    values: dict[str, Any] = json.loads(config_json)
+    num_heads, num_kv_heads, head_dim = heads
+    values |= {"num_attention_heads": num_heads, "head_dim": head_dim, "vocab_size": vocab_size}
+    if values.get("num_key_value_heads") is not None:
+        values["num_key_value_heads"] = num_kv_heads
+    values |= {name: values[name] // num_ranks for name in _WIDTHS if isinstance(values.get(name), int)}
+    values["pad_token_id"] = None  # it may not be among a rank's tokens, and nothing is padded
+    return json.dumps(values, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: `kind` is default | linear | llama3 | yarn."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @property
+    def angle_scale(self) -> float:
+        """What cos and sin are multiplied by; other than 1 in YaRN (Peng et al., 2023) alone."""
+
+        def magnitude(mscale: float) -> float:
+            return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+        if self.kind != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return magnitude(self.mscale) / magnitude(self.mscale_all_dim)
+        return magnitude(1.0)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks compute each layer together, one a device, and who runs them: in_process, multiprocess, or
+    ray, where a cluster has the replicas, and each runs its devices in one of the other ways.
+
+    data_parallel_size: replicas of the whole, each with devices and requests of its own. stage_layers: the stages that
+    a step goes through one after another: how many layers' attention each has; empty where there is but one.
+    collectives: auto or nccl, which does without symmetric memory.
+    """
+
+    tensor_parallel_size: int
+    executor: str
+    data_parallel_size: int = 1
+    stage_layers: tuple[int, ...] = ()
+    collectives: str = "auto"
+
+    @property
+    def num_stages(self) -> int:
+        return max(1, len(self.stage_layers))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether cores run in processes of their own, here or elsewhere, among which requests are divided."""
+        return self.data_parallel_size > 1 or self.executor == "ray"
+
+    @property
+    def devices_per_replica(self) -> int:
+        """Devices that a replica runs on."""
+        return self.tensor_parallel_size * self.num_stages
 
 
 @dataclass(frozen=True)
@@ -273,3 +351,45 @@ class EngineConfig:
         if executor == "ray":
             executor = "in_process" if self.parallel.devices_per_replica == 1 else "multiprocess"
         return replace(self, parallel=replace(self.parallel, executor=executor, data_parallel_size=1))
+
+
+def json_value(value: Any) -> Any:
+    """A configuration value as JSON has it: objects, lists, numbers, text."""
+    if is_dataclass(value):
+        return {field.name: json_value(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, dict):
+        return {key: json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value) if isinstance(value, Path) else str(value).removeprefix("torch.")
+
+
+def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Every field of nested dataclasses as JSON has it, under its dotted name."""
+    flat: dict[str, Any] = {}
+    for field in fields(value):
+        name, inner = prefix + field.name, getattr(value, field.name)
+        flat |= flat_fields(inner, f"{name}.") if is_dataclass(inner) else {name: json_value(inner)}
+    return flat
+
+
+def encode_other(value: Any) -> str:
+    """For msgspec's enc_hook. Raises TypeError for what no message may hold."""
+    if isinstance(value, Path | torch.device):
+        return str(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    raise TypeError(f"no message holds a {type(value).__name__}")
+
+
+def decode_other(kind: type, value: Any) -> Any:
+    """For msgspec's dec_hook."""
+    if kind is torch.dtype:
+        return getattr(torch, value)
+    if kind in (Path, torch.device):
+        return kind(value)
+    raise TypeError(f"no message holds a {kind.__name__}")

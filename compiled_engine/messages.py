@@ -6,14 +6,32 @@ not data, such as a token mask object, is handed over beside its message and sta
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from compiled_engine.prefix_hashes import ROOT
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+ROOT = bytes(32)
+"""The root of requests that depend on their token ids alone."""
+
+
+def prefix_root(*, salt: str | None = None) -> bytes:
+    """Return the root for a request. This is the only place that lists what a prefix depends on besides token ids.
+
+    salt: only requests with the same salt share blocks.
+    """
+    parts = {"salt": None if salt is None else salt.encode()}
+    given = [(name.encode(), content) for name, content in parts.items() if content is not None]
+    if not given:
+        return ROOT
+    digest = hashlib.sha256()
+    for name, content in given:
+        digest.update(b"%s %d " % (name, len(content)) + content)
+    return digest.digest()
 
 
 @dataclass(frozen=True)
@@ -237,7 +255,7 @@ class TokenMasks:
 class RunnerOutput:
     """Runner to scheduler: what a step produced.
 
-    token_ids: of the requests that sample, in the order of the step; or why there is none (see sampling/no_token.py).
+    token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
     counts: how many tokens each of those requests got; None if each got one.
     logprobs: if any of them asks, as StepOutputs has them: a row for each token.
 

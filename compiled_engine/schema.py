@@ -2,14 +2,15 @@
 
 A declared field of a dataclass has its default, the kind of its values and its meaning. What follows from that: checks
 of values, options of the command line with their help texts, keys of YAML files, environment variables, fields of the
-server's requests, and the tables of the documents.
+server's requests, and the tables of the documents. An unknown name is answered with the known one nearest to it.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,10 @@ value and what is allowed."""
 JsonSchema = Mapping[str, Any]
 
 Default = TypeVar("Default")
+# Misspellings, a missing or an exchanged word stay above this; names that merely share letters fall below.
+SIMILARITY = 0.75
+# So many times longer than a known name, another one stays below it whatever its letters.
+TOO_LONG = 2 / SIMILARITY - 1
 
 
 class Kind(NamedTuple):
@@ -185,3 +190,20 @@ def switch(allowed: str = "True or False") -> Kind:
 
 SWITCH = switch()
 TEXTS = a_list({"type": "string"})
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like `name`, one of the same letters first; None if none is close."""
+    name = name.lower()
+    by_lower_case = {other.lower(): other for other in known}
+    if len(name) > TOO_LONG * max(map(len, by_lower_case), default=0):
+        return None
+    exchanged = [other for other in by_lower_case if sorted(other) == sorted(name)]
+    found = exchanged or difflib.get_close_matches(name, by_lower_case, n=1, cutoff=SIMILARITY)
+    return by_lower_case[found[0]] if found else None
+
+
+def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
+    """Such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?". `what`: all before the name."""
+    near = nearest(name, known)
+    return f"{what} {name!r}" + (f"; did you mean {near!r}?" if near is not None else "")

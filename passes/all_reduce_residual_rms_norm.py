@@ -16,13 +16,10 @@ import triton.language as tl
 from torch import fx
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.collectives.group import current_group
-from compiled_engine.collectives.push import TAGGED_SLOTS, PushBuffer
-from compiled_engine.collectives.push_flags import exchange_flags
-from compiled_engine.collectives.tagged_sum import tagged_sum
-from compiled_engine.kernels.block_sizes import next_power_of_2
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.parallel.group import TAGGED_SLOTS, PushBuffer, current_group
+from compiled_engine.parallel.push_kernels import exchange_flags, tagged_sum
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.matching import arg, emit_named, is_call, named, only_user, rewrite_calls

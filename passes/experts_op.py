@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.passes import rms_norm
 from compiled_engine.passes.experts_gate import Gate
 from compiled_engine.passes.experts_grouped import combine_kernel, grouped_kernel

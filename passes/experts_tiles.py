@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_engine.kernels.block_sizes import next_power_of_2
+from compiled_engine.kernels.launch_arguments import next_power_of_2
 
 # Up to so many tokens, tiles are those of a few tokens, or of some.
 FEW_TOKENS, SOME_TOKENS = 64, 1024

@@ -1,7 +1,7 @@
 """Attention of foreign code becomes the engine's op, which writes into a buffer that it is given.
 
 Why: a trace of foreign code is made functional, so it holds attention as a function of its arguments
-(compiled_engine/attention/value_op.py). The cache that the op writes to is an input that nothing else reads.
+(compiled_engine/attention/op.py). The cache that the op writes to is an input that nothing else reads.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.value_op import ATTENTION, ATTENTION_VALUE
+from compiled_engine.attention.op import ATTENTION, ATTENTION_VALUE
 from compiled_engine.passes.graph_inputs import source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.matching import arg, aten, emit_named, fake_mode_of, named

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import fx
 
-from compiled_engine.attention.step_tensors import StepTensor
+from compiled_engine.attention.inputs import StepTensor
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from functools import cache
 
 import torch
 
-from compiled_engine.kernels.block_sizes import cdiv
-from compiled_engine.kernels.hopper_registers import LINEAR_COPYING, MOST, WARPS, computing_registers
+from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers
 from compiled_engine.passes.hopper_launch import hopper_profile, rows_for_boxes
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens. With more
@@ -70,7 +69,7 @@ def hopper_linear(
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from compiled_engine.kernels import hopper_linear_ring as ring
+    from compiled_engine.kernels import hopper_linear_kernel as ring
     from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 
     num_tokens, k = x_TK.shape

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.kernels.block_sizes import cdiv
-from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING, WARPS, computing_registers
+from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, WARPS, cdiv, computing_registers
 from compiled_engine.passes import hopper_linear
 from compiled_engine.passes.hopper_launch import hopper_profile, multiprocessors, rows_for_boxes
 
@@ -99,9 +98,8 @@ def hopper_product(
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from compiled_engine.kernels import hopper_linear_ring as ring
-    from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
-    from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
+    from compiled_engine.kernels import hopper_linear_kernel as ring
+    from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of, hopper_product_kernel
 
     num_tokens, k = x_TK.shape
     x_TK = rows_for_boxes(x_TK)

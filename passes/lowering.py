@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from compiled_engine.attention.value_op import ATTENTION_VALUE
+from compiled_engine.attention.op import ATTENTION_VALUE
 from compiled_engine.passes.fold_parameters import FoldParameters
 from compiled_engine.passes.foreign_attention import ForeignAttention
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass

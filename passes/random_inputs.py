@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.attention.step_tensors import padding_of, step_of
+from compiled_engine.attention.inputs import padding_of, step_of
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.parameter import Parameter, compute
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.collectives.group import StandIn, in_group
+from compiled_engine.parallel.group import StandIn, in_group
 from compiled_engine.parallel.shards import Shard
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, PassResult

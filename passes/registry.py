@@ -6,8 +6,8 @@ import re
 import sys
 from collections.abc import Collection
 
+from compiled_engine.attention.inputs import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.attention.op import ATTENTION_OPS
-from compiled_engine.attention.step_tensors import FORWARD_ARGUMENTS, StepTensor
 from compiled_engine.passes.all_reduce_residual_rms_norm import AllReduceResidualRMSNorm
 from compiled_engine.passes.experts import Experts
 from compiled_engine.passes.gated_linear import GatedLinear

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import Rotation, Scoring, inputs_of, without_inputs
 from compiled_engine.attention.op import ROTATION, SCORING_AND_INPUTS, attend
-from compiled_engine.attention.registry import get_backend
 from compiled_engine.passes import rope_kv_write
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement, SplittingOp
 from compiled_engine.passes.matching import emit_named, is_call, named, only_user, rewrite_calls

@@ -16,9 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from compiled_engine.attention.inputs import Rotation
-from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
-from compiled_engine.kernels.dense_tensors import require_dense
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2, require_dense
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.passes.rope_steps import load_pairs, normed_and_rotated, places, store_pairs
 

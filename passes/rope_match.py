@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from compiled_engine.attention.value_op import ATTENTION
+from compiled_engine.attention.op import ATTENTION
 from compiled_engine.passes.matching import always_equal, arg, aten, factors, is_call, through_cast
 from compiled_engine.passes.norms import Norm, norm_of, why_no_norm
 

@@ -12,12 +12,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.collectives.group import current_group
-from compiled_engine.collectives.push import PushBuffer
-from compiled_engine.collectives.push_flags import await_flag, raise_flag
-from compiled_engine.kernels.block_sizes import next_power_of_2
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.parallel.group import PushBuffer, current_group
+from compiled_engine.parallel.push_kernels import await_flag, raise_flag
 from compiled_engine.passes import all_reduce_residual_rms_norm, residual_rms_norm, rms_norm
 from compiled_engine.passes.op_library import define_op
 

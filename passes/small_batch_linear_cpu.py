@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels.cpp_function import INTEGER, NUMBER, POINTER, CppFunction
-from compiled_engine.kernels.cpp_library import CannotCompile
+from compiled_engine.kernels.cpp_library import INTEGER, NUMBER, POINTER, CannotCompile, CppFunction
 
 SOURCE = Path(__file__).with_name("small_batch_linear_cpu.cpp")
 MOST_TOKENS = 64

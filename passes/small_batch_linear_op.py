@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import cdiv, dependent_launch, next_power_of_2
 from compiled_engine.passes import rms_norm, small_batch_linear_cpu
 from compiled_engine.passes.hopper_linear import hopper_linear, hopper_tiles
 from compiled_engine.passes.op_library import define_op

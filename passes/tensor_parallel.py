@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from compiled_engine.collectives.group import current_group
-from compiled_engine.collectives.vocabulary import embedding_part
+from compiled_engine.parallel.group import current_group
 from compiled_engine.parallel.shards import Shard
+from compiled_engine.parallel.vocabulary import embedding_part
 from compiled_engine.passes.graph_inputs import is_parameter, source_of
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult, Replacement
 from compiled_engine.passes.linears import product_of

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat, Refused
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
-from compiled_engine.attention.registry import get_backend
 
 # Largest error allowed, absolute plus relative: fp32 sums in another order; bf16 and fp16 round weights and output.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

@@ -33,7 +33,7 @@ from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stages import stages_of
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.runner.rank_model import load_model
+from compiled_engine.runner.model_forward import load_model
 
 # Textbook and foreign, dense and experts; with windows and soft caps, norms behind blocks, and packed weights.
 FAMILIES = ("qwen3", "gemma2", "qwen3_moe", "glm4", "olmo2", "gpt_oss")

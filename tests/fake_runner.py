@@ -15,7 +15,7 @@ import numpy as np
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
 VOCAB_SIZE = 11

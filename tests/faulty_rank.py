@@ -13,7 +13,7 @@ from types import FrameType
 import torch
 
 from compiled_engine import SamplingParams
-from compiled_engine.collectives.group import current_group
+from compiled_engine.parallel.group import current_group
 
 NAME = "faulty_rank:FaultyRank"
 FAILS_TO_START = "faulty_rank:FailsToStart"

@@ -11,8 +11,7 @@ import torch
 
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.runner import input_batch
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.request_states import RequestStates
 

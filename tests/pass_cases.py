@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.bench.families import family as bench_family
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.checkpoint.build_model import build_model
@@ -27,7 +27,6 @@ from compiled_engine.passes.lowering import lower
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.parameter import Parameter, compute
 from compiled_engine.passes.registry import registered_passes
-from compiled_engine.rope_config import RopeConfig
 
 Tensors = dict[str, torch.Tensor]
 CPU = torch.device("cpu")

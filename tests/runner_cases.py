@@ -10,11 +10,10 @@ import random
 import numpy as np
 import torch
 
-from compiled_engine.runner.advance import advance_reference
-from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
-from compiled_engine.runner.prepare_inputs import prepare_reference
+from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers, prepare_reference
+from compiled_engine.runner.pending_steps import advance_reference
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.sampling.no_token import NOT_A_NUMBER
+from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER
 
 MADE = (
     "input_ids_T",
@@ -88,15 +87,15 @@ class Case:
 
 def check(seed: int, device: torch.device) -> None:
     """Prepare, then advance: the kernels on `device`, the references on the CPU."""
-    from compiled_engine.runner import advance_kernel, prepare_inputs_kernel
+    from compiled_engine.runner.step_kernels import launch_advance, launch_prepare
 
     case, reference = Case(seed, device), Case(seed, torch.device("cpu"))
-    prepare_inputs_kernel.launch(case.states, case.buffers, case.num_rows, case.num_tokens, case.decodes_only)
+    launch_prepare(case.states, case.buffers, case.num_rows, case.num_tokens, case.decodes_only)
     prepare_reference(
         reference.states, reference.buffers, reference.num_rows, reference.num_tokens, reference.decodes_only
     )
     case.same_as(reference)
-    advance_kernel.launch(case.states, case.buffers, case.token_ids_R, case.num_rows, case.decodes_only, case.again)
+    launch_advance(case.states, case.buffers, case.token_ids_R, case.num_rows, case.decodes_only, case.again)
     advance_reference(
         reference.states,
         reference.buffers,

@@ -12,8 +12,8 @@ from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.logprobs import NO_LOGPROBS, batch_logprobs
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 64

@@ -20,11 +20,10 @@ from compiled_engine.sampling import edits, edits_triton, filters_triton, gumbel
 from compiled_engine.sampling.edits import IN_PROMPT, MAX_COUNT, EditedRows, forbid_
 from compiled_engine.sampling.filters import FIELDS, Filters, filter_fields, thresholds
 from compiled_engine.sampling.logprobs import FEW_TOKENS, NO_LOGPROBS
-from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
+from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER, NOTHING_ALLOWED, TokenLogprobs
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
 from compiled_engine.sampling.token_mask import TokenMask, ask, num_words
 
 NUM_ROWS = 320

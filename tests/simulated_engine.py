@@ -11,11 +11,11 @@ from typing import Any
 from fake_runner import VOCAB_SIZE, FakeRunner, logprobs_of, next_token, prefix_hashes, shares_of
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput, StepOutputs
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import TokenLogprobs
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask, ask
-from compiled_engine.scheduling.scheduler import Scheduler
 
 
 @dataclass

@@ -41,10 +41,10 @@ from attention_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compiled_engine.attention.backend import BACKENDS, get_backend
 from compiled_engine.attention.backends.cpp_backend import HEAD_DIMS
 from compiled_engine.attention.backends.torch_backend import write_kv_without_waiting
 from compiled_engine.attention.case import AttentionCase, KVFormat
-from compiled_engine.attention.registry import BACKENDS, get_backend
 
 ON_A_GPU = tuple(name for name in BACKENDS if name != "cpp")
 PARTS = 8  # of a test that takes minutes as a whole

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from compiled_engine.attention.backend import captured_always, choose_backend, default_backend, get_backend
 from compiled_engine.attention.case import AttentionCase, GraphSupport, KVFormat, Support, cases_of, planned_together
-from compiled_engine.attention.registry import captured_always, choose_backend, default_backend, get_backend
 from compiled_engine.config import HeadShape
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
@@ -22,7 +22,7 @@ ON_CPU = AttentionCase("cpu", torch.float32, 4, 2, 64, KVFormat(torch.float32, 0
 
 def test_backends_are_imported_when_asked_for() -> None:
     code = (
-        "import sys, compiled_engine.attention.op, compiled_engine.attention.registry as r; r.get_backend('torch'); "
+        "import sys, compiled_engine.attention.op, compiled_engine.attention.backend as r; r.get_backend('torch'); "
         "assert not {'triton', 'flash_attn', 'flash_attn_interface'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -44,7 +44,7 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 def test_a_missing_package_is_named() -> None:
     code = (
         "import sys; sys.modules.update(flash_attn=None, flash_attn_interface=None); "
-        "from compiled_engine.attention.registry import get_backend; get_backend('flash_attn')"
+        "from compiled_engine.attention.backend import get_backend; get_backend('flash_attn')"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "ImportError: attention_backend 'flash_attn' needs the package flash-attn" in process.stderr
@@ -112,7 +112,7 @@ def test_cases_are_those_of_layers_that_differ() -> None:
 def test_without_a_compiler_a_cpu_gets_torch(tmp_path: Path) -> None:
     code = (
         "import torch; from compiled_engine.attention.case import AttentionCase, KVFormat; "
-        "from compiled_engine.attention.registry import choose_backend; "
+        "from compiled_engine.attention.backend import choose_backend; "
         "case = AttentionCase('cpu', torch.float32, 4, 2, 64, KVFormat(torch.float32, 16)); "
         "choice = choose_backend('auto', 'auto', [case]); print(choice.backend, choice.block_size, choice.reasons)"
     )

@@ -104,7 +104,7 @@ def test_the_source_digests_cover_what_shapes_the_graph() -> None:
 
 def test_what_the_digests_leave_out_takes_no_part_in_compiling() -> None:
     """A digested file imports digested rooms, besides plain values, processes, and how kernels are launched."""
-    allowed = {*SOURCE_ROOMS, *RANK_ROOMS, "config", "rope_config", "kernels", "process"}
+    allowed = {*SOURCE_ROOMS, *RANK_ROOMS, "config", "kernels", "process"}
     for name, path in source_files().items():
         for node in ast.walk(ast.parse(path.read_text())):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""

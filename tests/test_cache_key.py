@@ -11,8 +11,7 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape
-from compiled_engine.config_as_json import flat_fields
+from compiled_engine.config import EngineConfig, ExpertsConfig, GraphMode, HeadShape, RopeConfig, flat_fields
 from compiled_engine.graphs.cache.diff import differences
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import (
@@ -29,7 +28,6 @@ from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, 
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.rope_config import RopeConfig
 
 ENVIRONMENT = Environment(
     versions={"torch": "2.13.0", "cuda": None},
@@ -281,7 +279,7 @@ def test_what_divides_a_model_counts_where_it_is_divided(base: EngineConfig) -> 
     """The code of shares and sums, and of the checkpoint's slices."""
     divided = replace(base, parallel=replace(base.parallel, tensor_parallel_size=2))
     alone, files = cache_factors(base)["source"], cache_factors(divided)["source"]
-    for name in ("parallel/layout.py", "collectives/group.py", "models/checkpoint/loader.py"):
+    for name in ("parallel/connect.py", "parallel/group.py", "models/checkpoint/loader.py"):
         assert name in files
         assert name not in alone
 

@@ -10,8 +10,9 @@ import pytest
 from running_server import ENGINE, RunningServer, running
 
 from compiled_engine import AsyncLLM
+from compiled_engine.core.block_pool import hash_block
 from compiled_engine.frontend.prompts import LONGEST_SALT
-from compiled_engine.prefix_hashes import hash_block, prefix_root
+from compiled_engine.messages import prefix_root
 from compiled_engine.server.options import ServerOptions
 
 PROMPT = list(range(40, 140))

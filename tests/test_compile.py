@@ -10,7 +10,7 @@ import torch
 from pass_cases import graph_of
 from tiny_models import tiny_config
 
-from compiled_engine.attention.step_tensors import arguments_of, attention_inputs_of, step_of
+from compiled_engine.attention.inputs import arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges

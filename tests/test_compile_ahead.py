@@ -16,8 +16,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 
-from compiled_engine.kernels.compile_ahead import compiled_by  # noqa: E402
-from compiled_engine.kernels.workers import KernelWorkers  # noqa: E402
+from compiled_engine.kernels.compile_ahead import KernelWorkers, compiled_by  # noqa: E402
 from compiled_engine.passes.silu_mul import silu_mul_kernel  # noqa: E402
 
 if triton.knobs.runtime.interpret:

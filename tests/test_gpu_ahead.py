@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from compiled_engine.kernels.gpu_ahead import triton_digests
+from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.process.cuda_context import cuda_context, index_of
 
 

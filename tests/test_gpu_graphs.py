@@ -16,7 +16,7 @@ from other_padding import prepare_with, replay_with_other_padding
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.core.executor import InProcessExecutor
-from compiled_engine.runner import padded_step
+from compiled_engine.runner import captured_steps
 from compiled_engine.runner.model_runner import Runner
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
@@ -174,7 +174,7 @@ def test_padding_changes_no_bit(
     mode: str, graph_mode: str, held_out_ids: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     padding_1 = torch.zeros(1, dtype=torch.int64, device="cuda")
-    monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
+    monkeypatch.setattr(captured_steps, "prepare", prepare_with(padding_1))
     with engine(mode, graph_mode, "bfloat16") as llm:
         checked = replay_with_other_padding(runner_of(llm), padding_1, monkeypatch)
         greedy(llm, prompts_of(held_out_ids, 37, 100), [1 + (5 * i) % 17 for i in range(37)])

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from token_masks import ByLastToken
 
-from compiled_engine.core import grammar_queue
-from compiled_engine.core.grammar_queue import GrammarQueue
+from compiled_engine.core import constraints
+from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.grammars.compiler import GrammarCompiler
 from compiled_engine.grammars.fill import fill_masks
@@ -157,7 +157,7 @@ class TestQueue:
         assert queue.metrics()["grammar_compiles"] == 1
 
     def test_who_waits_too_long_is_told(self, vocabulary: GrammarVocabulary, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(grammar_queue, "LONGEST_COMPILE_S", 0.05)
+        monkeypatch.setattr(constraints, "LONGEST_COMPILE_S", 0.05)
         queue = GrammarQueue()
         queue.set_vocabulary(vocabulary)
         assert queue._compiler is not None

@@ -14,8 +14,9 @@ import torch
 from other_padding import prepare_with, replay_with_other_padding
 from recorded_capture import RecordedCapture
 
-from compiled_engine.attention.registry import get_backend
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
+from compiled_engine.core import scheduler
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.graphs.cuda_graphs import manager as cuda_graphs
@@ -24,11 +25,10 @@ from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.runner import model_runner, padded_step
+from compiled_engine.runner import captured_steps, model_runner
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling import scheduler
 from compiled_engine.workers.start_core import start_core
 
 MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]
@@ -155,7 +155,7 @@ def test_padding_rows_change_no_bit(
 ) -> None:
     """A padded batch is replayed again with other padding."""
     padding_1 = torch.zeros(1, dtype=torch.int64)
-    monkeypatch.setattr(padded_step, "prepare", prepare_with(padding_1))
+    monkeypatch.setattr(captured_steps, "prepare", prepare_with(padding_1))
     core = make_core(make_config(mode))
     checked = replay_with_other_padding(runner_of(core), padding_1, monkeypatch)
     assert run(core, make_requests(14, 1)) == plain_tokens

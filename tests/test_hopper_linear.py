@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels import hopper_linear_ring as ring
+from compiled_engine.kernels import hopper_linear_kernel as ring
 from compiled_engine.kernels.hopper_linear_kernel import hopper_linear_kernel
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes import gated_linear_op, silu_mul, small_batch_linear_op

@@ -15,8 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
-from compiled_engine.attention.backends.hopper_copy import SHARED, WIDTH
-from compiled_engine.attention.backends.hopper_prefill import box_rows, hopper_prefill_kernel
+from compiled_engine.attention.backends.hopper_prefill import SHARED, WIDTH, box_rows, hopper_prefill_kernel
 from compiled_engine.attention.backends.work_list import HEADER
 
 HOPPER = GPUTarget("cuda", 90, 32)

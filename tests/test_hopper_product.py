@@ -17,10 +17,9 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from compiled_engine.config import ModelConfig
-from compiled_engine.kernels import hopper_linear_ring as ring
-from compiled_engine.kernels.hopper_product_copy import GATED_SHARED
-from compiled_engine.kernels.hopper_product_kernel import chunk_of, hopper_product_kernel
-from compiled_engine.kernels.hopper_registers import PRODUCT_COPYING, REGISTERS
+from compiled_engine.kernels import hopper_linear_kernel as ring
+from compiled_engine.kernels.hopper_product_kernel import GATED_SHARED, chunk_of, hopper_product_kernel
+from compiled_engine.kernels.launch_arguments import PRODUCT_COPYING, REGISTERS
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes import gated_linear_op, silu_mul
 from compiled_engine.passes.hopper_product import (

@@ -18,22 +18,14 @@ FOLDERS = {
 # From the lowest floor up. A room, or a module at the top, may import what stands before it, and nothing else.
 FLOORS = (
     "process",
-    "parallel_config",
-    "foreign_share",
-    "rope_config",
     "config",
-    "config_as_json",
-    "near_names",
     "schema",
-    "plain_data",
-    "failure",
     "kernels",
     "rows",
     "attention",
     "attention.backends",
     "models.bundled",
     "models.textbook",
-    "collectives",
     "parallel",
     "passes",
     "models.foreign",
@@ -46,10 +38,8 @@ FLOORS = (
     "sampling",
     "options",
     "other_engines",
-    "prefix_hashes",
     "messages",
     "grammars",
-    "scheduling",
     "runner",
     "core",
     "graphs.inspection",
@@ -59,7 +49,6 @@ FLOORS = (
     "frontend",
     "llm_parts",
     "llm",
-    "engine_parts",
     "async_llm",
     "server.parsers",
     "server",
@@ -69,14 +58,25 @@ FLOORS = (
     "cli",
     "models.bundled_training",
 )
-# Nobody asks the rooms of the engine for these: they may not need what the engine is made of.
+# The modules of the core that decide on paper.
+ON_PAPER = (
+    "block_pool",
+    "cache_resource",
+    "kv_cache_manager",
+    "request",
+    "request_table",
+    "steps",
+    "scheduler",
+    "constraints",
+)
+# Packages, and modules, that may not import some others below them.
 FORBIDDEN = {
+    **{f"core.{name}": ("graphs", "passes", "models", "attention", "kernels", "runner") for name in ON_PAPER},
     "models.textbook": ("kernels", "process"),
-    "scheduling": ("graphs", "passes", "models", "attention", "kernels"),
     "sampling": ("graphs", "passes", "models", "attention"),
     "grammars": ("graphs", "passes", "models", "attention", "kernels"),
-    "graphs": ("sampling", "scheduling"),
-    "frontend": ("graphs", "passes", "runner", "core", "scheduling"),
+    "graphs": ("sampling", "core"),
+    "frontend": ("graphs", "passes", "runner", "core"),
 }
 
 

@@ -7,15 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
+from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_of
 from compiled_engine.attention.op import write_and_attend
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
 from compiled_engine.process.step_clock import StepClock
-from compiled_engine.runner.advance import advance
-from compiled_engine.runner.input_batch import InputBatch, attention_inputs, make_batch, prepare
-from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
-from compiled_engine.runner.pending_steps import PendingSteps
+from compiled_engine.runner.input_batch import (
+    LAST_NUMBER,
+    RING,
+    InputBatch,
+    InputBuffers,
+    make_batch,
+    prepare,
+    step_of_batch,
+)
+from compiled_engine.runner.pending_steps import PendingSteps, advance
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.params import SamplingParams
 
@@ -62,7 +68,7 @@ def gathered(
     batch = make_batch(step_of(*shares), states, buffers, key)
     states.writes.apply()
     prepare(batch, states, buffers)
-    return batch, attention_inputs(batch, buffers, "torch")
+    return batch, attention_inputs_of(step_of_batch(batch, buffers), "torch")
 
 
 def leave_leftovers(buffers: InputBuffers) -> None:

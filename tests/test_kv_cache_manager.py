@@ -9,13 +9,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from compiled_engine.core.block_pool import BlockGroup
+from compiled_engine.core.cache_resource import RequestRows
+from compiled_engine.core.kv_cache_manager import KVCacheManager
+from compiled_engine.core.request import Request
 from compiled_engine.messages import EngineRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
-from compiled_engine.scheduling.block_group import BlockGroup
-from compiled_engine.scheduling.kv_cache_manager import KVCacheManager
-from compiled_engine.scheduling.request import Request
-from compiled_engine.scheduling.request_rows import RequestRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 BLOCK_SIZE = 4
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
+from compiled_engine.core.steps import Lanes
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.scheduling.lanes import Lanes
 
 
 def pipeline(**options: int) -> SimulatedEngine:

@@ -17,10 +17,9 @@ from compiled_engine.cli.app import app
 from compiled_engine.frontend.outputs import RequestOutput
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.sampling.logits_processor import build_processors
-from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.logits_processor import build_processors, resolve_logits_processors
+from compiled_engine.sampling.ranks import row_chunks
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n", "for i in range("]

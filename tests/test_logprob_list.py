@@ -19,7 +19,7 @@ from compiled_engine.frontend.prompts import parse_prompts
 from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.messages import RequestLimits
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 TOKENIZER = byte_level()
 SAID = TOKENIZER.encode("naïve 😁 words")

@@ -18,7 +18,7 @@ from compiled_engine.messages import (
     TokenMasks,
 )
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 PARAMS = SamplingParams(
     temperature=0.5,

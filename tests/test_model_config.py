@@ -13,12 +13,11 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.rope import inverse_frequencies
-from compiled_engine.rope_config import RopeConfig
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from in_a_minute import in_a_minute
 
-from compiled_engine.near_names import nearest, unknown_name_message
 from compiled_engine.options import EngineOptions
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.schema import nearest, unknown_name_message
 
 OPTIONS = [field.name for field in fields(EngineOptions)]
 PARAMS = [field.name for field in fields(SamplingParams)]
@@ -58,7 +58,7 @@ def test_a_long_name_with_a_letter_missing_is_recognised(name: str, data: st.Dat
 
 def test_a_name_of_many_letters_costs_little() -> None:
     in_a_minute("""
-from compiled_engine.near_names import nearest
+from compiled_engine.schema import nearest
 assert nearest("mode_lxz" * (1 << 22), [f"option_{number}" for number in range(100)]) is None
 """)
 

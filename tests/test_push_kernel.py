@@ -16,9 +16,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_engine.collectives import vocabulary
-from compiled_engine.collectives.push import PushBuffer, buffer_bytes, num_slots_for
-from compiled_engine.collectives.tagged_sum import tagged_sum_kernel
+from compiled_engine.parallel import vocabulary
+from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for
+from compiled_engine.parallel.push_kernels import tagged_sum_kernel
 from compiled_engine.passes import all_reduce_residual_rms_norm as fused
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes import sequence_parallel_op as divided
@@ -154,7 +154,7 @@ def check_waits() -> None:
 INTERPRETED = """
 import torch
 import test_push_kernel
-from compiled_engine.collectives.vocabulary import reference
+from compiled_engine.parallel.vocabulary import reference
 for dtype in (torch.float32, torch.float16):
     for num_ranks, rank in ((1, 0), (2, 0), (2, 1), (3, 1)):
         test_push_kernel.check(num_ranks, rank, dtype)

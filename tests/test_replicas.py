@@ -41,7 +41,7 @@ from compiled_engine.core_process.wire import (
 from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 MOST = 2
 

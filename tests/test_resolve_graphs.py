@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_engine.attention.backend import choose_backend
 from compiled_engine.attention.case import AttentionCase, KVFormat
-from compiled_engine.attention.registry import choose_backend
 from compiled_engine.config import GraphConfig, GraphMode, SchedulerConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.cuda_graphs import default_capture_sizes, default_token_sizes, resolve_graphs

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attend, attention
+from compiled_engine.config import RopeConfig
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.split import make_plan, split
@@ -31,7 +32,6 @@ from compiled_engine.passes.parameter import Parameter
 from compiled_engine.passes.random_inputs import RandomInputs
 from compiled_engine.passes.rope_attend import RopeAttend
 from compiled_engine.passes.rope_kv_write import RopeKVWrite
-from compiled_engine.rope_config import RopeConfig
 
 ATTENTION = torch.ops.compiled_engine.attention.default
 ATTEND = torch.ops.compiled_engine.attend.default

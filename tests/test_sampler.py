@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from sampler_cases import EOS, VOCAB_SIZE, make_sampler, random_logits, sample, sample_once
 
 from compiled_engine.sampling.logprobs import logprob_rows
-from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.ranks import row_chunks
+from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER, NOTHING_ALLOWED, LogprobRows, TokenLogprobs
 
 
 def test_greedy_takes_the_largest_logit_and_the_lowest_token_on_a_tie() -> None:

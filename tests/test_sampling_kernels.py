@@ -103,7 +103,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from compiled_engine.rows import staged_writes_kernel
-from compiled_engine.sampling import best_of_ranks_triton, edits_triton, filters_triton, gumbel_triton, logprobs_triton
+from compiled_engine.sampling import edits_triton, filters_triton, gumbel_triton, logprobs_triton
 
 TYPES = {
     "row_index_ptr": "*i32", "positions_ptr": "*i64", "seeds_ptr": "*i64", "best_token_ptr": "*i32",
@@ -138,7 +138,7 @@ for logits in ({"logits_ptr": "*bf16"}, {"logits_ptr": "*fp32"}):
 compile_for_hopper(gumbel_triton.row_best_kernel, NUM_BLOCKS=75, TILE_B=128)
 push = {"addresses_ptr": "*i64", "epochs_ptr": "*i32"}
 push |= dict.fromkeys(("rank", "num_ranks", "num_slots", "data_offset", "row_bytes"), "i32")
-compile_for_hopper(best_of_ranks_triton.best_of_ranks_kernel, types=push, NUM_BLOCKS=38, TILE_B=64)
+compile_for_hopper(gumbel_triton.best_of_ranks_kernel, types=push, NUM_BLOCKS=38, TILE_B=64)
 for vocab in (151_936, 4099):
     compile_for_hopper(edits_triton.forbid_kernel, VOCAB_SIZE=vocab, BLOCK_V=edits_triton.BLOCK_V)
 compile_for_hopper(edits_triton.penalise_kernel, VOCAB_SIZE=151_936, BLOCK_V=edits_triton.BLOCK_V)

@@ -16,15 +16,14 @@ from sampler_cases import EOS, logprob_entries, random_logits
 from test_push_kernel import Ranks
 from thread_ranks import ThreadGroup, on_ranks
 
-from compiled_engine.collectives.group import StandIn
+from compiled_engine.parallel.group import StandIn
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling import gumbel, gumbel_triton, ranks
 from compiled_engine.sampling.edits import StepMasks, mask_of
-from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import Best, VocabularySlice, keys_of
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, TokenLogprobs
 from compiled_engine.sampling.sampler import Sampler
-from compiled_engine.sampling.token_logprobs import TokenLogprobs
 
 VOCAB_SIZE, NUM_ROWS = 84, 8
 LAST = VOCAB_SIZE - 1

@@ -9,7 +9,7 @@ from fake_runner import VOCAB_SIZE, shares_of
 from simulated_engine import SimulatedEngine, new_ids, outputs_of
 
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
 
 
 def shares(step: SchedulerOutput) -> list[tuple[str, int, int, bool]]:
@@ -300,7 +300,7 @@ class TestPrefixCache:
 class TestPromptLogprobs:
     def test_a_step_computes_as_much_of_a_prompt_as_there_is_memory_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The log-probabilities of its tokens are in host memory at once: of each, as many as the vocabulary has."""
-        monkeypatch.setattr("compiled_engine.scheduling.request.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
+        monkeypatch.setattr("compiled_engine.core.request.MOST_PROMPT_LOGPROBS", 4 * VOCAB_SIZE)
         engine = SimulatedEngine(budget=20)
         engine.add("all", list(range(10)), params=outputs_of(1, prompt_logprobs=-1))
         engine.add("few", list(range(10)), params=outputs_of(1, prompt_logprobs=0))

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
-from compiled_engine.sampling.no_token import NO_TOKENS
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
-from compiled_engine.scheduling.scheduler import Scheduler
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows, TokenLogprobs
 
 
 def bare_scheduler(most_new_tokens: int = 1, **changes: Any) -> Scheduler:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from compiled_engine.core.request import Finish, StopRule, check_stop
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.scheduling.stop import Finish, StopRule, check_stop
 
 EOS = frozenset({7, 8})
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from compiled_engine.attention.registry import BACKENDS
+from compiled_engine.attention.backend import BACKENDS
 from compiled_engine.cli.arguments import arguments_of, as_written, read_config_file, takes_options
 from compiled_engine.config import GraphMode
 from compiled_engine.models.checkpoint.config_reader import DTYPES, IMPLEMENTATIONS, LOAD_FORMATS

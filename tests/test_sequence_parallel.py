@@ -14,13 +14,13 @@ from test_tensor_parallel_pass import config_of, traced
 from thread_ranks import ThreadGroup, on_ranks
 from torch import fx
 
-from compiled_engine.collectives.group import StandIn, in_group
-from compiled_engine.collectives.rows import rows_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import structure_passes
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.options import EngineOptions
+from compiled_engine.parallel.gloo import rows_of
+from compiled_engine.parallel.group import StandIn, in_group
 from compiled_engine.passes import residual_rms_norm
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.manager import PassReport, run_passes

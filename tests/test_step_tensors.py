@@ -17,8 +17,7 @@ from recorded_capture import RecordedCapture
 from torch import fx
 
 from compiled_engine import LLM, SamplingParams, register_pass, unregister_pass
-from compiled_engine.attention.inputs import FIELDS
-from compiled_engine.attention.step_tensors import STEP_TENSORS, StepTensor
+from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.example_inputs import example_inputs
@@ -39,8 +38,7 @@ from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import model_runner
-from compiled_engine.runner.input_batch import empty_batch, make_batch, prepare, step_of_batch
-from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.input_batch import InputBuffers, empty_batch, make_batch, prepare, step_of_batch
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.workers.start_core import start_core
 

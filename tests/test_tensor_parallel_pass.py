@@ -13,17 +13,16 @@ from torch import fx
 
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.family_comparison import verified_passes
-from compiled_engine.collectives.group import StandIn, current_group, in_group
-from compiled_engine.config import EngineConfig
+from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trace_whole
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import TracedGraph
 from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.models.textbook.architectures import build_model
-from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.parallel.connect import RankLayout
+from compiled_engine.parallel.group import StandIn, current_group, in_group
 from compiled_engine.parallel.shards import Section, Shard
-from compiled_engine.parallel_config import ParallelConfig
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import ContractError, run_passes
 from compiled_engine.passes.matching import aten, emit, is_call

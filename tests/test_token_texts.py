@@ -16,7 +16,7 @@ from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import EngineOutput, EngineRequest
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
+from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 EMOJI = ("ð", "Ł", "ĺ", "ģ")  # the four bytes of 😁, as byte-level tokenizers write them
 

@@ -24,7 +24,7 @@ from small_engines import PROMPTS, SMALL
 from compiled_engine import LLM, SamplingParams
 from compiled_engine.core.control import ControlError
 from compiled_engine.messages import ControlCall
-from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.child import import_path
 from compiled_engine.workers import monitor
 from compiled_engine.workers.heartbeat import Heartbeats

@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch
 
-from compiled_engine.collectives.push import PushBuffer
-from compiled_engine.collectives.rows import rows_of
+from compiled_engine.parallel.gloo import rows_of
+from compiled_engine.parallel.group import PushBuffer
 
 T = TypeVar("T")
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from compiled_engine.config import EngineConfig, ExpertsConfig
+from compiled_engine.config import EngineConfig, ExpertsConfig, RopeConfig
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.rope_config import RopeConfig
 
 
 def tiny_config(

@@ -1,18 +1,39 @@
-"""The one custom op of the models, attention: write K and V to the paged cache, then attend; and its second half.
+"""The custom ops of attention: write K and V to the paged cache, then attend; its second half; and its value.
 
-Both mutate what they are given, so the graph is split around them (see compiled_engine.graphs.compiler.plan).
+The first two mutate what they are given, so the graph is split around them (see compiled_engine.graphs.compiler.plan).
+
+Foreign code may change tensors in place, and no tracer makes that functional around an op that mutates its arguments.
+So its trace holds the third op, which pretends to write nothing, and `passes.foreign_attention` puts `attention` back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
-from compiled_engine.attention.registry import get_backend
+
+# Both ops end in these arguments: the fields of Scoring, then those of AttentionInputs.
+SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
+    f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
+)
+_TYPES: dict[Any, str] = {
+    torch.Tensor | None: "Tensor?",
+    torch.Tensor: "Tensor",
+    float: "float",
+    int: "int",
+    bool: "bool",
+}
+# What is left to do to q and k, for ops that do it: the fields of Rotation.
+ROTATION = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Rotation).items())
+# Called in place of an attention op, with its function and its arguments.
+OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
+# The argument that the third op lacks.
+_OUT = "Tensor(b!) out_THd, "
 
 
 def write_kv(
@@ -54,7 +75,7 @@ def write_and_attend(
     sinks_H: torch.Tensor | None,
     *fields_of_inputs: Any,
 ) -> None:
-    """What the models' op does."""
+    """Do what the models' op does."""
     inputs = AttentionInputs(*fields_of_inputs)
     write_kv(k_TKd, v_TKd, kv_cache_N2PKd, inputs.slot_mapping_T, inputs.backend)
     scoring = Scoring(scale, sliding_window, soft_cap, sinks_H)
@@ -65,19 +86,6 @@ def _returns_nothing(*args: object) -> None:
     """All that a trace sees of the ops."""
 
 
-# Both ops end in these arguments: the fields of Scoring, then those of AttentionInputs.
-SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
-    f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
-)
-# What is left to do to q and k, for ops that do it: the fields of Rotation.
-_TYPES: dict[Any, str] = {
-    torch.Tensor | None: "Tensor?",
-    torch.Tensor: "Tensor",
-    float: "float",
-    int: "int",
-    bool: "bool",
-}
-ROTATION = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Rotation).items())
 attend_op = torch.library.custom_op(
     "compiled_engine::attend",
     attend,
@@ -93,9 +101,6 @@ attention_op = torch.library.custom_op(
     f"{SCORING_AND_INPUTS}) -> ()",
 )
 attention_op.register_fake(_returns_nothing)
-
-# Is given an attention op's function and arguments in place of the call.
-OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
 
 # The ops by name, and what the compiled forward calls in their place, without torch's dispatcher.
 ATTENTION_OPS: dict[str, Callable[..., None]] = {
@@ -124,3 +129,45 @@ def attention(
     scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
     torch.ops.compiled_engine.attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, out_THd, *scoring, *inputs.flat())
     return out_THd
+
+
+def _never_executed(*arguments: object) -> NoReturn:
+    raise RuntimeError("compiled_engine::attention_value stands in traces alone and cannot be executed")
+
+
+def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:
+    return torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+
+
+def _schema() -> str:
+    """Return the schema of the op that it stands for, without the buffer for the result and without writes."""
+    arguments = str(attention_op._opoverload._schema).partition("(")[2].rpartition(" -> ")[0]
+    assert _OUT in arguments
+    return f"({arguments.replace(_OUT, '').replace('(a!)', '')} -> Tensor"
+
+
+attention_value_op = torch.library.custom_op(
+    "compiled_engine::attention_value", _never_executed, mutates_args=(), schema=_schema()
+)
+attention_value_op.register_fake(_fake)
+
+ATTENTION = torch.ops.compiled_engine.attention.default
+ATTENTION_VALUE = torch.ops.compiled_engine.attention_value.default
+
+
+def attention_or_value(
+    q_THd: torch.Tensor,
+    k_TKd: torch.Tensor,
+    v_TKd: torch.Tensor,
+    kv_cache_N2PKd: torch.Tensor,
+    inputs: AttentionInputs,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    sinks_H: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention`, or where it is traced the op that stands for it; see there."""
+    if torch.compiler.is_compiling():
+        scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
+        return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())
+    return attention(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, inputs, scale, sliding_window, soft_cap, sinks_H)

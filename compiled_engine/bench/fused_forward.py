@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.attention.step_tensors import ForwardArguments, arguments_of, attention_inputs_of, step_of
+from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_engine.attention.step_tensors import ForwardArguments, arguments_of, attention_inputs_of, step_of
+from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.runner.kv_cache import allocate
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from compiled_engine.bench.table_workloads import MixedStep, Prefill, Requests, Start, TimePerToken, Workload
-from compiled_engine.near_names import unknown_name_message
+from compiled_engine.schema import unknown_name_message
 
 
 @dataclass(frozen=True)

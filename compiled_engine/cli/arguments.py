@@ -14,10 +14,9 @@ from typing import Any
 import typer
 
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.near_names import unknown_name_message
 from compiled_engine.options import EngineOptions
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.schema import Declaration, JsonSchema, declarations, plain
+from compiled_engine.schema import Declaration, JsonSchema, declarations, plain, unknown_name_message
 
 ENVIRONMENT = "COMPILED_ENGINE_"
 # Options whose variable the engine reads itself, as a default that need not be honoured.

@@ -39,7 +39,7 @@ def config(
       compiled-engine config --json | jq .scheduler
     """
     with bad_input_is_reported():
-        from compiled_engine.config_as_json import json_value
+        from compiled_engine.config import json_value
         from compiled_engine.other_engines.translate import make_options
         from compiled_engine.resolve.engine import resolve
 
@@ -80,7 +80,7 @@ def replica_plan(config: EngineConfig) -> list[list[str]]:
 
 def config_table(config: EngineConfig) -> Table:
     """One row for each value, under its dotted name; the reason where the value was chosen, not given."""
-    from compiled_engine.config_as_json import flat_fields
+    from compiled_engine.config import flat_fields
 
     table = Table(box=None)
     table.add_column("field", no_wrap=True)

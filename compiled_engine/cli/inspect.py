@@ -88,7 +88,7 @@ def _places(output: str | None, text: Path | None) -> tuple[Path | None, Path | 
 
 def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
     """From the entry in the cache, which is built if it is not there."""
-    from compiled_engine.config_as_json import json_value
+    from compiled_engine.config import json_value
     from compiled_engine.graphs.compiled_model import compile_model
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
     from compiled_engine.models.checkpoint.build_model import build_model
@@ -105,7 +105,7 @@ def _report_of_entry(config: EngineConfig, progress: Progress) -> Report:
 
 def _report_of_run(engine: dict[str, Any], quiet: bool) -> Report:
     """From an engine that was started for it and has generated a token."""
-    from compiled_engine.config_as_json import json_value
+    from compiled_engine.config import json_value
     from compiled_engine.graphs.inspection.launches import kernels_per_decode_step
     from compiled_engine.graphs.inspection.report import CompiledEntry, make_report
     from compiled_engine.llm import LLM

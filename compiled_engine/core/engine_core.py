@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from compiled_engine.config import EngineConfig
+from compiled_engine.core.constraints import GrammarQueue
 from compiled_engine.core.control import apply
 from compiled_engine.core.executor import Executor, PendingOutput
-from compiled_engine.core.grammar_queue import GrammarQueue
+from compiled_engine.core.scheduler import Scheduler
 from compiled_engine.messages import (
     ControlCall,
     EngineOutput,
@@ -24,7 +25,6 @@ from compiled_engine.messages import (
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
-from compiled_engine.scheduling.scheduler import Scheduler
 
 # Where all requests wait for their grammars, a step waits so long for one of them.
 GRAMMAR_PATIENCE_S = 0.005

@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
-from compiled_engine.collectives.group import Group
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import apply
-from compiled_engine.kernels.gpu_ahead import triton_digests
+from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
-from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.cuda_context import cuda_context
 from compiled_engine.process.import_apart import import_apart
 from compiled_engine.process.progress import Progress

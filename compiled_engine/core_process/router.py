@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from compiled_engine.core.block_pool import hash_blocks
 from compiled_engine.core_process.prefix_history import PrefixHistory
 from compiled_engine.messages import EngineRequest
-from compiled_engine.prefix_hashes import hash_blocks
 
 # What generating a token takes in a large batch, in tokens of a prompt.
 GENERATED = 4

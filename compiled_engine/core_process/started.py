@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from compiled_engine.core.control import FatalError
 from compiled_engine.core_process.connection import Connection
 from compiled_engine.core_process.running_core import RunningCore
 from compiled_engine.core_process.wire import Failed, Started, ToApi, decode_to_api
-from compiled_engine.failure import FatalError
 
 _EXIT_S = 2.0
 

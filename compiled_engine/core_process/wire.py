@@ -6,10 +6,9 @@ from typing import Any
 
 import msgspec
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.failure import Failed
+from compiled_engine.config import EngineConfig, decode_other, encode_other
+from compiled_engine.core.control import Failed
 from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, RequestLimits, StepOutputs
-from compiled_engine.plain_data import decode_other, encode_other
 from compiled_engine.process.timeline import Span
 
 

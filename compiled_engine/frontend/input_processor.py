@@ -12,8 +12,7 @@ from compiled_engine.frontend.prompts import Prompt
 from compiled_engine.frontend.tokenizer import Tokenizer, encode_bad_words
 from compiled_engine.frontend.tokenizer_words import LONG_TEXT
 from compiled_engine.grammars.text import grammar_text
-from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits
-from compiled_engine.prefix_hashes import prefix_root
+from compiled_engine.messages import EngineRequest, GrammarVocabulary, RequestLimits, prefix_root
 from compiled_engine.sampling.params import SamplingParams, checked_again, derived, validate_for_model
 
 

@@ -12,7 +12,7 @@ from compiled_engine.frontend.outputs import Logprob
 from compiled_engine.frontend.token_texts import TokenTexts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.token_logprobs import LogprobRows, row_width
+from compiled_engine.sampling.sampled_tokens import LogprobRows, row_width
 
 Entry = TypeVar("Entry")
 """dict[int, Logprob]; of a prompt, None where nothing precedes a token."""

@@ -1,16 +1,34 @@
-"""Triton kernels that are asked for are compiled side by side, and not launched."""
+"""Triton kernels are compiled before they are launched, side by side, in processes of their own.
+
+The processes import what they need while this one traces the model. Threads would compile as well, but they share an
+interpreter, and most of the work is Python.
+
+Triton names a kernel's binary after digests of its own files, some hundred megabytes, and after the version of its
+assembler, which it asks by running it. Both happen once in a process, and leave Python's lock to others, so a thread
+makes them beside what a start does before its first kernel.
+"""
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from compiled_engine.kernels.workers import KernelWorkers
+import torch
 
+from compiled_engine.kernels.cache_folder import kernel_variables
+from compiled_engine.process.in_background import InBackground
+from compiled_engine.process.triton_digest import triton_digest
+from compiled_engine.process.worker_pool import WorkerPool
+
+log = logging.getLogger("compiled_engine")
 PACKAGE = "compiled_engine."
 # Triton has one hook for the whole process.
 _HOOK = threading.Lock()
@@ -19,8 +37,82 @@ PARSES_ALONE = sys.version_info < (3, 12)
 _PARSING: AbstractContextManager[Any] = threading.Lock() if PARSES_ALONE else nullcontext()
 
 
+@cache
+def triton_digests(device: torch.device) -> InBackground[None]:
+    """The first call starts a thread, and every call gives the same one. Its `result` waits, and raises nothing."""
+    return InBackground(lambda: _digest(device))
+
+
+def _digest(device: torch.device) -> None:
+    triton_digest(device.index or 0).result()
+    try:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # unless it was made above
+        major, minor = torch.cuda.get_device_capability(device)
+        make_backend(GPUTarget("cuda", 10 * major + minor, 32)).hash()
+    except Exception:  # another version, or a damaged one: the first kernel will do it, and say what is wrong
+        return
+
+
+class KernelWorkers:
+    """A context whose end ends the processes.
+
+    count: how many, perhaps none; folder: where Triton keeps binaries (None: in its own place); modules: what they
+    import at once, so that a kernel's own module finds it imported. Nothing here raises: what no worker compiles, its
+    caller does.
+    """
+
+    def __init__(self, count: int, folder: Path | None, modules: Sequence[str] = ()):
+        self._count, self._modules = count, list(modules)
+        self._environment = kernel_variables(folder)
+        self._pool: WorkerPool | None = None
+        self._target: list[Any] = []
+        self.closed = False
+
+    @property
+    def started(self) -> bool:
+        return self._pool is not None
+
+    def start(self) -> None:
+        """Start them, unless they have been."""
+        if self._pool is None:
+            self._pool = WorkerPool("compiled_engine.kernels.worker", self._count, self._environment)
+            self._pool.begin({"modules": self._modules})
+
+    def aim(self, target: Any) -> None:
+        """Say for which GPU they compile what is asked for from now on. target: a triton GPUTarget."""
+        self._target = [target.backend, target.arch, target.warp_size]
+
+    def compile(self, module: str, name: str, specialization: str) -> bool:
+        """Have a kernel compiled, so that Triton finds it in its folder; whether a worker could."""
+        if self._pool is None or self.closed:
+            return False
+        kernel = {"target": self._target, "module": module, "name": name, "specialization": specialization}
+        answer = self._pool.ask(kernel)
+        if answer is not None and "error" in answer:
+            log.debug("%s.%s is compiled in this process: %s", module, name, answer["error"])
+        return answer is not None and "error" not in answer
+
+    def close(self) -> None:
+        """End them; what is still asked for is not worth compiling then."""
+        self.closed = True
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> KernelWorkers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
 @contextmanager
-def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKernels]:
+def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
     """Within this context a launch of one of the engine's kernels launches nothing. If it is not compiled so far,
     `workers` are asked to, and one of `threads` waits for that.
 
@@ -33,7 +125,7 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKern
     with _HOOK:
         workers.aim(triton.runtime.driver.active.get_current_target())
         before = triton.knobs.runtime.jit_cache_hook
-        kernels = AskedKernels(workers, threads, before)
+        kernels = KernelCollector(workers, threads, before)
         triton.knobs.runtime.jit_cache_hook = kernels
         try:
             yield kernels
@@ -41,7 +133,7 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[AskedKern
             triton.knobs.runtime.jit_cache_hook = before
 
 
-class AskedKernels:
+class KernelCollector:
     """The kernels that the thread which makes it has asked for: Triton's hook, in place of `before`."""
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):

@@ -10,7 +10,7 @@ import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from compiled_engine.kernels.compile_ahead import AskedKernels
+from compiled_engine.kernels.compile_ahead import KernelCollector
 
 # Of each, tests/test_launcher.py has shown that what follows here reaches the driver as Triton's own launches do.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
@@ -40,7 +40,7 @@ class Launcher:
 
     grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None: where
     they are is checked at the first launch alone. Triton's knobs, and globals that the kernel reads, are those of the
-    first launch. Nothing is launched for a thread whose launches AskedKernels leaves out.
+    first launch. Nothing is launched for a thread whose launches KernelCollector leaves out.
     """
 
     def __init__(self, jit_function: Any):
@@ -76,7 +76,7 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
         "_run_hooks": jit_function.pre_run_hooks,
         "_specialize": native_specialize_impl,
         "_backend": BaseBackend,
-        "_AskedKernels": AskedKernels,
+        "_KernelCollector": KernelCollector,
         "_by_triton": partial(_by_triton, jit_function),
     }
     exec(compile(launch_source(jit_function), f"<launch of {jit_function.__name__}>", "exec"), namespace)
@@ -102,7 +102,7 @@ def launch_source(jit_function: Any) -> str:
     unhooked = (
         "_knobs.launch_enter_hook is _enter_hooks and _knobs.launch_exit_hook is _exit_hooks "
         "and not (_enter_hooks.calls or _exit_hooks.calls or _run_hooks) "
-        "and _knobs.jit_cache_hook.__class__ is not _AskedKernels"
+        "and _knobs.jit_cache_hook.__class__ is not _KernelCollector"
     )
     lines = [
         f"def launch(_grid, {', '.join(parameters)}, *, {'=None, '.join(OPTIONS)}=None, **_others):",
@@ -155,6 +155,6 @@ def _by_triton(
     None if a hook kept it from being compiled."""
     given = {name: value for name, value in zip(OPTIONS, options, strict=True) if value is not None}
     hook = triton.knobs.runtime.jit_cache_hook
-    left_out = isinstance(hook, AskedKernels) and hook.leaves_out_launches()
+    left_out = isinstance(hook, KernelCollector) and hook.leaves_out_launches()
     kernel = jit_function.run(*arguments, grid=grid, warmup=left_out, **given, **others)
     return None if kernel is None else (kernel.run, kernel.function, kernel.packed_metadata, kernel)

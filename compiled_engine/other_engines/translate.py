@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from compiled_engine.config import GraphMode
-from compiled_engine.near_names import unknown_name_message
 from compiled_engine.options import EngineOptions
 from compiled_engine.other_engines.keywords import (
     ABOUT_COMPILATION,
@@ -21,6 +20,7 @@ from compiled_engine.other_engines.keywords import (
     Row,
     WithoutEffect,
 )
+from compiled_engine.schema import unknown_name_message
 
 SIZES = ("capture_sizes", "capture_token_sizes")
 CUDA_GRAPH_OPTIONS = ("graph_mode", *SIZES)

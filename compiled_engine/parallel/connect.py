@@ -1,29 +1,72 @@
-"""How a process becomes one of the ranks: first what needs no configuration, then the rest."""
+"""The place of each rank among the others, and how a process becomes one of them."""
 
 from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from compiled_engine.collectives.gloo import GlooGroup, join, least
-from compiled_engine.collectives.group import Group, StandIn
 from compiled_engine.config import EngineConfig
-from compiled_engine.parallel.layout import RankLayout
-from compiled_engine.parallel.stage_link import StageLink
-from compiled_engine.parallel.stages import Stage, stages_of
+from compiled_engine.parallel.gloo import GlooGroup, join, least
+from compiled_engine.parallel.group import Group, StandIn
+from compiled_engine.parallel.stages import Stage, StageLink, stages_of
 
 if TYPE_CHECKING:
-    from compiled_engine.collectives.nccl import NcclGroup
+    from compiled_engine.parallel.gpu_groups import NcclGroup
 
 log = logging.getLogger("compiled_engine")
-
 # Rows whose logits are there at once where nothing else says: a chunk of a prompt's.
 _LOGITS_ROWS = 256
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """A rank's coordinates, each from 0."""
+
+    data: int
+    stage: int
+    share: int
+
+
+@dataclass(frozen=True)
+class RankLayout:
+    """Ranks are numbered so that those which share a layer, and talk most, are neighbours.
+
+    tensor: ranks that share each layer. pipeline: stages that the layers are divided into. data: replicas.
+    """
+
+    tensor: int
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def result_rank(self) -> int:
+        """Of a replica's ranks, counted from its first: the one that tells what a step has sampled."""
+        return (self.pipeline - 1) * self.tensor
+
+    def place(self, rank: int) -> RankPlace:
+        """Raises IndexError for a rank that there is not."""
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank is {rank}; allowed: 0 to {self.size - 1}")
+        rest, share = divmod(rank, self.tensor)
+        data, stage = divmod(rest, self.pipeline)
+        return RankPlace(data, stage, share)
+
+    def name(self, rank: int) -> str:
+        """For people: rank 1 of 4, with what tells it from the others."""
+        place = self.place(rank)
+        parts = (("replica", place.data, self.data), ("stage", place.stage, self.pipeline))
+        told = [f"{what} {index} of {count}" for what, index, count in parts if count > 1]
+        return f"rank {rank} of {self.size}" + (f" ({', '.join(told)})" if told else "")
 
 
 def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
@@ -68,8 +111,7 @@ def _group(config: EngineConfig, layout: RankLayout, stage: Stage) -> Group:
     assert members is not None
     if config.device.type != "cuda":
         return GlooGroup(members)
-    from compiled_engine.collectives.nccl import NcclGroup
-    from compiled_engine.collectives.symmetric_memory import SUMMED_DTYPES, SymmetricMemoryGroup
+    from compiled_engine.parallel.gpu_groups import SUMMED_DTYPES, NcclGroup, SymmetricMemoryGroup
 
     nccl = NcclGroup(members, config.device)
     if config.parallel.collectives == "nccl":

@@ -1,24 +1,35 @@
-"""How the layers of a model are divided into the stages of a pipeline, and what belongs to which stage.
+"""The stages of a pipeline: how a model's layers are divided into them, and how they send on what they computed.
 
 A stage ends after the attention of its last layer: there the compiled model is cut anyway, so stages consist of the
 same compiled pieces as the whole. What follows that attention (its output's linear, the MLP) begins the next stage. The
 embedding is in the first stage, the last norm and the logits in the last.
+
+Values go from device to device: by NCCL between GPUs, by gloo elsewhere. What a stage sends goes to the rank of the
+next one that has the same share of the layers. The last stage sends sampled tokens to the first. Both directions have
+connections of their own: on one, a rank that sends would wait for its peer to receive, while that one waits to send.
+
+On GPUs a transfer is a kernel that waits for its peer. Beside others it would keep a part of the GPU from them, and a
+kernel that is made for all of it would take twice as long. So what comes after a transfer of values, or after the
+receipt of tokens, runs after it. A few tokens are sent without waiting.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from compiled_engine.attention.inputs import STEP_TENSORS, arguments_of, attention_inputs_of, padding_of
 from compiled_engine.attention.op import ATTENTION_OPS
-from compiled_engine.attention.step_tensors import STEP_TENSORS, arguments_of, attention_inputs_of, padding_of
 from compiled_engine.config import ModelConfig
+from compiled_engine.parallel.gloo import TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -54,7 +65,7 @@ class ParameterPlaces:
     of_logits: frozenset[str]
 
     def of_stage(self, stage: Stage) -> frozenset[str]:
-        """What a stage needs: a tied table may belong to two stages."""
+        """Return what a stage needs: a tied table may belong to two stages."""
         first, end = stage.layers.start, stage.layers.stop
         least, most = (0 if stage.is_first else first), (end - 1 if not stage.is_last else end)
         own = {name for name, count in self.attentions.items() if least <= count <= most}
@@ -137,3 +148,71 @@ class _Watch(TorchDispatchMode):
             self._attentions += 1
             return None
         return func(*args, **(kwargs or {}))
+
+
+class StageLink:
+    """On a GPU everything is launched, and the host waits for nothing. rank, tensor: this rank's number, and how many
+    share each layer."""
+
+    def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
+        """Every rank makes one at the same time; waits for the neighbours."""
+        self.stage, self._device = stage, device
+        self._before, self._after = rank - tensor, rank + tensor
+        self._first, self._last = rank - stage.index * tensor, rank + (stage.count - 1 - stage.index) * tensor
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        self._values, self._tokens = (dist.new_group(backend=backend, timeout=TIMEOUT) for _ in range(2))
+        self._sent: deque[tuple[dist.Work, torch.Tensor]] = deque()
+        self._connect()
+
+    def _connect(self) -> None:
+        """Exchange a byte with each neighbour: NCCL connects two ranks at their first transfer, too late in a step."""
+        nothing = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        if not self.stage.is_first:
+            self.receive(nothing)
+        if not self.stage.is_last:
+            self.send(nothing)
+        if self.stage.is_last:
+            self.send_tokens(nothing.int())
+        if self.stage.is_first:
+            self.receive_tokens(nothing.int())
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def send(self, values: torch.Tensor) -> None:
+        """Send a contiguous tensor to the next stage. On a CPU it must not be written to again."""
+        work = dist.isend(values, self._after, group=self._values)
+        assert work is not None
+        if self._device.type == "cuda":
+            work.wait()
+        else:  # this would wait on the host
+            self._keep(work, values)
+
+    def receive(self, into: torch.Tensor) -> None:
+        """Receive what the stage before sent as a tensor of the same size."""
+        _received(dist.irecv(into, self._before, group=self._values))
+
+    def send_tokens(self, tokens: torch.Tensor) -> None:
+        """Send tokens from the last stage to the first."""
+        work = dist.isend(tokens, self._first, group=self._tokens)
+        assert work is not None
+        self._keep(work, tokens)
+
+    def receive_tokens(self, into: torch.Tensor) -> None:
+        """Receive tokens in the first stage, in the order in which they were sent."""
+        _received(dist.irecv(into, self._last, group=self._tokens))
+
+    def _keep(self, work: dist.Work, tensor: torch.Tensor) -> None:
+        """Keep the tensor until it has arrived."""
+        self._sent.append((work, tensor))
+        while len(self._sent) > self.stage.count + 1:  # more steps than that are never in flight
+            self._sent.popleft()[0].wait()
+
+    def drain(self) -> None:
+        """Wait for the transfers under way."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+
+def _received(work: dist.Work | None) -> None:
+    assert work is not None
+    work.wait()

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 
+from compiled_engine.attention.backend import AttentionChoice, captured_always
 from compiled_engine.attention.case import GraphSupport
-from compiled_engine.attention.registry import AttentionChoice, captured_always
-from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, SchedulerConfig
+from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelConfig, ParallelConfig, SchedulerConfig
 from compiled_engine.options import EngineOptions
-from compiled_engine.parallel_config import ParallelConfig
 from compiled_engine.passes import small_batch_linear_cpu
 
 # Modes whose graphs hold eager code alone, or may do so.

@@ -10,8 +10,8 @@ from contextlib import nullcontext
 
 import torch
 
+from compiled_engine.attention.backend import AttentionChoice, choose_backend
 from compiled_engine.attention.case import cases_of, no_short_contexts
-from compiled_engine.attention.registry import AttentionChoice, choose_backend
 from compiled_engine.config import (
     CacheConfig,
     EngineConfig,
@@ -26,8 +26,8 @@ from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.resolve.compile import compiler_obstacle, resolve_compile
 from compiled_engine.resolve.cuda_graphs import recording_obstacle, resolve_graphs
 from compiled_engine.resolve.folders import resolve_cache_dir, resolve_model_folder, resolve_tokenizer_folder
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.resolve.parallel import check_stages, resolve_parallel
+from compiled_engine.sampling.logits_processor import resolve_logits_processors
 
 log = logging.getLogger("compiled_engine")
 

@@ -7,11 +7,10 @@ from importlib.util import find_spec
 
 import torch
 
-from compiled_engine.config import ModelConfig, local_share
+from compiled_engine.config import ModelConfig, ParallelConfig, local_share
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
-from compiled_engine.parallel_config import ParallelConfig
 
 # Whose shares are known to add up to the whole: the textbook's, and of transformers' code.
 DIVISIBLE = (

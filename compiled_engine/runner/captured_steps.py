@@ -1,4 +1,8 @@
-"""The captured graphs of steps: which one serves a batch, its replay, and what became of the batches."""
+"""CUDA graphs of steps: what is captured, which graph serves a batch, and its replay.
+
+A graph of decodes holds the whole step, another full graph the forward with its inputs, graphs in parts the forward
+alone.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,136 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.case import AttentionCase
+from compiled_engine.attention.inputs import AttentionInputs, arguments_of, attention_inputs_of
 from compiled_engine.config import EngineConfig, GraphConfig
 from compiled_engine.graphs.cuda_graphs.capture import Capture
 from compiled_engine.graphs.cuda_graphs.counters import Fallback, GraphCounters
 from compiled_engine.graphs.cuda_graphs.dispatcher import Dispatcher
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.graphs.cuda_graphs.manager import CudaGraphManager
-from compiled_engine.runner.input_batch import InputBatch, prepare
-from compiled_engine.runner.model_forward import ForwardOutput
-from compiled_engine.runner.padded_step import PaddedStep
+from compiled_engine.runner.input_batch import (
+    InputBatch,
+    InputBuffers,
+    empty_batch,
+    prepare,
+    step_of_batch,
+)
+from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
+from compiled_engine.runner.request_states import RequestStates
+from compiled_engine.runner.step_sampling import StepSampling
 
 log = logging.getLogger("compiled_engine")
-
 # The pool of the graphs may take this share of what the KV cache would have without it.
 POOL_SHARE = 0.125
+
+
+class PaddedStep:
+    """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be filled anew until the first capture.
+
+    attention_case: what attention's work is planned for; None where each layer plans its own. samples: whether there
+    are logits at the end of it, not what the next stage of a pipeline goes on with.
+    """
+
+    def __init__(
+        self,
+        model: ModelForward,
+        sampling: StepSampling,
+        states: RequestStates,
+        buffers: InputBuffers,
+        kv_caches: list[torch.Tensor],
+        attention_backend: str,
+        attention_case: AttentionCase | None,
+        max_model_len: int,
+        samples: bool = True,
+    ):
+        self.model, self.sampling, self.states = model, sampling, states
+        self.buffers, self.kv_caches = buffers, kv_caches
+        self._backend, self._case, self._max_model_len = attention_backend, attention_case, max_model_len
+        self.samples = samples
+
+    def fill(self, key: GraphKey) -> None:
+        batch = self._empty(key)
+        self.states.writes.apply()
+        self.prepared_inputs(batch)
+
+    def run(self, key: GraphKey) -> torch.Tensor:
+        """Run the part of a step that the key's graph holds.
+
+        A decode key: input preparation, forward, logits, sampling by temperature and seed, advance of the states;
+        stages without sampling run only their part. Another full key: input preparation and forward. Any other: the
+        forward of inputs that are there.
+        """
+        return self._run(key, distinct=False)
+
+    def warm_up(self, key: GraphKey) -> None:
+        """Do what `run` does, but call each kind of layer once: layers of a kind run the same kernels."""
+        self._run(key, distinct=True)
+
+    def _run(self, key: GraphKey, *, distinct: bool) -> torch.Tensor:
+        batch = self._empty(key)
+        self.states.writes.discard()  # `fill` made these writes
+        if key.kind is GraphKind.FULL:
+            prepare(batch, self.states, self.buffers)
+        output = self.forward(batch, around_attention=key.kind is not GraphKind.FULL, distinct=distinct)
+        if not key.is_decode:
+            return output.tensor
+        if not self.samples:
+            self.sampling.without_tokens(batch, batch.num_rows)
+            return output.tensor
+        return self.sampling.every_row(output, batch, batch.num_rows)
+
+    def forward(
+        self,
+        batch: InputBatch,
+        *,
+        hidden_wanted: bool = False,
+        around_attention: bool = False,
+        distinct: bool = False,
+    ) -> ForwardOutput:
+        """The model on the batch in the buffers, see `ModelForward.run`. around_attention: which is planned already."""
+        step = step_of_batch(batch, self.buffers)
+        inputs = attention_inputs_of(step, self._backend)
+        if not around_attention:
+            self._plan(inputs)
+        return self.model.run(
+            batch.padded_tokens,
+            arguments_of(step, inputs, self.kv_caches),
+            hidden_wanted=hidden_wanted,
+            around_attention=around_attention,
+            distinct=distinct,
+        )
+
+    def prepared_inputs(self, batch: InputBatch) -> AttentionInputs:
+        """Make the batch's inputs from what was staged, and plan attention's work."""
+        prepare(batch, self.states, self.buffers)
+        inputs = attention_inputs_of(step_of_batch(batch, self.buffers), self._backend)
+        self._plan(inputs)
+        return inputs
+
+    def output(self, key: GraphKey, result: torch.Tensor) -> ForwardOutput:
+        """Wrap what `run` returned, or a replay left, for a key."""
+        return ForwardOutput(result, key.is_decode or self.model.ends_at_logits(key.num_tokens))
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return those of a buffer for each use, and of the first and last cache: all are replaced together."""
+        buffers, caches = self.buffers, self.kv_caches
+        read = (buffers.input_ids_T, buffers.slot_mapping_T, buffers.rows_R, self.states.last_token_S)
+        return tuple(tensor.data_ptr() for tensor in (*read, caches[0], caches[-1]))
+
+    def _plan(self, inputs: AttentionInputs) -> None:
+        if self._case is not None:
+            get_backend(self._backend).plan(inputs, self._case)
+
+    def _empty(self, key: GraphKey) -> InputBatch:
+        if key.kind is GraphKind.FULL:
+            host = (key.num_decodes, key.max_query_len, key.max_seq_len)
+            return empty_batch(self.buffers, key.num_tokens, key.num_requests, host, key)
+        # Attention is not captured, only warmed up.
+        return empty_batch(self.buffers, key.num_tokens, 1, (0, key.num_tokens, self._max_model_len), key)
 
 
 def affordable(
@@ -83,14 +203,14 @@ class CapturedSteps:
         return None
 
     def forward(self, batch: InputBatch, hidden_wanted: bool) -> ForwardOutput:
-        """Of a batch with a key its replay, of others what that would do. hidden_wanted: logits will not do."""
+        """Replay the graph if the batch has a key; otherwise run the forward. hidden_wanted: return no logits."""
         if batch.key is not None:
             return self.replay(batch)
         prepare(batch, self._step.states, self._step.buffers)
         return self._step.forward(batch, hidden_wanted=hidden_wanted)
 
     def replay(self, batch: InputBatch) -> ForwardOutput:
-        """The forward of a batch that has a key, on what was staged; of decodes the whole step."""
+        """Replay the forward of a batch that has a key, on what was staged; of decodes the whole step."""
         assert self.graphs is not None
         assert batch.key is not None
         # The inputs of a full graph are made in it.
@@ -100,5 +220,5 @@ class CapturedSteps:
         return output
 
     def capture_next(self) -> bool:
-        """In the background, if one is left and it is time; whether anything ran."""
+        """Capture one pending graph if due. Returns True if anything ran."""
         return self.graphs is not None and not self.graphs.complete and self.graphs.capture_in_background()

@@ -1,7 +1,12 @@
-"""One step's batch: which rows it has, what they compute, and the tensors that the model is handed."""
+"""The inputs of one step: the rows of the batch, what they compute, and the fixed buffers that hold it on the device.
+
+Captured graphs know the buffers alone. `prepare_inputs` fills them from the request states: in numpy on a CPU, by a
+kernel elsewhere.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
@@ -9,13 +14,167 @@ from operator import add
 import numpy as np
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.step_tensors import attention_inputs_of
+from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 from compiled_engine.messages import SchedulerOutput, TokenMasks
-from compiled_engine.runner.input_buffers import InputBuffers, StagedDecodes
-from compiled_engine.runner.prepare_inputs import prepare_inputs
+from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
+
+# Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
+RING = 64
+# Steps are numbered up to here, then from 0 again: int32 holds it, and the ring goes on as before.
+LAST_NUMBER = (1 << 30) - 1
+NO_GENERATION = -1
+
+
+@dataclass(frozen=True)
+class StagedDecodes:
+    """A batch of decodes: `rows` of the states, int32 [R] in batch order, padded to `num_rows`.
+
+    It was made of `step_ids`, a step's requests in the step's order, when the states had `generation`. A step of the
+    same decodes has the same batch as long as they have it. `request_ids` and `order` are InputBatch's.
+    """
+
+    step_ids: list[str]
+    generation: int
+    num_rows: int
+    request_ids: list[str]
+    rows: np.ndarray
+    order: np.ndarray | None
+
+    @classmethod
+    def padding(cls, num_rows: int) -> StagedDecodes:
+        """Return a batch of padding only."""
+        return cls([], NO_GENERATION, num_rows, [], np.empty(0, np.int32), None)
+
+    def is_of(self, step_ids: list[str], generation: int, num_rows: int) -> bool:
+        return self.num_rows == num_rows and self.generation == generation and self.step_ids == step_ids
+
+
+class InputBuffers:
+    """Room for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
+
+    Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
+    and query_start_loc_R1. Made by kernels from these and the states: all else; logits_index_R is each request's last
+    token. `step` has the step tensors that are made on the device, with their names and first dimensions; among them
+    are those in `asked`, which passes ask for. work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned
+    on the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
+    """
+
+    def __init__(
+        self,
+        max_num_tokens: int,
+        max_num_rows: int,
+        max_blocks: int,
+        writes: StagedWrites,
+        device: torch.device,
+        work_length: int = 0,
+        asked: Sequence[StepTensor] = (),
+    ):
+        self._rows = writes.field(max_num_rows)
+        self._query_start_loc = writes.field(max_num_rows + 1)
+        self.rows_R = self._rows.tensor
+        self.query_start_loc_R1 = self._query_start_loc.tensor
+        self.starts_of_decodes_R1 = torch.arange(max_num_rows + 1, dtype=torch.int32, device=device)
+
+        def made(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        sizes = {
+            "tokens": max_num_tokens,
+            "requests": max_num_rows,
+            "blocks_per_request": max_blocks,
+            "work": work_length,
+        }
+        declared = (*(tensor for tensor in STEP_TENSORS if sizes.keys() >= {*tensor.dims}), *asked)
+        step = padding_of(declared, sizes, device)
+        self.asked = tuple(asked)
+        self.step = [(tensor.name, tensor.dims[0], step[tensor.name]) for tensor in declared]
+        self.input_ids_T, self.positions_T = step["input_ids_T"], step["positions_T"]
+        self.slot_mapping_T = step["attention_inputs.slot_mapping_T"]
+        self.seq_lens_R = step["attention_inputs.seq_lens_R"]
+        self.block_table_RB = step["attention_inputs.block_table_RB"]
+        self.logits_index_R = made(max_num_rows, dtype=torch.int64)
+        self.sample_positions_R = made(max_num_rows, dtype=torch.int64)
+        self.num_steps_1 = made(1, dtype=torch.int32)
+        self.tokens_KR1 = torch.zeros(
+            RING, max_num_rows + 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+        )
+        self.decodes: StagedDecodes | None = None  # what rows_R holds, where that is decodes
+
+    def stage_decodes(self, decodes: StagedDecodes) -> None:
+        """Stage the rows, unless the same ones are there."""
+        there, self.decodes = self.decodes, decodes
+        if there is not None and there.num_rows == decodes.num_rows and np.array_equal(there.rows, decodes.rows):
+            return
+        padded_rows_R = np.full(decodes.num_rows, -1, np.int32)
+        padded_rows_R[: len(decodes.rows)] = decodes.rows
+        self._rows.stage(0, padded_rows_R)
+
+    def stage_batch(self, rows_R: np.ndarray, starts_R1: np.ndarray) -> None:
+        """Stage any batch, padding rows included."""
+        self.decodes = None
+        self._rows.stage(0, rows_R)
+        self._query_start_loc.stage(0, starts_R1)
+
+    def forget_staged(self) -> None:
+        """Forget what was staged: it did not reach the device."""
+        self.decodes = None
+
+
+def prepare_inputs(
+    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+) -> None:
+    """Fill the buffers for the batch whose rows were staged.
+
+    num_rows: rows in it, padding included; row -1 reads nothing and gives an empty context. decodes_only: each row has
+    one token, and query_start_loc is not read. num_tokens: to fill; tokens that no row has get token 0 and slot -1.
+    """
+    if buffers.rows_R.device.type == "cpu":
+        prepare_reference(states, buffers, num_rows, num_tokens, decodes_only)
+        return
+    from compiled_engine.runner.step_kernels import launch_prepare  # Triton is not installed everywhere
+
+    launch_prepare(states, buffers, num_rows, num_tokens, decodes_only)
+
+
+def prepare_reference(
+    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+) -> None:
+    """Do what the kernel does, for tensors on the CPU."""
+    rows_R = buffers.rows_R.numpy()[:num_rows]
+    starts_R1 = np.arange(num_rows + 1) if decodes_only else buffers.query_start_loc_R1.numpy()[: num_rows + 1]
+    lens_R = np.diff(starts_R1)
+    real_R = rows_R >= 0
+    computed_R = np.where(real_R, states.num_computed_S.numpy()[rows_R], 0)
+    known_R = states.num_known_S.numpy()[rows_R]
+
+    request_T = np.repeat(np.arange(num_rows), lens_R)
+    covered = min(len(request_T), num_tokens)
+    request_T = request_T[:covered]
+    positions_T = np.arange(covered) - starts_R1[request_T] + computed_R[request_T]
+    row_T = rows_R[request_T]
+    known_ids_KL = states.known_ids_KL.numpy()
+    known_ids_T = known_ids_KL[states.known_row_S.numpy()[row_T], np.minimum(positions_T, known_ids_KL.shape[1] - 1)]
+    ids_T = np.where(positions_T < known_R[request_T], known_ids_T, states.last_token_S.numpy()[row_T])
+    table_SB = states.block_table_SB.numpy()
+    block_T, offset_T = np.divmod(positions_T, states.block_size)
+    blocks_T = table_SB[row_T, np.minimum(block_T, table_SB.shape[1] - 1)].astype(np.int64)
+    real_T = real_R[request_T]
+    for tensor, values, padding in (
+        (buffers.input_ids_T, ids_T, 0),
+        (buffers.positions_T, positions_T, 0),
+        (buffers.slot_mapping_T, blocks_T * states.block_size + offset_T, -1),
+    ):
+        array = tensor.numpy()
+        array[:covered] = np.where(real_T, values, padding)
+        array[covered:num_tokens] = padding
+
+    seq_lens_R = np.where(real_R, computed_R + lens_R, 0)
+    buffers.seq_lens_R.numpy()[:num_rows] = seq_lens_R
+    buffers.logits_index_R.numpy()[:num_rows] = np.maximum(starts_R1[1:] - 1, 0)
+    buffers.block_table_RB.numpy()[:num_rows] = np.where(real_R[:, None], table_SB[rows_R], 0)
+    buffers.sample_positions_R.numpy()[:num_rows] = seq_lens_R
 
 
 @dataclass(frozen=True)
@@ -53,7 +212,7 @@ class InputBatch:
 
 
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
-    """The batch of a step, padded to `key`; what the device has to know of it is staged.
+    """Make the batch of a step, padded to `key`, and stage what the device has to know of it.
 
     Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Where
     attention is not captured it gets the requests as they are, with the padding tokens behind theirs. Decodes come with
@@ -106,7 +265,7 @@ def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffe
 
 
 def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) -> StagedDecodes:
-    """A step's decodes in the order of their contexts; all of these grow alike, so it holds for the next steps too."""
+    """Order a step's decodes by their contexts; all of these grow alike, so the order holds for the next steps too."""
     lens_R = np.array(step.starts, np.int32)
     request_ids, order = step.request_ids, None
     if (lens_R[:-1] < lens_R[1:]).any():
@@ -117,7 +276,7 @@ def _longest_first(step: SchedulerOutput, states: RequestStates, num_rows: int) 
 
 
 def _reordered(values_R: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """A step's values, as the batch has them."""
+    """Put a step's values into the order of the batch."""
     reordered_R = np.empty_like(values_R)
     reordered_R[order] = values_R
     return reordered_R
@@ -132,7 +291,7 @@ def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarra
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
     """Where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens each,
-    two at least. Where that is too much the last rows have none; tokens that are left over are nobody's.
+    two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
 
     They must be alike: for a request without keys flash-attn 2 takes each to have the most tokens of any, and two at
     least, and writes beyond its memory if that is more than there are.
@@ -144,16 +303,16 @@ def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
 def empty_batch(
     buffers: InputBuffers, num_tokens: int, num_rows: int, host: tuple[int, int, int], key: GraphKey | None = None
 ) -> InputBatch:
-    """A batch of padding alone: it leaves no trace when it runs."""
+    """Return a batch of padding alone: it leaves no trace when it runs."""
     starts_R1 = padding_starts(num_tokens, num_rows)
-    nobody = np.full(num_rows, -1, np.int32)
+    no_rows = np.full(num_rows, -1, np.int32)
     decodes_only = num_tokens == num_rows and (key is None or key.is_decode)
     if decodes_only:
         buffers.stage_decodes(StagedDecodes.padding(num_rows))
     else:
-        buffers.stage_batch(nobody, starts_R1)
+        buffers.stage_batch(no_rows, starts_R1)
     return InputBatch(
-        [], nobody[:0], starts_R1[:1], [], nobody[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
+        [], no_rows[:0], starts_R1[:1], [], no_rows[:0] > 0, 0, key, decodes_only, num_rows, num_tokens, host
     )
 
 
@@ -168,11 +327,6 @@ def step_of_batch(batch: InputBatch, buffers: InputBuffers) -> dict[str, torch.T
     for name, first_dim, tensor in buffers.step:
         step[name] = tensor[: sizes[first_dim]] if first_dim in sizes else tensor
     return step
-
-
-def attention_inputs(batch: InputBatch, buffers: InputBuffers, backend: str) -> AttentionInputs:
-    """The attention's view of the buffers."""
-    return attention_inputs_of(step_of_batch(batch, buffers), backend)
 
 
 def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:

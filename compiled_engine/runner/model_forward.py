@@ -1,20 +1,88 @@
-"""The model's forward, eager or compiled, and what comes of it: hidden states or logits."""
+"""The model as a rank has it: compiled or eager, with its slices of the checkpoint, and its forward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from compiled_engine.attention.inputs import ForwardArguments
 from compiled_engine.attention.op import OnAttention
-from compiled_engine.attention.step_tensors import ForwardArguments
-from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
+from compiled_engine.config import EngineConfig, ModelConfig
+from compiled_engine.graphs.compiled_model import CompiledModel, Forwards, compile_model
 from compiled_engine.graphs.compiler.stage_plan import StageForward
 from compiled_engine.graphs.cpu_graphs.recorded_forward import RecordedForward, RecordingCounts, recorded
 from compiled_engine.graphs.cuda_graphs.segments import AttentionsOfEagerCode
+from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
+from compiled_engine.models.checkpoint.loader import load_weights
+from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
+from compiled_engine.models.checkpoint.rank_shards import shards_of
+from compiled_engine.parallel.group import Group
+from compiled_engine.parallel.shards import add_collectives
+from compiled_engine.process.progress import Progress
+from compiled_engine.process.timeline import Timeline
+
+# Multiply-adds that are worth a CPU thread: a few tenths of a millisecond of one core. A small step has dozens of
+# parallel regions of a few microseconds; every one of them waits for all threads, and on a busy machine for the
+# operating system to run them.
+LEAST_WORK = 2_500_000
+
+
+def compile_in_turn(
+    config: EngineConfig,
+    group: Group,
+    model_to_trace: Callable[[ModelConfig], nn.Module],
+    progress: Progress,
+    timeline: Timeline,
+) -> CompiledModel:
+    """See compile_model. The first rank builds what is new to the cache, and has its kernels compiled meanwhile; the
+    others load it then. Without a cache each builds it."""
+    finds = group.rank > 0 and config.compile.cache_dir is not None
+    if finds:
+        group.least(1)
+    compiled = compile_model(config, model_to_trace, progress, timeline)
+    if not finds:
+        group.least(1)
+    return compiled
+
+
+def load_model(
+    config: EngineConfig, compiled: CompiledModel | None, group: Group, progress: Progress
+) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model with its weights on the device, and every parameter and buffer by name, packed ones included.
+
+    compiled: of this rank's stage; None: the model is to run eagerly. What the compiled model does not take stays on
+    the meta device. Raises what materialize and load_weights raise.
+    """
+    cache_dir, num_ranks = config.compile.cache_dir, config.parallel.tensor_parallel_size
+    model = build_tensors(config.local_model, cache_dir) if compiled else build_model(config.local_model)
+    shards = {} if compiled else shards_of(config)
+    parameters = compiled.parameters if compiled else parameters_of(model, shards)
+    weights = materialize(model, parameters, config.device)
+    whole = model if num_ranks == 1 else build_tensors(config.model, cache_dir)
+    load_weights(weights, whole, config.model, progress, group.rank, num_ranks, cache_dir)
+    if not compiled:
+        add_collectives(model, shards)
+    return model, weights.tensors
+
+
+@contextmanager
+def threads_for_step(num_tokens: int, num_parameters: int, device: torch.device) -> Iterator[None]:
+    """Run a step of num_tokens tokens with as many threads as it is worth; the caller's number is put back."""
+    before = torch.get_num_threads() if device.type == "cpu" else 1
+    worth = max(1, num_tokens * num_parameters // LEAST_WORK)
+    if worth >= before:
+        yield
+        return
+    torch.set_num_threads(worth)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)
@@ -28,9 +96,9 @@ class ForwardOutput:
 class ModelForward:
     """Calls the forward that is compiled for the number of tokens, or the eager model.
 
-    on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if nobody will.
+    on_attention: what `run(..., around_attention=True)` calls in place of the attention ops; None if never called.
     most_tokens: of a batch. records: on a CPU batches of decodes are recorded and replayed. A stage with others
-    behind it returns what it hands on for hidden states and logits alike.
+    behind it returns what it sends on for hidden states and logits alike.
     """
 
     def __init__(
@@ -68,7 +136,7 @@ class ModelForward:
         return self._whole.for_logits(num_tokens) is not None
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
-        """Where `run` finds what the stage before hands on, uint8 of its size; None in the first stage."""
+        """Where `run` finds the previous stage's values, uint8 of its size; None in the first stage."""
         if self._received is None:
             return None
         small = None if hidden_wanted else self._whole.for_logits(num_tokens)

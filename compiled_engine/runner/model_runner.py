@@ -8,39 +8,32 @@ from typing import Any
 import torch
 from torch import nn
 
+from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.case import cases_of, planned_together
-from compiled_engine.attention.registry import get_backend
-from compiled_engine.collectives.group import Group, StandIn, in_group, stand_in_for
 from compiled_engine.config import EngineConfig, GraphMode, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 from compiled_engine.graphs.cuda_graphs.kept_prediction import predicted_bytes
 from compiled_engine.kernels.cache_folder import kernel_folder, kernels_in
-from compiled_engine.kernels.workers import KernelWorkers
+from compiled_engine.kernels.compile_ahead import KernelWorkers
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.models.checkpoint.build_model import build_model
-from compiled_engine.parallel.stage_link import StageLink
-from compiled_engine.parallel.stages import Stage
+from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_for
+from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
-from compiled_engine.runner.captured_steps import CapturedSteps, affordable
-from compiled_engine.runner.cpu_threads import threads_for_step
-from compiled_engine.runner.input_batch import InputBatch, make_batch
-from compiled_engine.runner.input_buffers import InputBuffers
-from compiled_engine.runner.model_forward import ModelForward
-from compiled_engine.runner.padded_step import PaddedStep
+from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers, make_batch
+from compiled_engine.runner.model_forward import ModelForward, compile_in_turn, load_model, threads_for_step
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
-from compiled_engine.runner.rank_model import compile_in_turn, load_model
-from compiled_engine.runner.rehearsal import rehearse, rehearse_ahead
 from compiled_engine.runner.request_states import RequestStates, update_rows
-from compiled_engine.runner.runner_metrics import runner_metrics
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.runner.step_sampling import StepSampling, owes_prompt_logprobs
-from compiled_engine.runner.warm_up import warm_up
+from compiled_engine.runner.warm_up import compile_kernels, compile_kernels_ahead, warm_up
 from compiled_engine.sampling.edits import penalty_bytes
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, build_processors
 from compiled_engine.sampling.sampler import Sampler
@@ -72,12 +65,13 @@ class Runner:
         self._group: Group = group or StandIn()
         self._link = link
         self._stage = link.stage if link else Stage(range(config.model.num_layers))
+        self._samples = self._stage.is_last
         self._unsampled: UnsampledStep | None = None  # the last step, if it awaits its masks
         self._ahead: InBackground[None] | None = None
         self.runs_begun = self.runs_ended = 0
         on_gpu = config.device.type == "cuda"
         kernels = kernel_folder(config.compile.cache_dir) if on_gpu else None
-        with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (rehearse.__module__,)) as workers:
+        with KernelWorkers(config.compile.workers if on_gpu else 0, kernels, (compile_kernels.__module__,)) as workers:
             is_first = self._group.rank == 0
             if is_first and kernels is not None and not any(kernels.iterdir()):
                 workers.start()
@@ -95,8 +89,8 @@ class Runner:
         workers: KernelWorkers,
     ) -> None:
         config, timeline, scheduler = self._config, self._timeline, self._config.scheduler
-        max_rows, samples = config.max_running, self._stage.is_last
-        given, vocab_size = logits_processors if samples else (), config.model.vocab_size
+        max_rows = config.max_running
+        given, vocab_size = logits_processors if self._samples else (), config.model.vocab_size
         processors = build_processors(given, max_rows, vocab_size, config.device)
 
         def model_to_trace(model: ModelConfig) -> nn.Module:
@@ -104,7 +98,7 @@ class Runner:
             if self._group.rank == 0:
                 workers.start()  # what is new to the compile cache has kernels that are new
                 if on_gpu and self._ahead is None:
-                    self._ahead = InBackground(lambda: rehearse_ahead(config, group, workers))
+                    self._ahead = InBackground(lambda: compile_kernels_ahead(config, group, workers))
             return build_model(model)
 
         self._is_new, on_gpu, group = False, config.device.type == "cuda", self._group
@@ -151,7 +145,7 @@ class Runner:
             config.attention_backend,
             planned,
             length,
-            samples,
+            self._samples,
         )
 
     @torch.inference_mode()
@@ -160,13 +154,13 @@ class Runner:
             with self._timeline.span("compile kernels"), in_group(stand_in_for(self._group)):
                 if self._ahead is not None:
                     self._ahead.result()
-                rehearse(self._config, self.step, workers, progress)
+                compile_kernels(self._config, self.step, workers, progress)
         workers.close()
         self._group.least(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
         # What the first request with penalties allocates is set aside for it.
-        set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._stage.is_last
+        set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._samples
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
         graphs, graph_bytes = self.captured.graphs, 0
@@ -194,7 +188,7 @@ class Runner:
             self.pending.lose_count()
         self.pending.catch_up()
         try:
-            update_rows(step, self.states, self.sampler if self._stage.is_last else None)
+            update_rows(step, self.states, self.sampler if self._samples else None)
             if self._traffic:
                 self._traffic.take_tokens(step)
             with threads_for_step(step.num_tokens, self._num_parameters, self._config.device):
@@ -224,7 +218,7 @@ class Runner:
 
     def _launch(self, step: SchedulerOutput) -> PendingStep | UnsampledStep:
         hidden_wanted = owes_prompt_logprobs(step, self.states)
-        longest = max(step.starts, default=0) + 1  # of decodes; of others nobody asks
+        longest = max(step.starts, default=0) + 1  # of decodes; unused for others
         key = self.captured.graph_for(step.num_tokens, len(step.request_ids), longest, hidden_wanted)
         batch = make_batch(step, self.states, self.buffers, key)
         self._clock.lap("prepare")
@@ -234,7 +228,7 @@ class Runner:
         return pending
 
     def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
-        """All of a step that the device does, launched in its order; `submit` has prepared it.
+        """Launch all of a step that the device does, in its order; `submit` has prepared it.
 
         Every row is sampled by temperature and seed; those that ask for more are sampled again (step_sampling.py). So
         one set of graphs of decodes serves all.
@@ -243,8 +237,8 @@ class Runner:
         self.states.writes.apply()
         if self._traffic:
             self._traffic.receive(self.model.received(batch.padded_tokens, hidden_wanted=hidden_wanted))
-        if not self._stage.is_last:
-            return self._hand_on(batch, hidden_wanted)
+        if not self._samples:
+            return self._run_before_others(batch, hidden_wanted)
         prompt: dict[str, PromptLogprobs] = {}
         if batch.key is not None and batch.key.is_decode:
             logits_RV: torch.Tensor | None = self.captured.replay(batch).tensor
@@ -263,8 +257,8 @@ class Runner:
             return unsampled
         return self._sampling.finish(unsampled)
 
-    def _hand_on(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
-        """Run a stage of a pipeline that has others behind it; its result is unused."""
+    def _run_before_others(self, batch: InputBatch, hidden_wanted: bool) -> PendingStep:
+        """Run a non-final pipeline stage; its result is unused."""
         assert self._traffic is not None
         output = self.captured.forward(batch, hidden_wanted)
         if batch.key is None or not batch.key.is_decode:
@@ -275,9 +269,31 @@ class Runner:
         return self.pending.step(batch, None, {})
 
     def metrics(self) -> dict[str, Any]:
-        """See runner_metrics."""
-        counts = self.model.recording_counts()
-        return runner_metrics(self._compiled, self.captured, self._cache_size, self._timeline, counts)
+        """Return counts of traces, compiles, captures and replays, cache status, start-up times, and memory used."""
+        compiled, captured, cache_size = self._compiled, self.captured, self._cache_size
+        counts, graphs = compiled.counts if compiled else None, captured.graphs
+        recordings = self.model.recording_counts()
+        return {
+            "traces": counts.traces if counts else 0,
+            "compiles": counts.compiles if counts else 0,
+            "captures": graphs.num_captures if graphs else 0,
+            "cache": compiled.lookup.status if compiled else "off",
+            "cache_why": compiled.lookup.why if compiled else "nothing is compiled",
+            "cache_key": compiled.lookup.key if compiled else None,
+            "cache_entry": str(compiled.lookup.folder) if compiled else None,
+            "passes": _pass_counts(compiled),
+            **captured.counters.metrics(),
+            **cache_size.metrics(graphs.bytes_used if graphs else 0),
+            "graph_bytes_predicted": cache_size.graph_bytes,
+            "graph_bytes_used": graphs.bytes_used if graphs else 0,
+            "graph_bytes_by_key": {name: r._asdict() for name, r in graphs.memory_by_key.items()} if graphs else {},
+            "capture_seconds": graphs.capture_seconds if graphs else 0.0,
+            "recordings": sum(counts.recordings for counts in recordings),
+            "recorded_kernels": max((counts.kernels for counts in recordings), default=0),
+            "recorded_replays": sum(counts.replays for counts in recordings),
+            "start_up_seconds": self._timeline.seconds(),
+            "start_up": self._timeline.as_records(),
+        }
 
     def close(self) -> None:
         """Give the device's memory back."""
@@ -291,3 +307,17 @@ class Runner:
         if self._config.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+
+def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str, int]]]:
+    """Return how often each pass matched, and had to, by range and pass name."""
+    if compiled is None:
+        return {}
+    return {
+        compiled_range.compile_range.name: {
+            report.name: {"matches": report.matches, "contract": report.contract}
+            for report in compiled_range.passes
+            if report.applied
+        }
+        for compiled_range in compiled.ranges
+    }

@@ -1,4 +1,4 @@
-"""Steps that were launched and whose tokens the host has not read yet."""
+"""A step's tokens: taken into the states, written to a ring in host memory, and read from there later."""
 
 from __future__ import annotations
 
@@ -10,10 +10,64 @@ import torch
 
 from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.step_clock import StepClock
-from compiled_engine.runner.input_batch import InputBatch
-from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
+from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
+from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import BatchLogprobs
-from compiled_engine.sampling.token_logprobs import LogprobRows
+from compiled_engine.sampling.sampled_tokens import LogprobRows
+
+
+def advance(
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    *,
+    decodes_only: bool,
+    again: bool = False,
+) -> None:
+    """Take a step's tokens into the states, and write them to the ring that the host reads.
+
+    token_ids_R: int64, for all rows but those of padding; negative values are error codes read by the host.
+    A row gets its token only if the step reached the last known token. again: the states have advanced, with other
+    tokens.
+    """
+    if buffers.rows_R.device.type == "cpu":
+        advance_reference(states, buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
+        return
+    from compiled_engine.runner.step_kernels import launch_advance  # Triton is not installed everywhere
+
+    launch_advance(states, buffers, token_ids_R, num_rows, decodes_only, again)
+
+
+def advance_reference(
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    *,
+    decodes_only: bool,
+    again: bool,
+) -> None:
+    """Do what the kernel does, for tensors on the CPU."""
+    rows_R = buffers.rows_R.numpy()[:num_rows]
+    real_R = rows_R >= 0
+    rows = rows_R[real_R]
+    starts_R1 = np.arange(num_rows + 1) if decodes_only else buffers.query_start_loc_R1.numpy()[: num_rows + 1]
+    lens_R = np.diff(starts_R1)
+    computed_S = states.num_computed_S.numpy()
+    if not again:
+        computed_S[rows] += lens_R[real_R]
+    samples_R = np.zeros(num_rows, bool)
+    samples_R[real_R] = computed_S[rows] >= states.num_known_S.numpy()[rows]
+    tokens_R = np.full(num_rows, -1, np.int32)
+    tokens_R[samples_R] = token_ids_R.numpy()[np.flatnonzero(samples_R)]
+    # An error code ends its request, but a step with it may be under way.
+    states.last_token_S.numpy()[rows_R[samples_R]] = np.maximum(tokens_R[samples_R], 0)
+    number = (int(buffers.num_steps_1[0]) + 1) & LAST_NUMBER
+    buffers.num_steps_1[0] = number
+    ring_row = buffers.tokens_KR1.numpy()[number % RING]
+    ring_row[0] = number
+    ring_row[1 : num_rows + 1] = tokens_R
 
 
 @dataclass(frozen=True)
@@ -40,11 +94,11 @@ class PendingSteps:
         self._is_known = False  # whether that is the device's number
 
     def launched(self) -> None:
-        """Tokens are on their way into the ring."""
+        """Count a launch that writes tokens into the ring."""
         self._number = (self._number + 1) & LAST_NUMBER
 
     def lose_count(self) -> None:
-        """The device may have counted steps of which nobody was told."""
+        """Note that the device may have counted steps that the host did not."""
         self._is_known = False
 
     def catch_up(self) -> None:
@@ -54,7 +108,7 @@ class PendingSteps:
             self._is_known = True
 
     def step(self, batch: InputBatch, logprobs: BatchLogprobs | None, prompt: dict[str, PromptLogprobs]) -> PendingStep:
-        """The step whose tokens were launched last."""
+        """Return the step whose tokens were launched last."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -80,7 +134,7 @@ class PendingStep:
         self._batch, self._logprobs, self._prompt = batch, logprobs, prompt
 
     def result(self) -> RunnerOutput:
-        """What the step produced. Raises RuntimeError if its tokens are gone: it was asked for too late."""
+        """Wait for what the step produced. Raises RuntimeError if its tokens are gone: it was asked for too late."""
         if self._event is not None:
             self._event.synchronize()
         self._clock.lap("wait")
@@ -118,7 +172,7 @@ class UnsampledStep:
     sampled: PendingStep | None = None
 
     def result(self) -> RunnerOutput:
-        """As PendingStep. Raises RuntimeError if nothing was sampled, as when a step before it has failed."""
+        """Wait as PendingStep does. Raises RuntimeError if nothing was sampled, as when a step before it has failed."""
         if self.sampled is None:
             raise RuntimeError("the step was not sampled: its masks did not come")
         return self.sampled.result()

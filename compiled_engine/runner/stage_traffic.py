@@ -1,4 +1,4 @@
-"""What a stage of a pipeline exchanges with the others for each step, in the order of its launches.
+"""Exchange a pipeline stage's values and tokens with the other stages, in the order of its launches.
 
 Values go from each stage to the next one, tokens from the last to the first, which needs them to embed: it takes them
 in before the first step that depends on them.
@@ -13,7 +13,7 @@ from itertools import compress
 import torch
 
 from compiled_engine.messages import SchedulerOutput
-from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.parallel.stages import StageLink
 from compiled_engine.rows.async_copies import upload
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.request_states import RequestStates
@@ -35,7 +35,7 @@ class StageTraffic:
         self._expected: deque[_ExpectedTokens] = deque()
 
     def take_tokens(self, step: SchedulerOutput) -> None:
-        """In the first stage: those that the step depends on, and those of steps that have ended long since."""
+        """Take tokens in the first stage: those that the step depends on, and those of steps that ended long ago."""
         needed = 0
         for number, expected in enumerate(self._expected, 1):
             if not expected.request_ids.isdisjoint(step.request_ids):
@@ -50,19 +50,19 @@ class StageTraffic:
             self._states.last_token_S.index_copy_(0, rows_S, tokens_S)
 
     def receive(self, into: torch.Tensor | None) -> None:
-        """What the stage before hands on; None: there is none."""
+        """Receive the previous stage's values; None: this is the first stage."""
         if into is not None:
             self._link.receive(into)
 
     def send(self, packed: torch.Tensor, batch: InputBatch) -> None:
-        """A step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
+        """Send a step's values to the next stage. packed: on a GPU the next step's may overwrite it."""
         self._link.send(packed)
         if self._stage.is_first and batch.samples.any():
             sampled = frozenset(compress(batch.request_ids, batch.samples.tolist()))
             self._expected.append(_ExpectedTokens(sampled, self._sampled_rows(batch)))
 
     def send_tokens(self, batch: InputBatch) -> None:
-        """Those that the last stage has sampled, once all are in the states."""
+        """Send the tokens that the last stage has sampled, once all are in the states."""
         if batch.samples.any():
             self._link.send_tokens(self._states.last_token_S.index_select(0, self._sampled_rows(batch)))
 

@@ -19,11 +19,9 @@ import torch
 
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.rows.async_copies import upload
-from compiled_engine.runner.advance import advance
-from compiled_engine.runner.input_batch import InputBatch, masks_of_batch
-from compiled_engine.runner.input_buffers import InputBuffers
+from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
-from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep
+from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep, advance
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.runner.stage_traffic import StageTraffic
 from compiled_engine.sampling.edits import StepMasks
@@ -44,7 +42,7 @@ def owes_prompt_logprobs(step: SchedulerOutput, states: RequestStates) -> bool:
 
 
 class StepSampling:
-    """Launches it. traffic: sends the tokens, in the last stage of a pipeline."""
+    """Launch post-logits sampling asynchronously. traffic: sends the tokens, in the last stage of a pipeline."""
 
     def __init__(
         self,
@@ -59,7 +57,7 @@ class StepSampling:
         self._pending, self._traffic = pending, traffic
 
     def prompt_logprobs(self, batch: InputBatch, hidden_TD: torch.Tensor) -> dict[str, PromptLogprobs]:
-        """For the requests that want them and are in their prompt: the tokens after those of this step."""
+        """Compute those of the tokens after this step's, for the requests that want them and are in their prompt."""
         found: dict[str, PromptLogprobs] = {}
         states, vocabulary = self._states, self.sampler.vocabulary
         for i, request_id in enumerate(batch.request_ids):
@@ -109,7 +107,7 @@ class StepSampling:
         self._advance(batch, self._buffers.sample_positions_R, num_rows)  # no row is to get a token: any will do
 
     def again(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int) -> None:
-        """Put other tokens in the place of those that the states have advanced with."""
+        """Replace the tokens that the states have advanced with."""
         self._advance(batch, token_ids_R, num_rows, again=True)
 
     def _advance(self, batch: InputBatch, token_ids_R: torch.Tensor, num_rows: int, *, again: bool = False) -> None:

@@ -1,25 +1,67 @@
-"""Run every kind of batch once before serving: kernels are loaded then, not at the first request; memory is measured.
+"""Run every kind of batch once before serving, so that no request waits for a kernel; memory is measured.
 
-A warm-up batch is an ordinary batch without slots and with empty contexts, so it leaves no trace.
+A warm-up batch is an ordinary batch without slots and with empty contexts, so it leaves no trace. Sampling is warmed up
+in every way that a request may ask for.
+
+In a cold start the Triton kernels are compiled side by side before that, since a step would wait for each of them in
+turn: parts of a step are gone through without launches. Kernels that do not depend on the model's code are compiled
+while it is traced.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from compiled_engine.attention.backend import get_backend
+from compiled_engine.attention.case import cases_of
+from compiled_engine.attention.inputs import (
+    STEP_TENSORS,
+    Scoring,
+    StepTensor,
+    arguments_of,
+    attention_inputs_of,
+    padding_of,
+)
 from compiled_engine.config import EngineConfig
-from compiled_engine.kernels.gpu_ahead import triton_digests
+from compiled_engine.kernels.compile_ahead import KernelCollector, KernelWorkers, compiled_by, triton_digests
+from compiled_engine.parallel.group import Group, stand_in_for
 from compiled_engine.passes.registry import kernel_token_counts
 from compiled_engine.process.progress import Progress
-from compiled_engine.runner.input_batch import empty_batch, prepare
+from compiled_engine.rows.row_fields import RowFields
+from compiled_engine.runner.captured_steps import PaddedStep
+from compiled_engine.runner.input_batch import empty_batch, padding_starts, prepare
 from compiled_engine.runner.model_forward import ForwardOutput
-from compiled_engine.runner.padded_step import PaddedStep
-from compiled_engine.sampling.kernel_warm_up import MOST_MEMORY, sample_once, ways_of_sampling
+from compiled_engine.runner.pending_steps import advance
+from compiled_engine.sampling.edits import StepMasks
+from compiled_engine.sampling.logprobs import batch_logprobs
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.ranks import VocabularySlice
+from compiled_engine.sampling.sampler import Sampler
+from compiled_engine.sampling.token_mask import num_words
 
 PROMPT_TOKENS = 16
+FILTERED = SamplingParams(top_k=20, top_p=0.9)
+# A bias makes the logits float32 copies, to be edited.
+WAYS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(logprobs=1),
+    SamplingParams(logit_bias={0: 0.0}),
+    SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}),
+    SamplingParams(repetition_penalty=1.1),
+    SamplingParams(bad_words_token_ids=((0, 0),)),
+    SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
+)
+# What takes the most memory, but for penalties, whose counts are set aside.
+MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
 
 
 class BatchShape(NamedTuple):
@@ -112,3 +154,148 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
     sampling.every_row(ForwardOutput(logits_RV, is_logits=True), batch, num_requests)
     token_ids_R = sample_once(MOST_MEMORY, logits_RV, sampling.sampler.vocabulary)
     sampling.again(batch, token_ids_R, num_requests)
+
+
+def ways_of_sampling(
+    vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
+) -> Iterator[Callable[[], object]]:
+    """Each samples once, from one row of such logits; what takes the longest to compile comes first.
+
+    Filters of float32 logits are those of edited ones, which would ask for them last.
+    """
+    yield from (
+        partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
+    )
+    yield from (partial(_sample_zeros, params, vocabulary, dtype, device) for params in WAYS)
+    yield partial(_sample_zeros, SamplingParams(), vocabulary, dtype, device, masked=True)
+
+
+def _sample_zeros(
+    params: SamplingParams,
+    vocabulary: VocabularySlice,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    masked: bool = False,
+) -> torch.Tensor:
+    logits_1V = torch.zeros(1, vocabulary.size, dtype=dtype, device=device)
+    return sample_once(params, logits_1V, vocabulary, masked=masked)
+
+
+@torch.inference_mode()
+def sample_once(
+    params: SamplingParams, logits_RV: torch.Tensor, vocabulary: VocabularySlice, *, masked: bool = False
+) -> torch.Tensor:
+    """Sample with a sampler of its own, which leaves no trace. masked, or with a bias: the first row has a mask."""
+    num_rows, device = len(logits_RV), logits_RV.device
+    sampler = Sampler(RowFields(num_rows, device), vocabulary.whole_size, group=vocabulary.group)
+    for row in range(num_rows):
+        sampler.add_row(row, params, seed=0, token_ids=(0,), num_prompt_tokens=1, eos_token_ids=(), masked=masked)
+    masks = None
+    if masked or params.logit_bias:
+        every_token = np.full((1, num_words(vocabulary.size)), -1, np.int32)
+        masks = StepMasks.of(every_token, np.where(np.arange(num_rows), -1, 0), device)
+    rows_R = torch.arange(num_rows, dtype=torch.int32, device=device)
+    token_ids_R = sampler.sample(
+        logits_RV, np.arange(num_rows), rows_R, torch.ones_like(rows_R, dtype=torch.int64), masks
+    )
+    if (num_logprobs_R := sampler.num_logprobs(np.arange(num_rows))) is not None:
+        batch_logprobs(logits_RV, token_ids_R.int().clamp(min=0), num_logprobs_R, vocabulary=vocabulary)
+    return token_ids_R
+
+
+def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
+    """Go through sampling and attention once, beside the trace. Raises what a part raises; leaves only kernels."""
+    if config.device.type == "cuda":
+        torch.cuda.set_device(config.device)  # it has a thread of its own
+    with _asked(config, workers) as kernels:
+        sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
+        for shape in start_up_batches(config):  # what takes the longest to compile is for the first, the largest
+            if not workers.closed:  # else the start has failed meanwhile
+                _attention(config, shape)
+        for job in as_completed([*sampling, *kernels.load()]):
+            job.result()
+
+
+def compile_kernels(config: EngineConfig, step: PaddedStep, workers: KernelWorkers, progress: Progress) -> None:
+    """Go through every part of a step once. Raises what a part raises; leaves no trace but compiled kernels."""
+    with _asked(config, workers) as kernels:
+        sampling = _sampling(config, step.sampling.sampler.vocabulary, kernels) if step.samples else []
+        largest, *others = start_up_batches(config)
+        _attention(config, largest)  # no other kernel differs for it
+        for shape in others:
+            _forward(config, step, shape)
+        _inputs(config, step)
+        jobs = [*sampling, *kernels.load()]
+        with progress.stage("compile kernels", total=len(jobs)) as progressed:
+            for job in as_completed(jobs):
+                job.result()
+                progressed(1)
+
+
+@contextmanager
+def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
+    """The kernels that are asked for in this context. What raises does not wait for what is left."""
+    with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(config.device,)) as threads:
+        try:
+            with compiled_by(workers, threads) as kernels:
+                yield kernels
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: KernelCollector) -> list[Future[Any]]:
+    """Sampling is launched, each way by a thread: it indexes with what its kernels have computed."""
+    alone = replace(vocabulary, group=stand_in_for(vocabulary.group))  # the other ranks do not go through it
+    return [kernels.launched(way) for way in ways_of_sampling(alone, config.model.dtype, config.device)]
+
+
+@torch.inference_mode()
+def _attention(config: EngineConfig, shape: BatchShape) -> None:
+    """Go through attention of each kind of layer, on tensors of its own."""
+    model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
+    num_blocks = -(-shape.max_seq_len // block_size)  # each of them is the one that there is
+    inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
+    for case in cases_of(model, block_size, config.device):
+        q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)
+        kv_cache = q_THd.new_zeros(1, 2, block_size, case.num_kv_heads, case.head_dim)
+        sinks_H = q_THd.new_zeros(case.num_heads) if case.sinks else None
+        scale = model.attention_scale or case.head_dim**-0.5
+        scoring = Scoring(scale, case.sliding_window, case.soft_cap, sinks_H)
+        backend.attend(q_THd, kv_cache, torch.empty_like(q_THd), inputs, scoring)
+
+
+@torch.inference_mode()
+def _forward(config: EngineConfig, step: PaddedStep, shape: BatchShape) -> None:
+    """Go through the forward of requests without slots and with empty contexts, on tensors of its own."""
+    empty = _empty_step(config, shape, step.buffers.block_table_RB.shape[1], step.buffers.asked)
+    inputs = attention_inputs_of(empty, config.attention_backend)
+    step.model.run(shape.num_tokens, arguments_of(empty, inputs, step.kv_caches))
+
+
+def _empty_step(
+    config: EngineConfig, shape: BatchShape, num_blocks: int, asked: Sequence[StepTensor] = ()
+) -> dict[str, torch.Tensor]:
+    """Return the step tensors of padding alone; attention's work is not planned."""
+    num_tokens, num_requests, device = shape.num_tokens, shape.num_requests, config.device
+    sizes = {"tokens": num_tokens, "requests": num_requests, "blocks_per_request": num_blocks, "work": 0}
+    step = padding_of((*STEP_TENSORS, *asked), sizes | {"request_borders": num_requests + 1}, device)
+    starts_R1 = torch.from_numpy(padding_starts(num_tokens, num_requests))
+    step["attention_inputs.query_start_loc_R1"].copy_(starts_R1)
+    step["attention_inputs.host_3"].copy_(torch.tensor(shape.host_3, device="cpu"))
+    return step
+
+
+@torch.inference_mode()
+def _inputs(config: EngineConfig, step: PaddedStep) -> None:
+    """Go through the kernels of a step's inputs and tokens, the only part that uses its rows and buffers."""
+    states, buffers = step.states, step.buffers
+    for num_tokens in (1, 2) if config.scheduler.max_num_batched_tokens > 1 else (1,):
+        batch = empty_batch(buffers, num_tokens, 1, BatchShape(num_tokens, 1, 2).host_3)
+        states.writes.apply()
+        prepare(batch, states, buffers)
+        token_ids_R = torch.zeros(1, dtype=torch.int64, device=config.device)
+        for again in (False, True):
+            advance(states, buffers, token_ids_R, 1, decodes_only=batch.decodes_only, again=again)
+    buffers.forget_staged()  # what was not launched has not arrived

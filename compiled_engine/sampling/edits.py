@@ -274,7 +274,8 @@ def penalise_(logits_RV: torch.Tensor, row_index_R: torch.Tensor, rows: RowField
 def record_(row_index_S: torch.Tensor, token_ids_S: torch.Tensor, rows: RowFields, first_token: int = 0) -> None:
     """Take each row's sampled token (int64 [S]) into its counts and its tail, as far as these are declared.
 
-    row_index_S: int32 [S]; -1 is padding, and no other row may come twice. What is no token (no_token.py) is left out.
+    row_index_S: int32 [S]; -1 is padding, and no other row may come twice. Error codes in place of a token are left
+    out.
     first_token: the id of the counts' first column.
     """
     counts_NV, tail_NL = rows.if_declared("counts"), rows.if_declared("tail")

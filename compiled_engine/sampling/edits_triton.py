@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 from compiled_engine.rows.row_fields import RowFields
 from compiled_engine.sampling.edits import MAX_COUNT, NUM_COLUMNS, StepMasks

@@ -17,7 +17,7 @@ import torch
 
 from compiled_engine.rows.row_fields import RowField
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.ranks import row_chunks
 
 FIELDS = ("inverse_temperature", "top_k", "top_p", "min_p")
 ROW_FIELDS = (

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 
 from compiled_engine.kernels.cpp_library import CannotCompile, load_library
-from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
-from compiled_engine.sampling.ranks import Best
-from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.ranks import Best, row_chunks
+from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER, NOTHING_ALLOWED
 
 GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MULTIPLIER_1 = 0xBF58476D1CE4E5B9
@@ -80,7 +79,7 @@ def sample(
     inverse_temperature_N: float32 [N], 0 to take the most likely token instead. seeds_N: int64 [N].
     threshold_S: float32 [S] in units of the logits; minus infinity keeps every token, as do NaN and None.
     token_ids_S: int64 [S], written. The lowest token id wins a tie. Where a logit that may be drawn is NaN, or all are
-    minus infinity, it is what no_token.py has for that. best: of a rank that has some columns alone.
+    minus infinity, it is the error code of sampled_tokens.py. best: of a rank that has some columns alone.
     """
     row_index = row_index_S.numpy()
     present = np.flatnonzero(row_index >= 0)

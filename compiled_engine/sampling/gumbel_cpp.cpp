@@ -7,7 +7,7 @@
 namespace {
 
 constexpr int LANES = 16;
-constexpr int64_t NOT_A_NUMBER = -2, NOTHING_ALLOWED = -3;  // those of no_token.py
+constexpr int64_t NOT_A_NUMBER = -2, NOTHING_ALLOWED = -3;  // those of sampled_tokens.py
 constexpr uint64_t GOLDEN_GAMMA = 0x9E3779B97F4A7C15, MULTIPLIER_1 = 0xBF58476D1CE4E5B9,
                    MULTIPLIER_2 = 0x94D049BB133111EB;
 constexpr float SMALLEST_UNIFORM = 1.0f / 9223372036854775808.0f;  // 2**-63

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from compiled_engine.rows.async_copies import download, upload
-from compiled_engine.sampling.ranks import VocabularySlice
-from compiled_engine.sampling.row_chunks import row_chunks
-from compiled_engine.sampling.token_logprobs import row_width
+from compiled_engine.sampling.ranks import VocabularySlice, row_chunks
+from compiled_engine.sampling.sampled_tokens import row_width
 
 # In `num_logprobs` of a batch; -1 asks for the whole vocabulary.
 NO_LOGPROBS = -2
@@ -37,7 +36,7 @@ def logprob_rows(
 
     logits_RV: of any floating dtype, consecutive within a row; computed with in float32. token_ids_R: the chosen
     tokens, int32 [R]. triton: whether to launch kernels, by default on CUDA. Temporary memory is bounded (see
-    row_chunks.py). vocabulary: whose columns these are; None for all.
+    ranks.row_chunks). vocabulary: whose columns these are; None for all.
     """
     if vocabulary is not None and vocabulary.is_divided:
         return _rows_of_ranks(logits_RV, token_ids_R, num_top, vocabulary)

@@ -11,9 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from compiled_engine.kernels.block_sizes import cdiv, next_power_of_2
+from compiled_engine.kernels.launch_arguments import cdiv, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.sampling.token_logprobs import row_width
+from compiled_engine.sampling.sampled_tokens import row_width
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
 
 BLOCK_V = 2048

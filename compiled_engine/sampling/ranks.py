@@ -1,22 +1,33 @@
-"""Sampling where the vocabulary is divided among ranks: each has some columns of the logits and samples from its own.
+"""Slices of logits: the columns that a rank has of a divided vocabulary, and the rows that are worked on at a time.
 
-A score and a token of each row are exchanged. Noise depends on seed, position and token id alone, so the best of the
-ranks' best tokens is the one that a single device would choose. A key orders them: by score, then the lowest token id.
+Each rank samples from its own columns, and a score and a token of each row are exchanged. Noise depends on seed,
+position and token id alone, so the best of the ranks' best tokens is the one that a single device would choose. A key
+orders them: by score, then the lowest token id.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from compiled_engine.collectives.group import Group, StandIn
-from compiled_engine.sampling.no_token import NOT_A_NUMBER, NOTHING_ALLOWED
+from compiled_engine.parallel.group import Group, StandIn
+from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER, NOTHING_ALLOWED
 from compiled_engine.sampling.token_mask import BITS, num_words
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
+
+# Of float32: 16 MB for each temporary tensor.
+MAX_ELEMENTS = 1 << 22
+
+
+def row_chunks(num_rows: int, vocab_size: int, max_elements: int = MAX_ELEMENTS) -> Iterator[slice]:
+    """Slices that cover num_rows rows of vocab_size elements, at most max_elements or one row each."""
+    step = max(1, max_elements // vocab_size)
+    return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
+
 
 # Most logits of a row that each rank hands out for top-k; what needs more is gathered.
 CANDIDATES = 1024
@@ -105,7 +116,7 @@ def keys_of(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
 
 
 def tokens_of(keys_S: torch.Tensor, row_index_S: torch.Tensor) -> torch.Tensor:
-    """The token ids in such keys, or why there is none (no_token.py); 0 for padding."""
+    """The token ids in such keys, or why there is none (sampled_tokens.py); 0 for padding."""
     ordered_S = (keys_S >> 32).int()
     scores_S = torch.where(ordered_S < 0, ordered_S ^ _SIGN_MASK, ordered_S).view(torch.float32)
     token_ids_S = _SIGN_MASK - (keys_S & _SIGN_MASK)

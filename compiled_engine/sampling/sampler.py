@@ -12,24 +12,76 @@ Whole rows are gathered for logits processors, and for the thresholds of top-p w
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from compiled_engine.collectives.group import Group
+from compiled_engine.parallel.group import Group
 from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.sampling import edits, filters
 from compiled_engine.sampling.edits import EditedRows, StepMasks
 from compiled_engine.sampling.filters import ROW_FIELDS, filter_fields, has_filters
-from compiled_engine.sampling.logits_processor import LogitsProcessor
+from compiled_engine.sampling.gumbel import fastest_sample
+from compiled_engine.sampling.logits_processor import LogitsProcessor, ProcessedRows
 from compiled_engine.sampling.logprobs import NO_LOGPROBS
-from compiled_engine.sampling.operations import sampling_operations
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.sampling.processed_rows import ProcessedRows
-from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, filter_candidates
-from compiled_engine.sampling.row_chunks import row_chunks
+from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, filter_candidates, row_chunks
+
+
+@dataclass(frozen=True)
+class SamplingOperations:
+    """In the order of sampling. Arguments are those of edits.py and gumbel.sample; `choose` may take a Best as well on
+    the CPU, and a VocabularySlice on a GPU, where it ends with the choice of all ranks.
+    """
+
+    add_: Callable[..., None]
+    forbid_: Callable[..., None]
+    penalise_: Callable[..., None]
+    thresholds: Callable[[torch.Tensor, torch.Tensor, RowFields], torch.Tensor]
+    choose: Callable[..., None]
+    record_: Callable[..., None]
+
+
+def sampling_operations(triton: bool) -> SamplingOperations:
+    if not triton:
+        return SamplingOperations(
+            edits.add_,
+            edits.forbid_,
+            edits.penalise_,
+            _thresholds_on_cpu,
+            fastest_sample(),
+            edits.record_,
+        )
+    # Triton is not installed everywhere.
+    from compiled_engine.sampling import edits_triton, filters_triton, gumbel_triton
+
+    def thresholds(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows: RowFields) -> torch.Tensor:
+        return filters_triton.thresholds(logits_SV, row_index_S, *(rows[name] for name in filters.FIELDS))
+
+    return SamplingOperations(
+        edits_triton.add_,
+        edits_triton.forbid_,
+        edits_triton.penalise_,
+        thresholds,
+        gumbel_triton.sample,
+        edits_triton.record_,
+    )
+
+
+def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows: RowFields) -> torch.Tensor:
+    row_index = row_index_S.numpy()
+    fields = {name: rows[name].numpy() for name in filters.FIELDS}
+    present = np.flatnonzero(row_index >= 0)
+    if len(present) == len(row_index):
+        return filters.thresholds(logits_SV, filters.Filters.from_fields(fields, row_index))
+    threshold_S = torch.full((len(row_index),), -torch.inf)
+    of_rows = filters.Filters.from_fields(fields, row_index[present])
+    threshold_S[present] = filters.thresholds(logits_SV[present], of_rows)
+    return threshold_S
 
 
 class SamplerClass(enum.Enum):
@@ -161,7 +213,7 @@ class Sampler:
     ) -> torch.Tensor:
         """Choose the next token of each of these rows, and take it into their history. The host does not wait.
 
-        Returns int64 [S] on the device, a token for each row of logits, or why there is none (see no_token.py).
+        Returns int64 [S] on the device, a token for each row of logits, or why there is none (sampled_tokens.py).
 
         logits_SV: [S, V], the columns of `vocabulary`, of any floating dtype, left as they are. rows_S: int [S], on the
         host: logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the

@@ -11,8 +11,8 @@ from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind
-from compiled_engine.sampling.no_token import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.server.cache_salt import salted
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, engine_failure, shortened
 from compiled_engine.server.serving import Serving

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.config_as_json import json_value
+from compiled_engine.config import EngineConfig, json_value
 from compiled_engine.server.serving import serving_of
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import inspect
 
-from compiled_engine.near_names import nearest
-from compiled_engine.sampling.other_params import OTHER_PARAMS
+from compiled_engine.sampling.params import OTHER_PARAMS
+from compiled_engine.schema import nearest
 from compiled_engine.server.errors import ApiError, bad_request, shown
 
 MOST_UNKNOWN = 16  # fields of a request that a warning names

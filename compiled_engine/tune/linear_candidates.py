@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from compiled_engine.config import ModelConfig, local_share
-from compiled_engine.kernels.block_sizes import next_power_of_2
+from compiled_engine.kernels.launch_arguments import next_power_of_2
 from compiled_engine.passes.small_batch_linear_op import Tiles
 
 SHARED_MEMORY = 220 << 10

@@ -31,7 +31,7 @@ from compiled_engine.models.checkpoint.parameters import materialize, parameters
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.sampling.operations import sampling_operations
+from compiled_engine.sampling.sampler import sampling_operations
 
 CONTEXT = 200
 ALL = "all"

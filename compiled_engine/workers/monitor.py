@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from compiled_engine.failure import Failed, FatalError
-from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.core.control import Failed, FatalError
+from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.worker_child import WorkerChild, end_all
 from compiled_engine.workers.worker_wire import Answer, Ready, StepFailed, receive

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import ControlError
-from compiled_engine.failure import Failed
+from compiled_engine.core.control import ControlError, Failed
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
-from compiled_engine.parallel.layout import RankLayout
+from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.workers.launched_workers import LaunchedWorkers
 from compiled_engine.workers.monitor import Monitor, WorkerError

@@ -11,8 +11,7 @@ from compiled_engine.process.garbage_collection import young_collected_alone
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
-from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, resolve_logits_processors
 from compiled_engine.workers.launched_workers import LaunchedWorkers
 from compiled_engine.workers.multiprocess_executor import MultiprocessExecutor
 

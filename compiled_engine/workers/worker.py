@@ -13,19 +13,17 @@ from typing import Any
 
 import torch
 
-from compiled_engine.collectives.gloo import leave
-from compiled_engine.collectives.group import Group, in_group
-from compiled_engine.core.control import ControlError, apply
+from compiled_engine.core.control import ControlError, Failed, apply
 from compiled_engine.core.executor import RANK_CALLS, InProcessExecutor, PendingOutput
-from compiled_engine.failure import Failed
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
-from compiled_engine.parallel.connect import connect, join_ranks
-from compiled_engine.parallel.layout import RankLayout
-from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
+from compiled_engine.parallel.gloo import leave
+from compiled_engine.parallel.group import Group, in_group
+from compiled_engine.parallel.stages import StageLink
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
+from compiled_engine.sampling.logits_processor import resolve_logits_processors
 from compiled_engine.workers.heartbeat import Heartbeats
 from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
 from compiled_engine.workers.worker_wire import (

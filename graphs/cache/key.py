@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.config_as_json import flat_fields
+from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.environment import Environment, digests_of, this_environment
 from compiled_engine.passes.manager import pass_uuid
 from compiled_engine.passes.registry import registered_passes, step_tensors
@@ -46,7 +45,7 @@ GRAPH_FIELDS = (
     "attention_backend",
 )
 # Whose code says what a rank's share is, of parameters and of checkpoints, and how shares are added up.
-RANK_ROOMS = ("parallel", "collectives", "models.checkpoint")
+RANK_ROOMS = ("parallel", "models.checkpoint")
 # Of a model whose code is transformers'.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
 # These count by what they make of model.rope.angle_scale, a constant of the graph.

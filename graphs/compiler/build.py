@@ -8,7 +8,6 @@ from pathlib import Path
 
 from torch import fx, nn
 
-from compiled_engine.collectives.group import StandIn, in_group
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
@@ -21,6 +20,7 @@ from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.structured_trace import emit_entry
 from compiled_engine.graphs.compiler.trace import TracedGraph, trace
 from compiled_engine.models.checkpoint.rank_shards import shards_of
+from compiled_engine.parallel.group import StandIn, in_group
 from compiled_engine.passes import small_batch_linear_cpu
 from compiled_engine.passes.expand_references import expand_references
 from compiled_engine.passes.graph_inputs import describe_shards, shards_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from compiled_engine.attention.step_tensors import STEP_TENSORS, kv_cache_tensors, padding_of
+from compiled_engine.attention.inputs import STEP_TENSORS, kv_cache_tensors, padding_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.trace import ForwardInputs
 from compiled_engine.passes.registry import step_tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# On a CPU the number of threads is chosen for each step (runner/cpu_threads.py), not when a piece is compiled.
+# On a CPU the number of threads is chosen for each step (runner/model_forward.py), not when a piece is compiled.
 INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from compiled_engine.attention.inputs import FORWARD_ARGUMENTS
 from compiled_engine.attention.op import OnAttention, attend
-from compiled_engine.attention.step_tensors import FORWARD_ARGUMENTS
 from compiled_engine.graphs.compiler.plan import Input, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import Source
 from compiled_engine.passes.graph_pass import SplittingOp

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._guards import CompileContext, CompileId, Guard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
-from compiled_engine.attention.step_tensors import (
+from compiled_engine.attention.inputs import (
     FORWARD_ARGUMENTS,
     SIZES,
     ForwardArguments,

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.kernels import cpp_library
-from compiled_engine.kernels.cpp_function import CppFunction
-from compiled_engine.kernels.cpp_library import load_library
+from compiled_engine.kernels.cpp_library import CppFunction, load_library
 
 SOURCE = Path(cpp_library.__file__).with_name("cpp_replay.cpp")
 

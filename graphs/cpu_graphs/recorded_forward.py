@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.attention.step_tensors import ForwardArguments, addresses
+from compiled_engine.attention.inputs import AttentionInputs, ForwardArguments, addresses
 from compiled_engine.graphs.compiled_model import CompiledModel, Forwards
 from compiled_engine.graphs.compiler.stitch import Forward
 from compiled_engine.graphs.cpu_graphs.arena import Arena

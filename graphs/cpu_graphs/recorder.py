@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_engine.graphs.cpu_graphs.arena import Arena
 from compiled_engine.graphs.cpu_graphs.call_list import CallList
-from compiled_engine.kernels.cpp_function import CppFunction, recorder
+from compiled_engine.kernels.cpp_library import CppFunction, recorder
 
 aten = torch.ops.aten
 ALLOCATIONS = (aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default)

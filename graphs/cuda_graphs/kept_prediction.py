@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from compiled_engine.config import EngineConfig
-from compiled_engine.config_as_json import flat_fields
+from compiled_engine.config import EngineConfig, flat_fields
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup

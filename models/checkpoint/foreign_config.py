@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.config import HeadShape, ModelConfig, TransformersModel
+from compiled_engine.config import HeadShape, ModelConfig, RopeConfig, TransformersModel
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.foreign.description import UnknownArchitectureError, transformers_version
 from compiled_engine.models.foreign.find_description import find_description
-from compiled_engine.rope_config import RopeConfig
 
 
 def foreign_model(

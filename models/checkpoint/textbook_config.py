@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.config import ExpertsConfig, ModelConfig
+from compiled_engine.config import ExpertsConfig, ModelConfig, RopeConfig
 from compiled_engine.models.checkpoint.families import FAMILIES, Family
 from compiled_engine.models.checkpoint.json_fields import JsonFields
 from compiled_engine.models.textbook.rope import ROPE_KINDS
-from compiled_engine.rope_config import RopeConfig
 
 
 def textbook_model(fields: JsonFields, path: Path, dtype: torch.dtype) -> tuple[ModelConfig, str]:

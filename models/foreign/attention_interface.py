@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from compiled_engine.attention.value_op import attention_or_value
+from compiled_engine.attention.op import attention_or_value
 
 # transformers makes masks for implementations that it knows; for this one it makes none.
 NAME = "compiled_engine"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.config import ModelConfig
+from compiled_engine.config import ModelConfig, RopeConfig
 from compiled_engine.models.textbook import gemma2, llama
 from compiled_engine.models.textbook.rope import RotaryEmbedding
-from compiled_engine.rope_config import RopeConfig
 
 
 class Attention(llama.Attention):

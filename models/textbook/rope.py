@@ -10,7 +10,7 @@ import math
 import torch
 from torch import nn
 
-from compiled_engine.rope_config import RopeConfig
+from compiled_engine.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 

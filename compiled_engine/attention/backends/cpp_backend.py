@@ -14,9 +14,8 @@ from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.backends.torch_backend import prefill_each
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Refused, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
-from compiled_engine.kernels.cpp_function import INTEGER, NUMBER, POINTER, CppFunction
-from compiled_engine.kernels.cpp_library import CannotCompile
-from compiled_engine.kernels.dense_tensors import require_dense
+from compiled_engine.kernels.cpp_library import INTEGER, NUMBER, POINTER, CannotCompile, CppFunction
+from compiled_engine.kernels.launch_arguments import require_dense
 
 ATTENTION = Path(__file__).with_name("cpp_attention.cpp")
 ROTATION = Path(__file__).with_name("cpp_rotation.cpp")

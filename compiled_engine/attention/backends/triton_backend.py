@@ -24,8 +24,7 @@ from compiled_engine.attention.backends.triton_write_kv import write_kv
 from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support, names_of, require
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
-from compiled_engine.kernels.dense_tensors import require_dense
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch, require_dense
 
 # Bytes a block, which the largest tiles take where there is no more; on Hopper, which has it, they take more.
 MIN_SHARED_MEMORY = 96 << 10

@@ -25,7 +25,7 @@ from compiled_engine.attention.backends.triton_tile import (
 )
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, split_length
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
 

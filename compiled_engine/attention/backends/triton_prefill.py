@@ -14,7 +14,7 @@ from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.backends.triton_tile import LOWEST, attend_tile, blocks_of, normalised, scales
 from compiled_engine.attention.backends.work_list import HEADER, WorkLayout, item_at
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
 # Contexts up to this many tokens are short.

@@ -34,7 +34,7 @@ from compiled_engine.attention.backends.triton_tile import (
 from compiled_engine.attention.backends.work_list import split_length
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 from compiled_engine.attention.triton_rotation import normed_and_rotated
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from compiled_engine.attention.backends.triton_tile import row_of
-from compiled_engine.kernels.block_sizes import next_power_of_2
+from compiled_engine.kernels.launch_arguments import next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
 
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 from compiled_engine.attention.inputs import AttentionInputs
-from compiled_engine.kernels.dependent_launch import dependent_launch
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
 HEADER = 4

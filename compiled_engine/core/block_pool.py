@@ -1,0 +1,275 @@
+"""The blocks of one KV group: their hashes, the pool, and the block table of each request that runs.
+
+Layers whose caches have the same block size, dtype and window form a group. All of its layers use the same tables.
+
+Equal hashes mean equal keys and values in the KV cache. They form a chain of SHA-256 that begins with a root
+(`messages.prefix_root`) and goes on with one hash for each full block of tokens. The root covers everything besides
+token ids that keys and values depend on, or that requests must have in common to share them. Nothing is seeded, so
+hashes are the same in every process, and two prefixes cannot be made to collide.
+
+Prefix caching by chained hashes follows vLLM's automatic prefix caching; block tables follow PagedAttention
+(Kwon et al., 2023, arXiv:2309.06180).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from compiled_engine.core.cache_resource import check_holders
+from compiled_engine.core.request import Request
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Return the hash of a full block of `token_ids` after the block with hash `parent`, or after the root.
+
+    It covers these tokens and, through `parent`, all that comes before them. Token ids are hashed as int32.
+    """
+    return hashlib.sha256(parent + array("i", token_ids).tobytes()).digest()
+
+
+def hash_blocks(
+    hashes: list[bytes], root: bytes, token_ids: Sequence[int], block_size: int, count: int | None = None
+) -> None:
+    """Extend the hashes of a sequence's first blocks to `count` blocks; None for all full ones."""
+    count = len(token_ids) // block_size if count is None else count
+    for start in range(len(hashes) * block_size, count * block_size, block_size):
+        hashes.append(hash_block(hashes[-1] if hashes else root, token_ids[start : start + block_size]))
+
+
+class BlockPool:
+    """`num_blocks` blocks with reference counts; those without references wait in a free list.
+
+    A free block keeps its contents findable by hash until it is given out again. The free list starts with
+    the blocks that hold nothing findable, then come the others, the one freed longest ago first.
+    Every operation on a block takes constant time.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._block_of_hash: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def is_free(self, block: int) -> bool:
+        return self._references[block] == 0
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block registered under this hash; it may be free, and is not acquired."""
+        return self._block_of_hash.get(block_hash)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` blocks from the front of the free list; what they held can no longer be found.
+
+        Raises RuntimeError, taking none, if there are not as many.
+        """
+        if count > len(self._free):
+            raise RuntimeError(f"{count} blocks asked for, {len(self._free)} of {self.num_blocks} are free")
+        blocks = []
+        for _ in range(count):
+            block, _ = self._free.popitem(last=False)
+            self.unregister(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def acquire(self, block: int) -> None:
+        """Add a reference to a block that was found."""
+        if self._references[block] == 0:
+            del self._free[block]
+        self._references[block] += 1
+
+    def release(self, block: int) -> None:
+        """Drop a reference. Raises RuntimeError if there is none (the block would be freed twice)."""
+        if self._references[block] == 0:
+            raise RuntimeError(f"block {block} is released but has no reference")
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            self._free[block] = None
+            if self._hashes[block] is None:
+                self._free.move_to_end(block, last=False)
+
+    def register(self, block: int, block_hash: bytes) -> None:
+        """Make a block that is held findable, unless another one with the same contents already is."""
+        if block_hash not in self._block_of_hash:
+            self._block_of_hash[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def unregister(self, block: int) -> None:
+        """Make a block unfindable, if it was findable."""
+        block_hash = self._hashes[block]
+        if block_hash is not None:
+            del self._block_of_hash[block_hash]
+            self._hashes[block] = None
+
+    def check_all_free(self) -> None:
+        """Raise RuntimeError if a block is held, though no request is left to hold it."""
+        if self.num_free != self.num_blocks:
+            raise RuntimeError(f"no request is left, but only {self.num_free} of {self.num_blocks} blocks are free")
+
+    def unregister_all(self) -> None:
+        """Make every block unfindable."""
+        for block in list(self._block_of_hash.values()):
+            self.unregister(block)
+
+    def check_integrity(self, block_tables: Iterable[Sequence[int]]) -> None:
+        """Raise RuntimeError unless all is consistent and exactly `block_tables` hold the pool's blocks."""
+        held: Counter[int] = Counter()
+        for table in block_tables:
+            if len(set(table)) != len(table):
+                raise RuntimeError(f"a block table holds a block twice: {list(table)}")
+            held.update(table)
+        for block, references in enumerate(self._references):
+            if references != held[block]:
+                raise RuntimeError(f"block {block} has {references} references, but {held[block]} tables hold it")
+            if (references == 0) != (block in self._free):
+                where = "in" if block in self._free else "not in"
+                raise RuntimeError(f"block {block} has {references} references and is {where} the free list")
+        registered = {h: block for block, h in enumerate(self._hashes) if h is not None}
+        if registered != self._block_of_hash or len(registered) != self.num_blocks - self._hashes.count(None):
+            raise RuntimeError("the map from hashes to blocks does not match the blocks' own hashes")
+        unknown = (held.keys() | self._free.keys()) - set(range(self.num_blocks))
+        if unknown:
+            raise RuntimeError(f"blocks {sorted(unknown)} do not exist; there are {self.num_blocks}")
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """A request's blocks in order. num_registered: leading ones that were offered to the prefix cache. hashes: see
+    Request.block_hashes."""
+
+    block_ids: list[int]
+    num_registered: int
+    hashes: list[bytes]
+
+
+class BlockGroup:
+    """Implements CacheResource; the only resource of which a request may get more while it runs."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self._tables: dict[Request, BlockTable] = {}
+        self._registered: list[int] = []
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that all blocks together can hold."""
+        return self.pool.num_blocks * self.block_size
+
+    def block_ids(self, request: Request) -> Sequence[int]:
+        """The request's block table."""
+        return self._tables[request].block_ids
+
+    def slots_of(self, request: Request) -> int:
+        """Tokens that the request's blocks can hold."""
+        return len(self._tables[request].block_ids) * self.block_size
+
+    def longest_prefix(self, request: Request, most: int) -> int:
+        count = most // self.block_size
+        cached = enumerate(self._cached(request, count))
+        return self.block_size * next((index for index, block in cached if block is None), count)
+
+    def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
+        wanted = self._blocks_for(num_tokens) + reserve
+        if num_cached:  # those that others hold take nothing from the free ones
+            wanted -= sum(not self.pool.is_free(block) for block in self._prefix(request, num_cached))
+        return wanted <= self.pool.num_free
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        if request in self._tables:
+            raise RuntimeError(f"request {request.request_id!r} has a block table already")
+        cached = self._prefix(request, num_cached)
+        for block in cached:
+            self.pool.acquire(block)
+        fresh = self.pool.allocate(self._blocks_for(num_tokens) - len(cached))
+        self._tables[request] = BlockTable(cached + fresh, len(cached), self._hashes(request, len(cached)))
+
+    def can_grow(self, request: Request, num_tokens: int) -> bool:
+        """Whether there are the blocks that a request with a table lacks for `num_tokens` tokens."""
+        return self._missing(request, num_tokens) <= self.pool.num_free
+
+    def grow(self, request: Request, num_tokens: int) -> tuple[int, ...]:
+        """Add the missing blocks to the request's table; return them."""
+        blocks = self.pool.allocate(max(0, self._missing(request, num_tokens)))
+        self._tables[request].block_ids += blocks
+        return tuple(blocks)
+
+    def free(self, request: Request) -> None:
+        """Release the last block first, so that the end of a cached sequence is evicted first."""
+        table = self._tables.pop(request, None)
+        if table is None:
+            raise RuntimeError(f"request {request.request_id!r} gives back its blocks, but has none")
+        for block in reversed(table.block_ids):
+            self.pool.release(block)
+
+    def register(self, request: Request, num_tokens: int) -> int:
+        """Make the blocks findable that lie within the request's first `num_tokens` tokens, all known. Return how many
+        have to be known for the next block."""
+        table, size = self._tables[request], self.block_size
+        first, num_full = table.num_registered, num_tokens // size
+        if num_full > first:
+            hash_blocks(table.hashes, request.prefix_root, request.token_ids, size, num_full)
+            for index in range(first, num_full):
+                self.pool.register(table.block_ids[index], table.hashes[index])
+            self._registered += table.block_ids[first:num_full]
+            table.num_registered = num_full
+        return (table.num_registered + 1) * size
+
+    def take_registered(self) -> list[int]:
+        """Return the blocks that were registered since the last call: steps in flight may be to fill them."""
+        registered, self._registered = self._registered, []
+        return registered
+
+    def unregister(self, blocks: Iterable[int]) -> None:
+        """Make blocks unfindable, because what they were to hold was not written."""
+        for block in blocks:
+            self.pool.unregister(block)
+
+    def check_all_free(self) -> None:
+        self.pool.check_all_free()
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        check_holders("blocks", self._tables, holders)
+        for request, table in self._tables.items():
+            if request.num_computed_tokens > len(table.block_ids) * self.block_size:
+                raise RuntimeError(
+                    f"request {request.request_id!r} has {request.num_computed_tokens} tokens computed, "
+                    f"but {len(table.block_ids)} blocks of {self.block_size}"
+                )
+        self.pool.check_integrity(table.block_ids for table in self._tables.values())
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _missing(self, request: Request, num_tokens: int) -> int:
+        """Return how many blocks the request lacks for `num_tokens` tokens; negative if it has more."""
+        return self._blocks_for(num_tokens) - len(self._tables[request].block_ids)
+
+    def _hashes(self, request: Request, count: int) -> list[bytes]:
+        """The hashes of the request's first blocks, `count` or more. They outlive a preemption."""
+        hashes = request.block_hashes.setdefault(self.block_size, [])
+        hash_blocks(hashes, request.prefix_root, request.token_ids, self.block_size, count)
+        return hashes
+
+    def _cached(self, request: Request, count: int) -> Iterator[int | None]:
+        """For each of the request's first `count` blocks a block with the same contents, or None."""
+        return map(self.pool.find, self._hashes(request, count)[:count])
+
+    def _prefix(self, request: Request, num_cached: int) -> list[int]:
+        """The blocks of a prefix that `longest_prefix` has found."""
+        blocks = [block for block in self._cached(request, num_cached // self.block_size) if block is not None]
+        assert len(blocks) * self.block_size == num_cached
+        return blocks

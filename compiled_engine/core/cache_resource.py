@@ -1,0 +1,89 @@
+"""Resources that a request occupies while it runs: blocks of a KV group (block_pool.py), a row of the runner.
+
+`KVCacheManager` asks all resources together and takes from all or from none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Protocol
+
+from compiled_engine.core.request import Request
+
+
+class CacheResource(Protocol):
+    """Knows which request holds how much of it. A request is identified by the object, not by its id."""
+
+    def longest_prefix(self, request: Request, most: int) -> int:
+        """Return how many of the request's first `most` tokens need not be computed, as far as this resource goes.
+
+        Asked again for what it returned, it returns the same.
+        """
+        ...
+
+    def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
+        """Whether a request without a share can have what `num_tokens` tokens need, the first `num_cached` of them from
+        the prefix cache. reserve: how many requests are to have room to grow afterwards."""
+        ...
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        """Give a request without a share what `has_room` was asked for."""
+        ...
+
+    def free(self, request: Request) -> None:
+        """Take the request's share back. Raises RuntimeError if it has none."""
+        ...
+
+    def check_all_free(self) -> None:
+        """Raise RuntimeError if something is held, to be called when no request is left. Takes constant time."""
+        ...
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        """Raise RuntimeError unless exactly `holders` have a share, and everything is accounted for."""
+        ...
+
+
+def check_holders(what: str, holding: Collection[Request], holders: Collection[Request]) -> None:
+    """Raise RuntimeError unless the same requests hold a resource as should."""
+    should, do = set(holders), set(holding)
+    for verb, requests in (("hold", do - should), ("do not hold", should - do)):
+        if requests:
+            names = sorted(request.request_id for request in requests)
+            raise RuntimeError(f"requests {names} {verb} {what}")
+
+
+class RequestRows:
+    """Implements CacheResource: `num_rows` rows, whatever the number of tokens."""
+
+    def __init__(self, num_rows: int) -> None:
+        if num_rows < 1:
+            raise ValueError(f"num_rows must be at least 1, got {num_rows}")
+        self.num_rows = num_rows
+        self._holders: set[Request] = set()
+
+    def longest_prefix(self, request: Request, most: int) -> int:
+        return most
+
+    def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
+        return len(self._holders) < self.num_rows
+
+    def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
+        if request in self._holders:
+            raise RuntimeError(f"request {request.request_id!r} has a row already")
+        if len(self._holders) == self.num_rows:
+            raise RuntimeError(f"request {request.request_id!r} asks for a row, but all {self.num_rows} are held")
+        self._holders.add(request)
+
+    def free(self, request: Request) -> None:
+        if request not in self._holders:
+            raise RuntimeError(f"request {request.request_id!r} gives back a row, but has none")
+        self._holders.remove(request)
+
+    def check_all_free(self) -> None:
+        if self._holders:
+            raise RuntimeError(f"no request is left, but {len(self._holders)} of {self.num_rows} rows are held")
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        check_holders("a row", self._holders, holders)
+        if len(self._holders) > self.num_rows:
+            raise RuntimeError(f"{len(self._holders)} rows are held, but there are {self.num_rows}")

@@ -1,0 +1,165 @@
+"""Requests with a constraint: those that wait for their grammar to be compiled, and the masks of those that run.
+
+Requests whose grammar is being compiled stand beside the scheduler's queue and do not hold it up. The masks of a step
+are made while it runs: its requests' constraints are told of their newest tokens and asked.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+
+import numpy as np
+
+from compiled_engine.core.request import Request, RequestStatus
+from compiled_engine.grammars.compiler import CompiledGrammar, GrammarCompiler
+from compiled_engine.grammars.constraint import GrammarConstraint
+from compiled_engine.grammars.fill import fill_masks
+from compiled_engine.grammars.limits import LONGEST_COMPILE_S
+from compiled_engine.messages import EngineOutput, EngineRequest, GrammarVocabulary, TokenMasks
+from compiled_engine.sampling.token_mask import Constraint, num_words
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """deadline_s: of time.monotonic."""
+
+    request: EngineRequest
+    compiled: Future[CompiledGrammar]
+    deadline_s: float
+
+
+class GrammarQueue:
+    """The order in which grammars are ready is that in which their requests are given out."""
+
+    def __init__(self) -> None:
+        self._compiler: GrammarCompiler | None = None
+        self._waiting: dict[str, _Waiting] = {}
+        self._num_waiting: Counter[Future[CompiledGrammar]] = Counter()
+        self._num_requests = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._waiting
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """The first one counts; any other is the same."""
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(vocabulary)
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises ValueError if no vocabulary was given."""
+        if self._compiler is None or request.grammar is None:
+            raise ValueError(f"the grammar of request {request.request_id!r} needs a vocabulary, and there is none")
+        self._num_requests += 1
+        compiled = self._compiler.compile(request.grammar)
+        deadline_s = time.monotonic() + LONGEST_COMPILE_S
+        self._waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
+        self._num_waiting[compiled] += 1
+
+    def remove(self, request_id: str) -> bool:
+        """Whether it waited. A compilation for it alone that has not begun is dropped."""
+        if request_id not in self._waiting:
+            return False
+        gone = self._pop(request_id)
+        if gone.compiled not in self._num_waiting:
+            assert self._compiler is not None
+            assert gone.request.grammar is not None
+            self._compiler.cancel(gone.request.grammar, gone.compiled)
+        return True
+
+    def _pop(self, request_id: str) -> _Waiting:
+        found = self._waiting.pop(request_id)
+        self._num_waiting[found.compiled] -= 1
+        if not self._num_waiting[found.compiled]:
+            del self._num_waiting[found.compiled]
+        return found
+
+    def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
+        """Those whose grammar is ready, and the ends of those for which there is none.
+
+        patience_s: how long to wait if none is ready.
+        """
+        if patience_s > 0:
+            wait([each.compiled for each in self._waiting.values()], patience_s, FIRST_COMPLETED)
+        ready: list[tuple[EngineRequest, GrammarConstraint]] = []
+        failed: list[EngineOutput] = []
+        for request_id, each in list(self._waiting.items()):
+            if not each.compiled.done() and time.monotonic() < each.deadline_s:
+                continue
+            self._pop(request_id)
+            try:
+                ready.append((each.request, self._constraint(each)))
+            except Exception as error:  # whatever it is, it is of this request alone
+                failed.append(EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error)))
+        return ready, failed
+
+    def _constraint(self, waiting: _Waiting) -> GrammarConstraint:
+        if not waiting.compiled.done():
+            raise ValueError(f"structured_outputs: the grammar takes more than {LONGEST_COMPILE_S:g} s to compile")
+        assert self._compiler is not None
+        return self._compiler.constraint(waiting.compiled)
+
+    def metrics(self) -> dict[str, int | float]:
+        """Since the start: grammar_requests, and GrammarCompiler.metrics if there has been any."""
+        return {"grammar_requests": self._num_requests} | (self._compiler.metrics() if self._compiler else {})
+
+    def close(self) -> None:
+        if self._compiler is not None:
+            self._compiler.close()
+
+
+class MaskMaker:
+    """Owns the array that masks are written to, a row for each request that may run, once there is a constraint; and
+    the thread that waits for grammars to fill it."""
+
+    def __init__(self, max_num_requests: int, vocab_size: int) -> None:
+        self._shape = (max_num_requests, num_words(vocab_size))
+        self._words_NW: np.ndarray | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="masks")  # it begins with the first grammar
+        self._asked: list[Request] = []
+        self._failures: Future[dict[int, str]] | None = None
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Have the masks made of those that have not ended; all their tokens are known.
+
+        Masks that were begun and never taken are dropped.
+        """
+        if self._words_NW is None:
+            self._words_NW = np.zeros(self._shape, np.int32)
+        if self._failures is not None:
+            self._failures.result()
+        self._asked = [request for request in requests if request.status is not RequestStatus.FINISHED]
+        words_MW = self._words_NW[: len(self._asked)]
+        self._failures = fill_masks([_with_new_tokens(request) for request in self._asked], words_MW, self._thread)
+
+    def take(self) -> TokenMasks:
+        """Those begun last, once they are made. Valid until the next call of `begin`.
+
+        A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
+        """
+        if self._failures is None or self._words_NW is None:
+            raise RuntimeError("no masks are being made: begin must be called first")
+        failures, self._failures = self._failures.result(), None
+        asked, words_MW = self._asked, self._words_NW[: len(self._asked)]
+        for index, why in failures.items():
+            asked[index].failure = why
+            asked[index].set_steady_limits()
+        if failures:
+            words_MW = words_MW[[index for index in range(len(asked)) if index not in failures]]
+        request_ids = [request.request_id for request in asked if request.failure is None]
+        return TokenMasks(request_ids, words_MW.reshape(-1).view(np.uint8).data)
+
+
+def _with_new_tokens(request: Request) -> tuple[Constraint, list[int]]:
+    """Its constraint, and the output tokens that this has not been told of."""
+    assert request.constraint is not None
+    start = request.num_prompt_tokens + request.num_accepted
+    token_ids = request.token_ids[start:]
+    request.num_accepted += len(token_ids)
+    return request.constraint, token_ids

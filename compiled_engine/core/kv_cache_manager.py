@@ -1,0 +1,156 @@
+"""What requests hold of the cache, and how they share the blocks of a common prefix.
+
+Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
+are known. Requests that are admitted to that same step (copies of one prompt, for example) find the blocks that shares
+of several tokens fill, and no others: a step with such a share writes the K and V of all its tokens before any of its
+queries attends, but a step of single tokens may write and attend in one kernel, whose order among requests is open. So
+a block that a single token completes can be found from the next step on. `Scheduler.schedule` keeps this rule.
+
+Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
+scheduled, so whoever gets such a block writes to it later, and reads only what it wrote. Nor can a write in flight
+spoil a registered block, held or not: all its tokens are known, so what is written is the very token that its hash
+covers. A token that is still unknown lies beyond all registered blocks of its request; if the request ends before it
+is known, its block is never registered.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from itertools import cycle
+
+from compiled_engine.core.block_pool import BlockGroup
+from compiled_engine.core.cache_resource import CacheResource
+from compiled_engine.core.request import Request
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Blocks of each KV group."""
+
+
+class KVCacheManager:
+    """The KV groups and the other resources of a running request. What it gives, it gives of all or of none.
+
+    prefix_queries, prefix_hits: prompt tokens looked up in the prefix cache and found there, over all
+    requests when first admitted.
+    """
+
+    def __init__(
+        self, groups: Sequence[BlockGroup], others: Sequence[CacheResource] = (), *, enable_prefix_caching: bool
+    ) -> None:
+        self.groups = tuple(groups)
+        self.resources: tuple[CacheResource, ...] = (*others, *groups)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens of a single request that the whole cache can hold."""
+        return min(group.num_slots for group in self.groups)
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(group.pool.num_blocks for group in self.groups)
+
+    @property
+    def num_free_blocks(self) -> int:
+        return sum(group.pool.num_free for group in self.groups)
+
+    def admit(self, request: Request, reserve: int) -> bool:
+        """Give a request that holds nothing what all its tokens need, shared blocks where a prefix is cached.
+
+        All or nothing: False, and no change, if there is not enough, or if fewer than `reserve` blocks of a group
+        would stay free. Sets `num_computed_tokens` to the tokens that need not be computed; at least one always does.
+        """
+        num_tokens = len(request.token_ids)
+        reads_prefix = self.enable_prefix_caching and not request.owes_prompt_logprobs
+        num_cached = self._common_prefix(request, num_tokens - 1) if reads_prefix else 0
+        if not all(resource.has_room(request, num_tokens, num_cached, reserve) for resource in self.resources):
+            return False
+        for resource in self.resources:
+            resource.take(request, num_tokens, num_cached)
+        request.num_computed_tokens = num_cached
+        request.num_slots = min(group.slots_of(request) for group in self.groups)
+        request.next_block_end = sys.maxsize
+        if self.enable_prefix_caching:
+            request.next_block_end = num_cached + min(group.block_size for group in self.groups)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = min(num_cached, request.num_prompt_tokens)
+            if reads_prefix:
+                self.prefix_queries += request.num_prompt_tokens
+                self.prefix_hits += request.num_cached_tokens
+        return True
+
+    def allocate(self, request: Request, num_tokens: int) -> BlockIds | None:
+        """Give the request blocks for `num_tokens` more tokens, and return those that it did not have yet, () if it has
+        enough.
+
+        All or nothing: None, and no change, if a group has too few free blocks.
+        """
+        end = request.num_computed_tokens + num_tokens
+        if end <= request.num_slots:
+            return ()
+        for group in self.groups:
+            if not group.can_grow(request, end):
+                return None
+        blocks: BlockIds = ()
+        request.num_slots = sys.maxsize
+        for group in self.groups:  # no comprehensions: it is called for many requests a step
+            blocks += (group.grow(request, end),)
+            request.num_slots = min(request.num_slots, group.slots_of(request))
+        return blocks
+
+    def block_ids(self, request: Request) -> BlockIds:
+        """The request's block tables."""
+        return tuple(tuple(group.block_ids(request)) for group in self.groups)
+
+    def register(self, request: Request) -> None:
+        """Make the blocks findable that are full of known tokens, computed or scheduled to be."""
+        num_tokens = min(request.num_computed_tokens, len(request.token_ids))
+        if num_tokens < request.next_block_end:
+            return
+        next_block_end = sys.maxsize
+        for group in self.groups:
+            next_block_end = min(next_block_end, group.register(request, num_tokens))
+        request.next_block_end = next_block_end
+
+    def take_registered(self) -> list[list[int]]:
+        """Return, by group, the blocks registered since the last call: steps in flight may be to fill them."""
+        return [group.take_registered() for group in self.groups]
+
+    def unregister(self, registered: Sequence[Sequence[int]]) -> None:
+        """Make blocks unfindable, given by group, because what they were to hold was not written."""
+        for group, blocks in zip(self.groups, registered, strict=True):
+            group.unregister(blocks)
+
+    def reset_prefix_cache(self) -> None:
+        """Make every block unfindable; who holds one keeps it."""
+        for group in self.groups:
+            group.pool.unregister_all()
+
+    def free(self, request: Request) -> None:
+        """Take back all that the request holds. Raises RuntimeError if it holds nothing."""
+        for resource in self.resources:
+            resource.free(request)
+        request.num_slots = request.num_computed_tokens = 0
+
+    def check_all_free(self) -> None:
+        """Raise RuntimeError if something is held, to be called when no request is left."""
+        for resource in self.resources:
+            resource.check_all_free()
+
+    def check_integrity(self, holders: Collection[Request]) -> None:
+        """Raise RuntimeError unless exactly `holders` hold something, and everything is accounted for."""
+        for resource in self.resources:
+            resource.check_integrity(holders)
+
+    def _common_prefix(self, request: Request, most: int) -> int:
+        """The longest cached prefix, of at most so many tokens, on which all resources agree."""
+        found, num_agreeing = most, 0
+        for resource in cycle(self.resources):
+            shorter = resource.longest_prefix(request, found)
+            num_agreeing = num_agreeing + 1 if shorter == found else 1
+            found = shorter
+            if num_agreeing == len(self.resources):
+                break
+        return found

@@ -1,0 +1,263 @@
+"""A request as the scheduler sees it: its tokens so far, how many are computed, where they lie, and when it ends."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from compiled_engine.messages import ROOT, EngineRequest, NewRequest
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.sampled_tokens import NO_TOKENS, LogprobRows
+from compiled_engine.sampling.token_mask import Constraint
+
+# Log-probabilities of a prompt that come with one step: all of them are in host memory at once, 8 bytes each.
+MOST_PROMPT_LOGPROBS = 1 << 24
+
+
+class Finish(NamedTuple):
+    """See EngineOutput."""
+
+    reason: str
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """What ends one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
+
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+    max_tokens: int
+
+    @classmethod
+    def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
+        """`room`: how many output tokens the model's length and the KV cache leave the request."""
+        return cls(
+            eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            min_tokens=params.min_tokens,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+        )
+
+
+def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
+    """Whether a request ends with `token_id`, the last of its `num_output_tokens` output tokens.
+
+    A stop token that comes before `min_tokens` ends nothing; the limit on length always holds.
+    """
+    if num_output_tokens >= rule.min_tokens:
+        if token_id in rule.eos_token_ids:
+            return Finish("stop", None)
+        if token_id in rule.stop_token_ids:
+            return Finish("stop", token_id)
+    if num_output_tokens >= rule.max_tokens:
+        return Finish("length", None)
+    return None
+
+
+class RequestStatus(Enum):
+    """WAITING and PREEMPTED requests are in the waiting queue, and hold no blocks; nor do ENDING ones.
+
+    ENDING: the length ends it with a token that is in flight, so there is nothing left to schedule.
+    """
+
+    WAITING = auto()
+    RUNNING = auto()
+    PREEMPTED = auto()
+    ENDING = auto()
+    FINISHED = auto()
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One request, from `Scheduler.add` until it ends. Compared by identity: an id may be used again.
+
+    order: (priority, arrival number); the smaller one is served first.
+    token_ids: the prompt, then what was generated, as far as it is known.
+    max_num_tokens: the length, prompt included, at which it ends.
+    ending_ids: the tokens that may end it sooner, and what comes in place of a token.
+    constraint: says which tokens may come; None for any. num_accepted: output tokens that it has been told of.
+    failure: why its constraint gives no mask; it ends with the next step that is taken in.
+    prefix_root: see EngineRequest.
+    num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
+    step may yield fewer than most_new_tokens; exact when all are taken in.
+    num_computed_tokens: leading tokens whose K and V are in the cache, counting the steps in flight. As exact as
+    num_tokens.
+    most_new_tokens: how many tokens a step may yield for it. gets_fewer: whether that is fewer than for others.
+    num_slots: tokens that its blocks hold. The KVCacheManager alone changes this and the two fields below.
+    next_block_end: tokens that have to be known for the next block to be offered to the prefix cache.
+    block_hashes: by block size, of leading full blocks, as far as they were needed; they outlive a preemption.
+    num_cached_tokens: prompt tokens found in the prefix cache when first admitted; None before.
+    scheduled_time: when it was first admitted, in seconds of time.perf_counter; None before.
+    max_step_tokens: tokens of its prompt that one step may compute.
+    next_prompt_logprob: the first position whose prompt log-probability is still to be delivered.
+    lane: of the steps that sample its tokens, see steps.Lanes; None before the first of them.
+    steady_until_computed, steady_until_known: see `set_steady_limits`.
+    """
+
+    request_id: str
+    order: tuple[int, int]
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    eos_token_ids: frozenset[int]
+    stop_rule: StopRule
+    max_num_tokens: int
+    ending_ids: frozenset[int]
+    constraint: Constraint | None
+    num_tokens: int
+    num_accepted: int = 0
+    failure: str | None = None
+    prefix_root: bytes = ROOT
+    most_new_tokens: int = 1
+    gets_fewer: bool = False
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_slots: int = 0
+    next_block_end: int = 0
+    block_hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    num_cached_tokens: int | None = None
+    scheduled_time: float | None = None
+    max_step_tokens: int = sys.maxsize
+    next_prompt_logprob: int = 1
+    lane: int | None = None
+    steady_until_computed: int = 0
+    steady_until_known: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        request: EngineRequest,
+        order: tuple[int, int],
+        max_total_tokens: int,
+        vocab_size: int,
+        constraint: Constraint | None = None,
+        most_new_tokens: int = 1,
+    ) -> Request:
+        """`max_total_tokens`: most tokens of prompt and output together. most_new_tokens: of any request; one with a
+        constraint, whose masks are made a token at a time, gets one."""
+        num_prompt_tokens = len(request.prompt_token_ids)
+        room = max_total_tokens - num_prompt_tokens
+        rule = StopRule.of(request.sampling_params, request.eos_token_ids, room)
+        made = cls(
+            request_id=request.request_id,
+            order=order,
+            token_ids=[*request.prompt_token_ids, *request.output_token_ids],
+            num_prompt_tokens=num_prompt_tokens,
+            sampling_params=request.sampling_params,
+            eos_token_ids=request.eos_token_ids,
+            stop_rule=rule,
+            max_num_tokens=num_prompt_tokens + rule.max_tokens,
+            ending_ids=rule.eos_token_ids | rule.stop_token_ids | NO_TOKENS,
+            constraint=constraint,
+            num_tokens=num_prompt_tokens + len(request.output_token_ids),
+            most_new_tokens=most_new_tokens if constraint is None else 1,
+            gets_fewer=constraint is not None and most_new_tokens > 1,
+            prefix_root=request.prefix_root,
+            next_prompt_logprob=request.next_prompt_logprob,
+        )
+        if (wanted := request.sampling_params.prompt_logprobs) is not None:
+            made.max_step_tokens = max(MOST_PROMPT_LOGPROBS // (vocab_size if wanted == -1 else wanted + 1), 1)
+        made.set_steady_limits()
+        return made
+
+    def start(self) -> None:
+        """It is admitted to a step, for the first time or again."""
+        self.status = RequestStatus.RUNNING
+        if self.scheduled_time is None:
+            self.scheduled_time = time.perf_counter()
+
+    def set_steady_limits(self) -> None:
+        """To be called after anything but a steady share or a steady token, which nearly all are: for those, the
+        scheduler makes one comparison.
+
+        While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one that samples as
+        many tokens as others may, in blocks that it has, neither the first such nor one that may reach the length.
+        While fewer than `steady_until_known` are known, the next one is steady: neither the first that it generates nor
+        the last, unless by being one of ending_ids.
+        """
+        self.steady_until_computed, self.steady_until_known = self.steady_limits()
+
+    def steady_limits(self) -> tuple[int, int]:
+        """What the two have to be."""
+        if self.failure is not None or self.status is RequestStatus.FINISHED:
+            return 0, 0
+        last = self.max_num_tokens - 1
+        decodes = self.num_computed_tokens + 1 == self.num_tokens and not self.gets_fewer
+        generates = len(self.token_ids) > self.num_prompt_tokens
+        most = self.most_new_tokens
+        until_computed = min(self.num_slots - most + 1, last - most) if decodes and self.lane is not None else 0
+        return until_computed, last if generates else 0
+
+    def take_in(self, bound: int, count: int) -> None:
+        """A step that could yield `bound` tokens has yielded `count`."""
+        self.num_tokens -= bound - count
+        if self.status is RequestStatus.RUNNING:
+            self.num_computed_tokens -= bound - count
+
+    @property
+    def num_unknown_tokens(self) -> int:
+        """How many of its tokens steps in flight sample; none that counts once it has ended."""
+        return 0 if self.status is RequestStatus.FINISHED else self.num_tokens - len(self.token_ids)
+
+    @property
+    def awaits_token(self) -> bool:
+        """Whether a step in flight samples one of its tokens."""
+        return self.num_tokens > len(self.token_ids)
+
+    @property
+    def owes_prompt_logprobs(self) -> bool:
+        """Whether prompt tokens have to be computed for their log-probabilities, cached or not."""
+        wanted = self.sampling_params.prompt_logprobs is not None
+        return wanted and self.next_prompt_logprob < self.num_prompt_tokens
+
+    def take_prompt_logprobs(self, first: int, rows: LogprobRows) -> tuple[int, LogprobRows] | None:
+        """Those of the rows for positions `first`, `first` + 1, ... that are not delivered yet, or None.
+
+        A request that was preempted computes its prompt again and so produces rows a second time.
+        Raises RuntimeError if positions before `first` are missing.
+        """
+        position = self.next_prompt_logprob
+        if first > position:
+            raise RuntimeError(f"prompt_logprobs of {self.request_id!r} start at {first}, but {position} is next")
+        fresh = rows.num_rows - (position - first)
+        if fresh <= 0:
+            return None
+        self.next_prompt_logprob += fresh
+        return position, rows.select(slice(position - first, None))
+
+    def as_new(self, block_ids: tuple[tuple[int, ...], ...]) -> NewRequest:
+        """The request as the runner gets it. block_ids: its block table in each KV group."""
+        return NewRequest(
+            request_id=self.request_id,
+            token_ids=tuple(self.token_ids),
+            num_prompt_tokens=self.num_prompt_tokens,
+            sampling_params=self.sampling_params,
+            eos_token_ids=self.eos_token_ids,
+            block_ids=block_ids,
+            masked=self.constraint is not None,
+        )
+
+
+def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
+    """Raise RuntimeError unless those that run are in order, and every request runs, waits or awaits its last token,
+    and knows how far it is steady."""
+    if [request.order for request in running] != sorted({request.order for request in running}):
+        raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")
+    ending = sum(request.status is RequestStatus.ENDING for request in requests)
+    if len(running) + num_waiting + ending != len(requests):
+        raise RuntimeError(
+            f"{len(requests)} requests are known, but {len(running)} run, {num_waiting} wait "
+            f"and {ending} await their last token"
+        )
+    for request in requests:
+        if (request.steady_until_computed, request.steady_until_known) != request.steady_limits():
+            raise RuntimeError(
+                f"request {request.request_id!r} is taken for steady until "
+                f"{(request.steady_until_computed, request.steady_until_known)}, but is until {request.steady_limits()}"
+            )

@@ -1,0 +1,132 @@
+"""All requests that have not ended: which run, which wait in which order, and what they give back when they stop."""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import operator
+from collections.abc import Sequence
+
+from compiled_engine.core.kv_cache_manager import KVCacheManager
+from compiled_engine.core.request import Request, RequestStatus, check_requests
+
+
+class WaitingQueue:
+    """A heap by `Request.order`; a removed request's key stays behind and is skipped when it surfaces."""
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[int, int], Request] = {}
+        self._heap: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def push(self, request: Request) -> None:
+        self._requests[request.order] = request
+        heapq.heappush(self._heap, request.order)
+
+    def peek(self) -> Request:
+        """The next request. Raises IndexError if there is none."""
+        while self._heap[0] not in self._requests:
+            heapq.heappop(self._heap)
+        return self._requests[self._heap[0]]
+
+    def pop(self) -> Request:
+        """Take the next request out. Raises IndexError if there is none."""
+        request = self.peek()
+        heapq.heappop(self._heap)
+        del self._requests[request.order]
+        return request
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that will not come back."""
+        del self._requests[request.order]
+
+
+class RequestTable:
+    """running: sorted by order. removed: whose rows the runner is to free, as the next step tells it. num_constrained:
+    requests that have a constraint."""
+
+    def __init__(self, kv_cache: KVCacheManager) -> None:
+        self._kv_cache = kv_cache
+        self._requests: dict[str, Request] = {}
+        self.waiting = WaitingQueue()
+        self.running: list[Request] = []
+        self.removed: list[str] = []
+        self.num_constrained = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> Request | None:
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """It waits."""
+        self._requests[request.request_id] = request
+        self.num_constrained += request.constraint is not None
+        self.waiting.push(request)
+
+    def start_next(self) -> Request:
+        """The first of those that wait, which has its blocks, runs from now on."""
+        request = self.waiting.pop()
+        request.start()
+        bisect.insort(self.running, request, key=operator.attrgetter("order"))
+        return request
+
+    def preempt_last(self) -> Request:
+        """Take the blocks of the last running request; it waits in its old place to be computed again."""
+        request = self.running.pop()
+        self.release(request)
+        request.status = RequestStatus.PREEMPTED
+        self.waiting.push(request)
+        return request
+
+    def retire(self, requests: Sequence[Request]) -> None:
+        """Let those go, as far as they run, whose last token is in flight."""
+        retired = [request for request in requests if request.status is RequestStatus.RUNNING]
+        for request in retired:
+            self.release(request)
+            request.status = RequestStatus.ENDING
+        if retired:
+            self.sweep()
+
+    def drop(self, request: Request) -> None:
+        """End a request, whatever it is doing."""
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        self.end(request)
+
+    def end(self, request: Request) -> None:
+        """Forget a request and free what it holds; `sweep` takes it off those that run."""
+        if request.status is RequestStatus.RUNNING:
+            self.release(request)
+        elif request.status is not RequestStatus.ENDING:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.set_steady_limits()
+        self.num_constrained -= request.constraint is not None
+        del self._requests[request.request_id]
+
+    def sweep(self) -> None:
+        """Keep in `running` those alone that run."""
+        self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
+
+    def release(self, request: Request) -> None:
+        """Free what a running request holds; why at once, says kv_cache_manager."""
+        self._kv_cache.free(request)
+        request.lane = None
+        request.set_steady_limits()
+        self.removed.append(request.request_id)
+
+    def take_removed(self) -> tuple[str, ...]:
+        removed, self.removed = self.removed, []
+        return tuple(removed)
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
+        check_requests(self._requests.values(), self.running, len(self.waiting))
+        self._kv_cache.check_integrity(self.running)

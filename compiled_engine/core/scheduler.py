@@ -1,0 +1,411 @@
+"""The scheduler: which tokens of which requests the next step computes.
+
+Prefill and decode are the same to it: every request has tokens that are known but not computed, and each step
+shares a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310).
+Running requests come first, then waiting ones are admitted strictly in order. When the blocks run out, the
+request that is last in order is preempted, to be computed again later.
+
+With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
+their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
+Where a step may yield several tokens for a request (`most_new_tokens`), the device alone knows their number until the
+step is taken in. The scheduler counts as many as there may be, gives blocks for these, and corrects the counts in
+`update`.
+
+The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
+stages of a pipeline work at steps side by side, steps.Lanes says which requests a step has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_engine.config import CacheConfig, SchedulerConfig
+from compiled_engine.core.block_pool import BlockGroup
+from compiled_engine.core.cache_resource import RequestRows
+from compiled_engine.core.constraints import MaskMaker
+from compiled_engine.core.kv_cache_manager import KVCacheManager
+from compiled_engine.core.request import Finish, Request, RequestStatus, check_stop
+from compiled_engine.core.request_table import RequestTable
+from compiled_engine.core.steps import (
+    Lanes,
+    StepDraft,
+    StepInFlight,
+    StepsInFlight,
+    no_token,
+    prompt_outputs,
+    step_outputs,
+    tokens_output,
+)
+from compiled_engine.messages import (
+    EngineOutput,
+    EngineRequest,
+    RequestLimits,
+    RunnerOutput,
+    SchedulerOutput,
+    StepOutputs,
+    TokenMasks,
+)
+from compiled_engine.sampling.token_mask import Constraint
+
+# Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
+# they have more, since the queue delays them more than they delay others.
+FEW_WAITING = 4
+
+
+@dataclass(slots=True)
+class SchedulerCounts:
+    """Requests and steps, but for `least_free`: the fewest free blocks that there were after a step was scheduled."""
+
+    least_free: int
+    arrived: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    finished: int = 0
+    aborted: int = 0
+
+    def begin_step(self, num_free: int) -> int:
+        """A step is scheduled, which leaves so many blocks free; its number."""
+        self.least_free = min(self.least_free, num_free)
+        self.steps += 1
+        return self.steps
+
+    def metrics(self, kv_cache: KVCacheManager, *, running: int, waiting: int) -> dict[str, int | float]:
+        """Now: running and waiting (requests), kv_usage (share of the blocks held, 0 to 1), blocks_free.
+
+        Since the start: kv_usage_peak, prefix_queries and prefix_hits (prompt tokens), preemptions, finished
+        (by a stop or the length), aborted, steps.
+        """
+        total, free = kv_cache.num_blocks, kv_cache.num_free_blocks
+        return {
+            "running": running,
+            "waiting": waiting,
+            "kv_usage": 1 - free / total,
+            "kv_usage_peak": 1 - self.least_free / total,
+            "blocks_total": total,
+            "blocks_free": free,
+            "prefix_queries": kv_cache.prefix_queries,
+            "prefix_hits": kv_cache.prefix_hits,
+            "preemptions": self.preemptions,
+            "finished": self.finished,
+            "aborted": self.aborted,
+            "steps": self.steps,
+        }
+
+
+class Scheduler:
+    """Call `schedule`, have the runner execute its output (a step that awaits masks gets them from `begin_masks` and
+    `masks`), call `update` with both; repeat while unfinished.
+
+    Up to `steps_in_flight` steps may be scheduled whose `update` is still to come, in the same order: at most one more
+    than `num_lanes`. The runner executes one after the other. Requests may be added and aborted at any time. If a step
+    fails, call `fail_step`.
+
+    `num_tokens` and `num_computed_tokens` of a request advance in `schedule`, its `token_ids` in `update`.
+
+    most_new_tokens: with 1, a step yields one token for each request that samples; with more, 0 to as many.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        num_blocks: int,
+        vocab_size: int,
+        steps_in_flight: int = 1,
+        num_lanes: int = 1,
+        most_new_tokens: int = 1,
+    ) -> None:
+        self._config = scheduler
+        self._most_new_tokens = most_new_tokens
+        most = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // most_new_tokens)
+        self._kv_cache = KVCacheManager(
+            [BlockGroup(num_blocks, cache.block_size)],
+            [RequestRows(most * num_lanes)],
+            enable_prefix_caching=cache.enable_prefix_caching,
+        )
+        self._limits = RequestLimits(vocab_size, scheduler.max_model_len, self._kv_cache.num_slots)
+        self._requests = RequestTable(self._kv_cache)
+        self._in_flight = StepsInFlight(steps_in_flight)
+        self._lanes = Lanes(num_lanes, most, steps_in_flight)
+        self._last_share: list[Request] = []  # those whose length ends them with the newest step
+        self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
+        self._counts = SchedulerCounts(least_free=num_blocks)
+
+    def add(self, request: EngineRequest, constraint: Constraint | None = None) -> None:
+        """Queue a request. Raises ValueError as `check` does."""
+        self.check(request)
+        priority = request.priority if self._config.policy == "priority" else 0
+        order = (priority, self._counts.arrived)
+        self._counts.arrived += 1
+        limits, most_new_tokens = self._limits, self._most_new_tokens
+        self._requests.add(
+            Request.of(request, order, limits.max_total_tokens, limits.vocab_size, constraint, most_new_tokens)
+        )
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise ValueError if its id is in use, or if it can never be computed."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        self._limits.check_length(f"prompt_token_ids of request {request.request_id!r}", len(request.prompt_token_ids))
+
+    def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
+        """End a request; what a step in flight yields for it is ignored. None if it is unknown or ended.
+
+        `stopped`: it counts as finished, since the caller found its output complete.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        self._requests.drop(request)
+        self._counts.finished += stopped
+        self._counts.aborted += not stopped
+        return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
+
+    def has_unfinished(self) -> bool:
+        """Whether a request runs or waits."""
+        return len(self._requests) > 0
+
+    def schedule(self) -> SchedulerOutput | None:
+        """The next step, or None if there is nothing to compute: all that is left waits for tokens in flight.
+
+        Raises RuntimeError if as many steps are in flight as may be.
+        """
+        self._in_flight.require_room()
+        if self._last_share:
+            self._requests.retire(self._last_share)
+            self._last_share = []
+        num_preemptions = self._counts.preemptions
+        for lane in self._lanes.in_turn(step.lane for step in self._in_flight):
+            draft = self._draft(lane, num_preemptions)
+            if draft.decodes or draft.longer.requests:
+                break
+        else:
+            return None
+        self._lanes.took(lane)
+        for request in draft.completed:
+            self._kv_cache.register(request)
+        number = self._counts.begin_step(self._kv_cache.num_free_blocks)
+        removed, registered = self._requests.take_removed(), self._kv_cache.take_registered()
+        step = StepInFlight.of(number, draft, removed, registered, constraints=self._requests.num_constrained > 0)
+        self._in_flight.append(step)
+        return step.output
+
+    def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
+        """A step of the lane; it may be empty. Nobody is admitted if blocks have run out, as they would be next to go:
+        if there are more preemptions than that."""
+        running, num_waiting = self._requests.running, len(self._requests.waiting)
+        most = self._config.max_prefill_tokens
+        draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), self._most_new_tokens)
+        of_step = self._lanes.of_step(running, lane)
+        room = self._lanes.room(of_step, lane, len(running), num_waiting)
+        budget = self._schedule_running(draft, of_step)
+        if num_waiting and budget > 0 and self._counts.preemptions == num_preemptions:
+            self._admit_waiting(draft, draft.room_for_prompts(budget) if draft.decodes else budget, room)
+        return draft
+
+    def _schedule_running(self, draft: StepDraft, running: list[Request]) -> int:
+        """Returns the budget left for waiting requests."""
+        budget, most_new_tokens = self._config.max_num_batched_tokens, self._most_new_tokens
+        add_request, add_start = draft.decodes.append, draft.decode_starts.append
+        for index, request in enumerate(running, 1):
+            start = request.num_computed_tokens
+            if start < request.steady_until_computed:
+                add_request(request)
+                add_start(start)
+                request.num_computed_tokens = start + most_new_tokens
+                request.num_tokens += most_new_tokens
+                budget -= most_new_tokens
+                continue
+            if request.status is not RequestStatus.RUNNING:  # preempted just now
+                continue
+            if request.num_tokens == request.max_num_tokens:  # there may be fewer: steps in flight will tell
+                continue
+            num_tokens = request.num_tokens - start
+            if num_tokens > 1:
+                # Those behind it keep a decode's tokens each, so that no long prompt holds up a decode.
+                kept = (len(running) - index) * most_new_tokens
+                num_tokens = min(num_tokens, budget - kept, request.max_step_tokens)
+                if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
+                    continue
+                bound = 1
+            else:
+                bound = min(request.most_new_tokens, request.max_num_tokens - request.num_tokens)
+                num_tokens = bound
+            while (new_block_ids := self._kv_cache.allocate(request, num_tokens)) is None:
+                self._counts.preemptions += 1
+                if self._requests.preempt_last() is request:
+                    return 0
+            if new_block_ids:
+                draft.new_block_ids[request.request_id] = new_block_ids
+            budget -= num_tokens
+            self._schedule_tokens(draft, request, num_tokens, bound)
+        return budget
+
+    def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
+        """At most `room` requests."""
+        waiting, running = self._requests.waiting, self._requests.running
+        while waiting and budget > 0 and len(draft.new) < room:
+            request = waiting.peek()
+            # Each running request keeps room to grow by a block, lest this one be preempted right away.
+            if request.awaits_token or not self._kv_cache.admit(request, reserve=len(running)):
+                break
+            self._requests.start_next()
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, budget, request.max_step_tokens)
+            budget -= num_tokens
+            draft.new.append(request.as_new(self._kv_cache.block_ids(request)))
+            self._schedule_tokens(draft, request, num_tokens, bound=1)
+
+    def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
+        """bound: how many tokens may be sampled if the share reaches the last one; so many less one are guesses."""
+        start = request.num_computed_tokens
+        end = request.num_computed_tokens = start + num_tokens
+        samples = end >= request.num_tokens
+        draft.add(request, start, num_tokens, samples)
+        if num_tokens > 1 and start + 1 < request.num_tokens:
+            draft.num_prefill_tokens += num_tokens
+        if end >= request.next_block_end:
+            if num_tokens == self._most_new_tokens:
+                draft.completed.append(request)
+            else:
+                self._kv_cache.register(request)
+        if samples:
+            self._lanes.join(request, draft.lane)
+            request.num_tokens += bound
+            if bound < self._most_new_tokens:
+                draft.bounds[request] = bound
+            if request.num_tokens == request.max_num_tokens and self._most_new_tokens == 1:
+                self._last_share.append(request)
+        request.set_steady_limits()
+
+    def knows_tokens_before(self, step: SchedulerOutput) -> bool:
+        """Whether all tokens are known that the masks of a step in flight need."""
+        return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
+
+    def begin_masks(self, step: SchedulerOutput) -> None:
+        """Have the masks of a step made; meanwhile another one may be scheduled. Raises RuntimeError unless
+        `knows_tokens_before`."""
+        if not self.knows_tokens_before(step):
+            raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
+        self._masks.begin(self._in_flight.find(step).constrained)
+
+    def masks(self) -> TokenMasks:
+        """Those begun last. A constraint that fails ends its request in `update`, which comes later."""
+        return self._masks.take()
+
+    def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
+        """Take in what a step produced: outputs of the requests that it gave something or ended.
+
+        Raises RuntimeError if `step` is not the oldest one in flight, or if it yields more tokens than it may.
+        """
+        in_flight = self._in_flight.oldest(step)
+        num_ended = self._counts.finished + self._counts.aborted
+        others = prompt_outputs(in_flight, result) if result.prompt_logprobs else []
+        take = self._take_single_tokens if self._most_new_tokens == 1 else self._take_several
+        outputs = take(in_flight, result, others)
+        self._in_flight.popleft()
+        if self._counts.finished + self._counts.aborted > num_ended:
+            self._requests.sweep()
+        return outputs
+
+    def _take_single_tokens(
+        self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
+    ) -> StepOutputs:
+        """Nearly always a request gets no more than the next token and its logprobs."""
+        if result.counts is not None:
+            raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
+        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        not_steady: list[int] = []
+        indices = range(len(in_flight.sampling))
+        for request, token_id, index in zip(in_flight.sampling, result.token_ids, indices, strict=True):
+            known = request.token_ids
+            if in_columns and len(known) < request.steady_until_known and token_id not in request.ending_ids:
+                known.append(token_id)
+                if len(known) >= request.next_block_end:
+                    self._kv_cache.register(request)
+                continue
+            not_steady.append(index)
+            if (output := self._take_tokens(request, slice(index, index + 1), result)) is not None:
+                others.append(output)
+        return step_outputs(in_flight, result, not_steady, others)
+
+    def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
+        """The same for 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
+        in_columns = not (result.many_logprobs or result.prompt_logprobs)
+        columns: list[int] = []
+        first = 0
+        for index, (request, count) in enumerate(zip(in_flight.sampling, counts, strict=True)):
+            tokens, first = slice(first, first + count), first + count
+            if not 0 <= count <= (bound := in_flight.bounds.get(request, self._most_new_tokens)):
+                raise RuntimeError(f"request {request.request_id!r} gets {count} tokens; allowed: 0 to {bound}")
+            request.take_in(bound, count)
+            token_ids, known = result.token_ids[tokens], request.token_ids
+            is_steady = len(known) + count <= request.steady_until_known and request.ending_ids.isdisjoint(token_ids)
+            if in_columns and is_steady:
+                if count:
+                    columns.append(index)
+                    known += token_ids
+                    if len(known) >= request.next_block_end:
+                        self._kv_cache.register(request)
+            elif (output := self._take_tokens(request, tokens, result)) is not None:
+                others.append(output)
+        every = StepOutputs(in_flight.sampling_ids, result.token_ids, (), result.logprobs, counts)
+        return every.part(columns, others)
+
+    def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
+        """Give a request its tokens of a step, up to the one that ends it. None if there is nothing to tell."""
+        if request.status is RequestStatus.FINISHED:
+            return None
+        end = tokens.start
+        finish = None if request.failure is None else Finish("error", request.failure)
+        while finish is None and end < tokens.stop:
+            token_id = result.token_ids[end]
+            finish = no_token(request, token_id)
+            if finish is None:
+                end += 1
+                request.token_ids.append(token_id)
+                finish = check_stop(request.stop_rule, token_id, len(request.token_ids) - request.num_prompt_tokens)
+        if len(request.token_ids) >= request.next_block_end:
+            self._kv_cache.register(request)
+        request.set_steady_limits()
+        output = tokens_output(request, slice(tokens.start, end), finish, result)
+        if finish is not None:
+            self._requests.end(request)
+            self._counts.finished += finish.reason != "error"
+            self._counts.aborted += finish.reason == "error"
+        return output if output.new_token_ids or output.prompt_logprobs is not None or finish is not None else None
+
+    def fail_step(self) -> None:
+        """Take back the steps in flight, whose results will not come: who runs ends, removals are sent again."""
+        self._kv_cache.unregister(self._kv_cache.take_registered())
+        removed: list[str] = []
+        for step in self._in_flight:
+            self._kv_cache.unregister(step.registered_blocks)
+            removed += step.output.removed
+        # A step that failed to be scheduled is not in flight yet, but whoever has a share of it runs.
+        affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]
+        self._in_flight.clear()
+        for request in affected:
+            if request.status is not RequestStatus.FINISHED:
+                self._requests.end(request)
+                self._counts.aborted += 1
+        self._requests.sweep()
+        self._requests.removed = list(dict.fromkeys(removed + self._requests.removed))
+
+    def reset_prefix_cache(self) -> None:
+        """Let no later request find what is cached now; requests that run keep their blocks."""
+        self._kv_cache.reset_prefix_cache()
+
+    def metrics(self) -> dict[str, int | float]:
+        """See SchedulerCounts.metrics."""
+        waiting = len(self._requests.waiting)
+        return self._counts.metrics(self._kv_cache, running=len(self._requests) - waiting, waiting=waiting)
+
+    def check_idle(self) -> None:
+        """The part of check_integrity that costs nothing: without requests, nothing may be held."""
+        if not self._requests:
+            self._kv_cache.check_all_free()
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError, with what is wrong, unless each request and what it holds are accounted for once."""
+        self._requests.check_integrity()

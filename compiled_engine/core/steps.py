@@ -1,0 +1,278 @@
+"""A step on paper, from its draft until its outputs: which requests it may have, who has which share, what comes of it.
+
+Lanes divide requests where the stages of a pipeline work at several steps side by side. A request's next token takes a
+whole round through the stages. So there are as many lanes as stages, and steps take the lanes in turn: while one lane's
+tokens are on their way, the other stages compute those of the other lanes. A request joins the lane of the step that
+samples its first token. A prompt before that belongs to no lane: each step may have the next chunk of it, so that a
+long one keeps all stages busy too. With one stage there is one lane, and every step may have every request.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import compress
+
+from compiled_engine.core.request import Finish, Request, RequestStatus
+from compiled_engine.grammars.constraint import is_complete
+from compiled_engine.messages import EngineOutput, NewRequest, RunnerOutput, SchedulerOutput, StepOutputs
+from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN, LogprobRows
+
+
+class Lanes:
+    """most_requests: of a step, and so of a lane. steps_in_flight: one more than there are lanes at most, for which a
+    lane's next step is scheduled before the tokens of its last one are known."""
+
+    def __init__(self, count: int, most_requests: int, steps_in_flight: int) -> None:
+        self._count, self._most_requests = count, most_requests
+        self._depth = 2 if steps_in_flight > count else 1
+        self._newest = count - 1
+
+    def in_turn(self, in_flight: Iterable[int]) -> Iterator[int]:
+        """The lanes that a step may be of, the one whose turn it is first. in_flight: those of the steps in flight."""
+        busy = list(in_flight)
+        for number in range(1, self._count + 1):
+            lane = (self._newest + number) % self._count
+            if busy.count(lane) < self._depth:
+                yield lane
+
+    def took(self, lane: int) -> None:
+        """It was its turn."""
+        self._newest = lane
+
+    def of_step(self, running: list[Request], lane: int) -> list[Request]:
+        """Those of the running requests that a step of the lane may have, in their order."""
+        if self._count == 1:
+            return running
+        found = [request for request in running if request.lane is None or request.lane == lane]
+        surplus = len(found) - self._most_requests
+        if surplus > 0:  # prompts that come last wait for another lane's step
+            left_out = {id(r) for r in [r for r in found if r.lane is None][-surplus:]}
+            found = [request for request in found if id(request) not in left_out]
+        return found
+
+    def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
+        """How many waiting requests a step may admit: lanes are to be equally full once all have been admitted."""
+        if self._count == 1:
+            return num_waiting  # the runner's rows are the bound
+        room = self._most_requests - len(of_step)
+        share = -(-(num_running + num_waiting) // self._count)
+        return min(room, share - sum(request.lane == lane for request in of_step))
+
+    @staticmethod
+    def join(request: Request, lane: int) -> None:
+        """A step of the lane samples a token of the request."""
+        request.lane = lane
+
+
+def all_but(indices: Iterable[int], count: int) -> list[bool]:
+    """For each of `count` entries whether it is none of those at `indices`."""
+    chosen = [True] * count
+    for index in indices:
+        chosen[index] = False
+    return chosen
+
+
+@dataclass(slots=True)
+class Shares:
+    """Requests, and what each computes: lists of the same length, as in SchedulerOutput."""
+
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """A step of a lane that is being put together.
+
+    decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, but for those
+    whose index is in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
+    `max_prefill_tokens` where others run. completed: requests whose share of as many tokens as a decode completes a
+    block, which no request of this step may read. bounds: how many tokens may be sampled of those that sample fewer
+    than decode_tokens.
+    """
+
+    lane: int = 0
+    max_prefill_tokens: int | None = None
+    decode_tokens: int = 1
+    decodes: list[Request] = field(default_factory=list)
+    decode_starts: list[int] = field(default_factory=list)
+    unsampled: list[int] = field(default_factory=list)
+    longer: Shares = field(default_factory=Shares)
+    num_prefill_tokens: int = 0
+    bounds: dict[Request, int] = field(default_factory=dict)
+    completed: list[Request] = field(default_factory=list)
+    new: list[NewRequest] = field(default_factory=list)
+    new_block_ids: dict[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+    def add(self, request: Request, start: int, count: int, samples: bool) -> None:
+        if count == self.decode_tokens:
+            if not samples:
+                self.unsampled.append(len(self.decodes))
+            self.decodes.append(request)
+            self.decode_starts.append(start)
+            return
+        longer = self.longer
+        longer.requests.append(request)
+        longer.starts.append(start)
+        longer.counts.append(count)
+        longer.samples.append(samples)
+
+    def room_for_prompts(self, budget: int) -> int:
+        """How much of `budget` tokens prompts may still have where others run."""
+        most = self.max_prefill_tokens
+        return budget if most is None else min(budget, most - self.num_prefill_tokens)
+
+    def shares(self) -> Shares:
+        """All of them, those of decodes first."""
+        count, longer = len(self.decodes), self.longer
+        samples = all_but(self.unsampled, count)
+        return Shares(
+            self.decodes + longer.requests,
+            self.decode_starts + longer.starts,
+            [self.decode_tokens] * count + longer.counts,
+            samples + longer.samples,
+        )
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """`output` as the runner has it, and the scheduler's side of it.
+
+    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
+    constrained: those that sample and have a constraint.
+    registered_blocks: by KV group, those that are in the prefix cache only because this step, or one before it, fills
+    them.
+    lane: whose step it is. bounds: see StepDraft.
+    """
+
+    output: SchedulerOutput
+    requests: list[Request]
+    sampling: list[Request]
+    sampling_ids: list[str]
+    constrained: list[Request]
+    registered_blocks: list[list[int]]
+    lane: int
+    bounds: dict[Request, int]
+
+    @classmethod
+    def of(
+        cls,
+        number: int,
+        draft: StepDraft,
+        removed: tuple[str, ...],
+        registered_blocks: list[list[int]],
+        *,
+        constraints: bool,
+    ) -> StepInFlight:
+        """constraints: whether any request has one."""
+        shares = draft.shares()
+        request_ids = [request.request_id for request in shares.requests]
+        sampling, sampling_ids = shares.requests, request_ids
+        if not all(shares.samples):
+            sampling = list(compress(sampling, shares.samples))
+            sampling_ids = list(compress(sampling_ids, shares.samples))
+        constrained = [request for request in sampling if request.constraint is not None] if constraints else []
+        output = SchedulerOutput(
+            step=number,
+            removed=removed,
+            new=tuple(draft.new),
+            request_ids=request_ids,
+            starts=shares.starts,
+            counts=shares.counts,
+            samples=shares.samples,
+            new_block_ids=draft.new_block_ids,
+            awaits_masks=bool(constrained),
+        )
+        requests, lane, bounds = shares.requests, draft.lane, draft.bounds
+        return cls(output, requests, sampling, sampling_ids, constrained, registered_blocks, lane, bounds)
+
+
+class StepsInFlight(deque[StepInFlight]):
+    """The oldest first, at most `most` of them."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self._most = most
+
+    def require_room(self) -> None:
+        """Raise RuntimeError if there are as many as may be."""
+        if len(self) == self._most:
+            raise RuntimeError(f"step {self[0].output.step} is in flight: its result must be passed to update() first")
+
+    def find(self, step: SchedulerOutput) -> StepInFlight:
+        """RuntimeError if `step` is not in flight."""
+        for found in self:
+            if found.output is step:
+                return found
+        raise RuntimeError(f"step {step.step} is not in flight")
+
+    def oldest(self, step: SchedulerOutput) -> StepInFlight:
+        """The oldest one; RuntimeError if that is not `step`."""
+        if not self or self[0].output is not step:
+            raise RuntimeError(f"step {step.step} is not the oldest one in flight")
+        return self[0]
+
+
+def step_outputs(
+    step: StepInFlight, result: RunnerOutput, not_steady: Sequence[int], others: Sequence[EngineOutput]
+) -> StepOutputs:
+    """Outputs of a step with a token for each request: in columns all but those at `not_steady`, which are among the
+    others, or of requests that have ended."""
+    request_ids, token_ids, logprobs = step.sampling_ids, result.token_ids, result.logprobs
+    if not_steady:
+        steady = all_but(not_steady, len(token_ids))
+        request_ids, token_ids = list(compress(request_ids, steady)), list(compress(token_ids, steady))
+        logprobs = None if logprobs is None else logprobs.select(steady)
+    return StepOutputs(request_ids, token_ids, others, logprobs)
+
+
+def prompt_outputs(step: StepInFlight, result: RunnerOutput) -> list[EngineOutput]:
+    """Prompt log-probabilities of requests that have not come to the end of their prompt."""
+    outputs = []
+    for request, samples in zip(step.requests, step.output.samples, strict=True):
+        if not samples and request.status is not RequestStatus.FINISHED:
+            entries = _prompt_logprobs(request, result)
+            if entries is not None:
+                cached = request.num_cached_tokens or 0
+                outputs.append(EngineOutput(request.request_id, (), prompt_logprobs=entries, num_cached_tokens=cached))
+    return outputs
+
+
+def tokens_output(request: Request, tokens: slice, finish: Finish | None, result: RunnerOutput) -> EngineOutput:
+    """The output for a request that got these tokens of the step's. finish: how it ends with the last of them, or for
+    want of another one."""
+    request_id = request.request_id
+    prompt_logprobs = _prompt_logprobs(request, result)
+    token_ids = tuple(result.token_ids[tokens])
+    logprobs = None
+    if token_ids and (many := result.many_logprobs.get(request_id)) is not None:
+        logprobs = many.select(slice(len(token_ids)))
+    elif token_ids and result.logprobs is not None and request.sampling_params.logprobs is not None:
+        logprobs = result.logprobs.select(tokens)
+    reason, stop_reason = finish or (None, None)
+    cached = request.num_cached_tokens or 0
+    at = request.scheduled_time
+    return EngineOutput(request_id, token_ids, logprobs, prompt_logprobs, reason, stop_reason, cached, at)
+
+
+def no_token(request: Request, token_id: int) -> Finish | None:
+    """The end of a request if `token_id` is none: its logits failed, or no token is allowed. None if it is a token.
+
+    That none is allowed is a "stop" where the text of a grammar is complete: only an end-of-sequence token could come,
+    and min_tokens or the like forbids it.
+    """
+    why = WHY_NO_TOKEN.get(token_id)
+    if why is None:
+        return None
+    complete = token_id == NOTHING_ALLOWED and is_complete(request.constraint)
+    return Finish("stop", None) if complete else Finish("error", why)
+
+
+def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:
+    """What of the request's prompt log-probabilities is new, if anything."""
+    found = result.prompt_logprobs.get(request.request_id)
+    return None if found is None else request.take_prompt_logprobs(*found)

@@ -1,0 +1,90 @@
+"""Collectives between processes on CPUs, and how processes find each other at all."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from compiled_engine.parallel.group import PushBuffer
+
+
+def rows_of(rank: int, size: int, num_rows: int) -> slice:
+    """As many rows for each of `size` ranks, one after another; fewer, or none, for the last ones."""
+    share = rows_a_rank(size, num_rows)
+    return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
+
+
+def rows_a_rank(size: int, num_rows: int) -> int:
+    """The most that a rank has."""
+    return -(-num_rows // size)
+
+
+def padded(x_TD: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Contiguous, with rows of zeros behind its own up to that many: collectives move as much of every rank."""
+    if x_TD.shape[0] == num_rows:
+        return x_TD.contiguous()
+    padded_TD = x_TD.new_zeros((num_rows, *x_TD.shape[1:]))
+    padded_TD[: x_TD.shape[0]] = x_TD
+    return padded_TD
+
+
+# A rank that is lost ends its processes long before; a rank may compile for as long as it takes.
+TIMEOUT = timedelta(hours=1)
+
+
+def join(backends: str, rank: int, size: int, folder: Path) -> None:
+    """Make this process one of `size`, and wait for the others. folder: empty, and private to them."""
+    store = dist.FileStore(str(folder / "ranks"), size)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+
+
+def leave() -> None:
+    """The opposite of `join`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def least(value: int) -> int:
+    """See Group: numbers of the host go through gloo."""
+    number = torch.tensor([value], dtype=torch.int64, device="cpu")
+    dist.all_reduce(number, dist.ReduceOp.MIN)
+    return int(number)
+
+
+class GlooGroup:
+    """See Group. bfloat16 and float16 are summed in float32 and rounded once."""
+
+    def __init__(self, members: dist.ProcessGroup):
+        self.kind, self.rank, self.size, self._members = "gloo", members.rank(), members.size(), members
+        self.pushed: PushBuffer | None = None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.to(torch.float32, copy=True).contiguous()
+        dist.all_reduce(total, group=self._members)
+        return total.to(x.dtype)
+
+    def gather_columns(self, x_TV: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x_TV, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(parts, x_TV.contiguous(), self._members)
+        return torch.cat(parts, -1)
+
+    def rows(self, num_rows: int) -> slice:
+        return rows_of(self.rank, self.size, num_rows)
+
+    def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return self.all_reduce(x_TD)[self.rows(x_TD.shape[0])]
+
+    def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:
+        own_SD = padded(own_SD, rows_a_rank(self.size, num_rows))
+        parts = [torch.empty_like(own_SD) for _ in range(self.size)]
+        dist.all_gather(parts, own_SD, self._members)
+        return torch.cat(parts)[:num_rows]
+
+    def least(self, value: int) -> int:
+        return least(value)
+
+    def close(self) -> None:
+        leave()

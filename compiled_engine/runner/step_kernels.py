@@ -1,0 +1,212 @@
+"""Triton kernels of a step: gather its inputs from the request states, and take its tokens into them afterwards."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
+from compiled_engine.kernels.launcher import quick_launches
+from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers
+from compiled_engine.runner.request_states import RequestStates
+
+TILE = 1024
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows", "num_tokens"])
+def prepare_kernel(
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    num_known_ptr: tl.tensor,
+    last_token_ptr: tl.tensor,
+    known_row_ptr: tl.tensor,
+    known_ids_ptr: tl.tensor,
+    state_table_ptr: tl.tensor,
+    input_ids_ptr: tl.tensor,
+    positions_ptr: tl.tensor,
+    slot_mapping_ptr: tl.tensor,
+    seq_lens_ptr: tl.tensor,
+    logits_index_ptr: tl.tensor,
+    table_ptr: tl.tensor,
+    sample_positions_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_tokens: tl.tensor,
+    known_ids_stride: tl.tensor,
+    MAX_BLOCKS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    DECODES_ONLY: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """Program (row of the batch); one more, unless DECODES_ONLY, for the tokens that no row has."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    request = tl.program_id(0)
+    lane = tl.arange(0, TILE)
+    if DECODES_ONLY:
+        start = request
+        end = request + 1
+        row = tl.load(rows_ptr + request)
+    else:
+        start = tl.load(query_start_loc_ptr + request)
+        end = num_tokens
+        row = -1
+        if request < num_rows:
+            end = tl.load(query_start_loc_ptr + request + 1)
+            row = tl.load(rows_ptr + request)
+    if request < num_rows:
+        tl.store(logits_index_ptr + request, tl.maximum(end - 1, 0).to(tl.int64))
+    if row < 0:
+        if request < num_rows:
+            tl.store(seq_lens_ptr + request, 0)
+            tl.store(sample_positions_ptr + request, 0)
+        for begin in range(start, end, TILE):
+            mask = begin + lane < end
+            zeros = tl.zeros([TILE], tl.int64)
+            tl.store(input_ids_ptr + begin + lane, zeros, mask=mask)
+            tl.store(positions_ptr + begin + lane, zeros, mask=mask)
+            tl.store(slot_mapping_ptr + begin + lane, zeros - 1, mask=mask)
+        return
+
+    state = row.to(tl.int64)
+    computed = tl.load(num_computed_ptr + state)
+    known = tl.load(num_known_ptr + state)
+    known_ids_ptr += tl.load(known_row_ptr + state).to(tl.int64) * known_ids_stride
+    last_token = tl.load(last_token_ptr + state)
+    seq_len = computed + end - start
+    state_row_ptr = state_table_ptr + state * MAX_BLOCKS
+    for begin in range(start, end, TILE):
+        token = begin + lane
+        mask = token < end
+        position = computed + token - start
+        listed = mask & (position < known)
+        ids = tl.load(known_ids_ptr + position, mask=listed, other=0)
+        ids = tl.where(listed, ids, last_token)
+        block = tl.load(state_row_ptr + position // BLOCK_SIZE, mask=mask, other=0).to(tl.int64)
+        tl.store(input_ids_ptr + token, ids.to(tl.int64), mask=mask)
+        tl.store(positions_ptr + token, position.to(tl.int64), mask=mask)
+        tl.store(slot_mapping_ptr + token, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=mask)
+    # Blocks past the context stay what they were: nothing reads them.
+    num_blocks = (seq_len + BLOCK_SIZE - 1) // BLOCK_SIZE
+    table_row_ptr = table_ptr + request.to(tl.int64) * MAX_BLOCKS
+    for begin in range(0, num_blocks, TILE):
+        block = begin + lane
+        mask = block < num_blocks
+        tl.store(table_row_ptr + block, tl.load(state_row_ptr + block, mask=mask), mask=mask)
+    tl.store(seq_lens_ptr + request, seq_len)
+    tl.store(sample_positions_ptr + request, seq_len.to(tl.int64))
+
+
+def launch_prepare(
+    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+) -> None:
+    """See input_batch.prepare_inputs."""
+    prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
+        buffers.rows_R,
+        buffers.query_start_loc_R1,
+        states.num_computed_S,
+        states.num_known_S,
+        states.last_token_S,
+        states.known_row_S,
+        states.known_ids_KL,
+        states.block_table_SB,
+        buffers.input_ids_T,
+        buffers.positions_T,
+        buffers.slot_mapping_T,
+        buffers.seq_lens_R,
+        buffers.logits_index_R,
+        buffers.block_table_RB,
+        buffers.sample_positions_R,
+        num_rows,
+        num_tokens,
+        states.known_ids_KL.stride(0),
+        MAX_BLOCKS=states.block_table_SB.shape[1],
+        BLOCK_SIZE=states.block_size,
+        DECODES_ONLY=decodes_only,
+        TILE=32 if decodes_only else TILE,
+        num_warps=1 if decodes_only else 4,
+        **dependent_launch(buffers.rows_R.device),
+    )
+
+
+@quick_launches
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids_ptr"])
+def advance_kernel(
+    rows_ptr: tl.tensor,
+    query_start_loc_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor,
+    num_computed_ptr: tl.tensor,
+    num_known_ptr: tl.tensor,
+    last_token_ptr: tl.tensor,
+    num_steps_ptr: tl.tensor,
+    ring_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    ring_stride: tl.tensor,
+    RING: tl.constexpr,
+    LAST_NUMBER: tl.constexpr,
+    DECODES_ONLY: tl.constexpr,
+    AGAIN: tl.constexpr,
+    TILE_R: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+) -> None:
+    """One program for all rows, since they share the step's number."""
+    if DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+        gdc_wait()
+    request_R = tl.arange(0, TILE_R)
+    inside_R = request_R < num_rows
+    row_R = tl.load(rows_ptr + request_R, mask=inside_R, other=-1)
+    real_R = row_R >= 0
+    computed_R = tl.load(num_computed_ptr + row_R, mask=real_R, other=0)
+    if not AGAIN:
+        if DECODES_ONLY:
+            computed_R += 1
+        else:
+            computed_R += tl.load(query_start_loc_ptr + request_R + 1, mask=real_R, other=0)
+            computed_R -= tl.load(query_start_loc_ptr + request_R, mask=real_R, other=0)
+        tl.store(num_computed_ptr + row_R, computed_R, mask=real_R)
+    samples_R = real_R & (computed_R >= tl.load(num_known_ptr + row_R, mask=real_R, other=0))
+    token_R = tl.load(token_ids_ptr + request_R, mask=samples_R, other=-1).to(tl.int32)
+    # What is no token ends its request, but a step with it may be under way.
+    tl.store(last_token_ptr + row_R, tl.maximum(token_R, 0), mask=samples_R)
+    number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
+    ring_row_ptr = ring_ptr + (number % RING) * ring_stride
+    tl.store(ring_row_ptr + 1 + request_R, token_R, mask=inside_R)
+    tl.store(ring_row_ptr, number)
+    tl.debug_barrier()  # every thread has read the number
+    tl.store(num_steps_ptr, number)
+
+
+def launch_advance(
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    decodes_only: bool,
+    again: bool,
+) -> None:
+    """See pending_steps.advance."""
+    advance_kernel[(1,)](
+        buffers.rows_R,
+        buffers.query_start_loc_R1,
+        token_ids_R,
+        states.num_computed_S,
+        states.num_known_S,
+        states.last_token_S,
+        buffers.num_steps_1,
+        buffers.tokens_KR1,
+        num_rows,
+        buffers.tokens_KR1.stride(0),
+        RING=RING,
+        LAST_NUMBER=LAST_NUMBER,
+        DECODES_ONLY=decodes_only,
+        AGAIN=again,
+        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
+        num_warps=4,
+        **dependent_launch(buffers.rows_R.device),
+    )

@@ -1,0 +1,89 @@
+"""What leaves the sampler for each row: a token, or why there is none, and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+NOT_A_NUMBER = -2
+NOTHING_ALLOWED = -3
+
+WHY_NO_TOKEN = {
+    NOT_A_NUMBER: "the logits of the next token are NaN: an overflow in the model (dtype float16 overflows sooner than "
+    "bfloat16 and float32), NaN in its weights, or a logits processor's work",
+    NOTHING_ALLOWED: "no token may come next: all logits are minus infinity, after what allowed_token_ids, bad_words, "
+    "min_tokens, token_mask and logits processors forbid",
+}
+"""What each of them means, as the error of the request."""
+
+NO_TOKENS = frozenset(WHY_NO_TOKEN)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the chosen token first, then the top k, most likely first.
+
+    `rank` is the chosen token's rank in the vocabulary, 1 for the most likely.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    rank: int
+
+
+def row_width(num_top: int) -> int:
+    """Numbers in a row of LogprobRows with the top `num_top` tokens."""
+    return 3 + 2 * num_top
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Log-probabilities at `num_rows` positions, of equally many tokens each; iterates over a TokenLogprobs for each.
+
+    `data` is int32 [num_rows, 3 + 2 * k], little-endian: the chosen token's rank, then, the chosen token first, in turn
+    a token id and its log-probability, a float32. So a row of fewer tokens is the beginning of a row of more.
+    """
+
+    num_rows: int
+    data: bytes
+
+    @classmethod
+    def of_array(cls, rows_RW: np.ndarray) -> LogprobRows:
+        """rows_RW: int32 [R, 3 + 2 * k], copied."""
+        return cls(len(rows_RW), rows_RW.tobytes())
+
+    @classmethod
+    def of(cls, entries: Iterable[TokenLogprobs]) -> LogprobRows:
+        """Raises ValueError unless all have equally many tokens."""
+        rows = []
+        for token_ids, logprobs, rank in entries:
+            row = np.full(row_width(len(token_ids) - 1), rank, np.int32)
+            row[1::2], row[2::2] = token_ids, np.array(logprobs, np.float32).view(np.int32)
+            rows.append(row)
+        return cls.of_array(np.stack(rows)) if rows else cls(0, b"")
+
+    @property
+    def row_bytes(self) -> int:
+        return len(self.data) // self.num_rows if self.num_rows else 4 * row_width(0)
+
+    def array(self) -> np.ndarray:
+        """int32 [num_rows, 3 + 2 * k], read-only."""
+        return np.frombuffer(self.data, np.int32).reshape(self.num_rows, self.row_bytes // 4)
+
+    def select(self, rows: slice | Sequence[bool] | Sequence[int]) -> LogprobRows:
+        """Some of the rows."""
+        return LogprobRows.of_array(self.array()[rows])
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def columns(self) -> tuple[list[int], list[list[int]], list[list[float]]]:
+        """Of each row the chosen token's rank, the token ids, and their log-probabilities."""
+        rows_RW = self.array()
+        return rows_RW[:, 0].tolist(), rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
+
+    def __iter__(self) -> Iterator[TokenLogprobs]:
+        for rank, token_ids, logprobs in zip(*self.columns(), strict=True):
+            yield TokenLogprobs(tuple(token_ids), tuple(logprobs), rank)

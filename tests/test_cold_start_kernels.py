@@ -1,0 +1,121 @@
+"""The kernels of a cold start are compiled side by side, here on a CPU: every part runs, and nothing is left of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from compiled_engine import LLM, SamplingParams
+from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
+from compiled_engine.attention.inputs import attention_inputs_of
+from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.kernels.compile_ahead import KernelWorkers
+from compiled_engine.parallel.group import StandIn
+from compiled_engine.process.progress import SilentProgress
+from compiled_engine.runner import warm_up
+from compiled_engine.runner.input_batch import empty_batch, prepare, step_of_batch
+from compiled_engine.runner.model_runner import Runner
+from compiled_engine.runner.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]
+
+
+def runner_of(llm: LLM) -> Runner:
+    executor = llm.core.executor
+    assert isinstance(executor, InProcessExecutor)
+    return executor.runner
+
+
+pytestmark = pytest.mark.usefixtures("hopper")
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}, {"max_num_seqs": 9}])
+def test_it_leaves_no_trace(options: dict[str, int]) -> None:
+    with LLM(mode="eager", dtype="float32", progress=False, num_blocks=20, **options) as llm:
+        before = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+        runner = runner_of(llm)
+        compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
+        runner.pending.lose_count()  # what ran were steps
+        assert [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)] == before
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_seqs": 1, "max_num_batched_tokens": 1}])
+def test_ahead_of_the_trace_it_needs_no_model(options: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[object] = []
+    monkeypatch.setattr(warm_up, "ways_of_sampling", lambda *arguments: [lambda: ways.append(arguments)])
+    attended: list[torch.Size] = []
+    attend = TORCH.attend
+
+    def counted(q_THd: torch.Tensor, *arguments: Any) -> None:
+        attended.append(q_THd.shape)
+        attend(q_THd, *arguments)
+
+    with LLM(mode="eager", attention_backend="torch", progress=False, num_blocks=20, **options) as llm:
+        monkeypatch.setattr(TORCH, "attend", counted)
+        compile_kernels_ahead(llm.config, StandIn(), KernelWorkers(0, None))
+        heads = llm.config.model.heads_of(0)
+    assert len(ways) == 1
+    tokens = [shape.num_tokens for shape in start_up_batches(llm.config)]
+    assert attended == [torch.Size((count, heads.num_heads, heads.head_dim)) for count in tokens]
+
+
+def test_what_a_part_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(mode="eager", dtype="float32", progress=False) as llm:
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.model, "run", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
+
+
+def test_an_interrupt_does_not_wait_for_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of a cold start."""
+    started, go_on = [], threading.Event()
+
+    def way_of_sampling() -> None:
+        started.append(threading.get_ident())
+        go_on.wait(60)
+
+    def interrupted(*arguments: object) -> None:
+        go_on.set()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warm_up, "ways_of_sampling", lambda *arguments: [way_of_sampling] * 200)
+    with LLM(mode="eager", dtype="float32", progress=False) as llm:
+        runner = runner_of(llm)
+        monkeypatch.setattr(runner.model, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            compile_kernels(llm.config, runner.step, KernelWorkers(0, None), SilentProgress())
+    assert len(started) < 200
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_requests"), [(512, 48), (511, 2), (60, 48), (96, 48), (48, 48), (3, 40), (1, 1)]
+)
+def test_requests_without_keys_are_alike(num_tokens: int, num_requests: int) -> None:
+    """flash-attn 2 writes where they would be if each had the most tokens of any: that must be within its memory."""
+    with LLM(mode="eager", progress=False, num_blocks=20, max_num_seqs=48, max_num_batched_tokens=512) as llm:
+        step = runner_of(llm).step
+        shape = BatchShape(num_tokens, num_requests, 64)
+        batch = empty_batch(step.buffers, num_tokens, num_requests, shape.host_3)
+        step.states.writes.apply()
+        prepare(batch, step.states, step.buffers)
+        inputs = attention_inputs_of(step_of_batch(batch, step.buffers), "torch")
+        counts = inputs.query_start_loc_R1.diff().tolist()
+        num_decodes, most, _ = inputs.host_3.tolist()
+        assert num_decodes == (num_requests if num_tokens == num_requests else 0)
+        if num_decodes:
+            assert counts == [1] * num_requests
+        else:
+            with_some = sum(count > 0 for count in counts)
+            assert counts == [most] * with_some + [0] * (num_requests - with_some)
+            assert with_some > 0
+            assert with_some * max(2, most) <= num_tokens
