@@ -34,7 +34,7 @@ Piece = Callable[..., Any]
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """What this process had to do: zero traces and zero compiles (unique pieces made) on a warm start."""
+    """Traces and compilations (of unique pieces) of this process: zero on a warm start."""
 
     traces: int
     compiles: int
@@ -45,8 +45,8 @@ class Forwards:
     """The compiled forward of each compile range.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token. A stage with others behind it returns what it hands on. `logits`: from hidden states
-    [R, D] to logits [R, V]; None where the model has it.
+    logits [T, V] of every token. A non-final stage returns the next stage's input. `logits`: from hidden states [R, D]
+    to logits [R, V]; None if the model has it.
     """
 
     hidden: Forward
@@ -54,7 +54,7 @@ class Forwards:
     logits: Logits | None = None
 
     def for_logits(self, num_tokens: int) -> Forward | None:
-        """The forward that returns logits for so many tokens, if there is one."""
+        """The forward that returns logits for this number of tokens, or None."""
         return next((forward for r, forward in self.small if num_tokens in r), None)
 
 
@@ -84,12 +84,12 @@ class CompiledModel:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All that the forwards and the logits take."""
+        """All parameters of the forwards and the logits."""
         of_forwards = (parameter for r in self.ranges for parameter in r.bound_plan.parameters)
         return tuple(dict.fromkeys((*of_forwards, *self.logits_parameters)))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
-        """Whether the forward of this range makes each of its calls from Python."""
+        """Return whether the forward of this range makes all its calls from Python."""
         keys = (r.bound_plan.piece_keys() for r in self.ranges if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
@@ -109,7 +109,7 @@ class CompiledModel:
     ) -> Forwards:
         """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`.
 
-        received: where what the stage before hands on is put, uint8. distinct: see `distinct_calls`.
+        received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`.
         """
         bound: list[tuple[CompileRange, Forward]] = []
         for r in self.ranges:
@@ -168,7 +168,7 @@ def compile_model(
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:
-    """Inductor's artifact of a piece, or the generated Python of one that did not need Inductor; see `load_direct`."""
+    """Inductor's artifact of a piece, or the generated Python of a piece without Inductor; see `load_direct`."""
     if _artifact(entry, key).exists():
         compile_piece = import_apart("compiled_engine.graphs.compiler.compile_piece")  # Inductor, which takes seconds
         return compile_piece.load_artifact(entry, key)
@@ -176,5 +176,5 @@ def load_piece(entry: Path, key: str, device_type: str) -> Piece:
 
 
 def _artifact(entry: Path, key: str) -> Path:
-    """Where Inductor's artifact of a piece is, if it compiled the piece."""
+    """Path of Inductor's artifact of a piece, if it compiled the piece."""
     return entry / "pieces" / f"{key}.bin"

@@ -151,7 +151,7 @@ class AllReduceResidualRMSNorm(GraphPass):
     kernel_token_counts = (TAGGED_SLOTS,)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each norm of a sum of whole tokens, but where an addend is normed first."""
+        """One for each norm of a sum of whole tokens, unless an addend is normed first."""
         sums = filter(is_sum, scaled_by_roots(graph))
         return sum(1 for total in sums if not has_normed_addend(total))
 

@@ -1,7 +1,7 @@
-"""On a device without our kernels, the fused ops are written out as their plain-torch references.
+"""On a device without our kernels, the fused ops are decomposed to their plain-torch references.
 
-Inductor's C++ backend then fuses them with their neighbours; the fused ops stand for Triton kernels, which it cannot
-compile there.
+Inductor's C++ backend then fuses them with their neighbours; the fused ops are Triton kernels, which it cannot compile
+there.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def expand_references(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _with_writes_in_attention(original: fx.Graph) -> fx.GraphModule:
-    """A copy in which attention writes k and v again, so that what comes before it is free of side effects.
+    """A copy in which attention writes k and v again, so that the ops before it have no side effects.
 
-    The two ops that rope_kv_write made have to be undone together, which a table of decompositions cannot do.
+    The two ops made by rope_kv_write must be decomposed together, which a table of decompositions cannot do.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(original, {}))

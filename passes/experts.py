@@ -1,10 +1,9 @@
-"""A mixture of experts becomes one op, from the router's logits to the weighted sum of what the chosen experts make.
+"""A mixture of experts becomes one op, from the router's logits to the weighted sum of the chosen experts' outputs.
 
-Where a router is another than the two that the op knows, the op begins after it: with the chosen experts and their
-weights.
+For any router other than the two of the op, the op begins after it: with the chosen experts and their weights.
 
-Why: the textbook lets every expert compute every token, since a graph's shapes may not depend on values. The op
-computes and reads the chosen experts alone.
+Why: in the textbook every expert computes every token, since a graph's shapes must not depend on values. The op only
+computes and reads the chosen experts.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Experts(GraphPass):
     kernel_token_counts = (1, 64, 1024)
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """One for each router: weights that are scattered to where a choice of the largest says."""
+        """One for each router: weights that are scattered to the places of a top-k choice."""
         scatters = graph.find_nodes(op="call_function", target=aten.scatter.src)
         indices = [arg(scatter, 2) for scatter in scatters]
         return sum(1 for i in indices if is_call(i, operator.getitem) and is_call(arg(i, 0), aten.topk.default))
@@ -111,7 +110,7 @@ def _is_of_rows(softmax: fx.Node) -> bool:
 
 
 def _is_share(value: Any, weights: fx.Node | None) -> bool:
-    """Whether it is weights / their sum in each row."""
+    """Return whether the node is weights / their sum in each row."""
     if not is_call(value, aten.div.Tensor) or value.args[0] is not weights:
         return False
     total = value.args[1]
@@ -119,8 +118,9 @@ def _is_share(value: Any, weights: fx.Node | None) -> bool:
 
 
 def _weighted_sum(scatter: fx.Node) -> tuple[fx.Node, fx.Node, ExpertsLinear, Gate, ExpertsLinear] | str:
-    """(sum, x, first product, gate, second product) of the experts whose weights are scattered, or why they are not
-    such."""
+    """(sum, x, first product, gate, second product) of the experts whose weights are scattered, or the reason for no
+    match.
+    """
     transposed: Any = user_through_cast(scatter)
     column: Any = None if transposed is None else only_user(transposed)
     weighted: Any = None if column is None else only_user(column)

@@ -1,4 +1,4 @@
-"""What the experts of a mixture do between their two products: a gate, of clamped values where there is a limit.
+"""The gate between the two products of experts, of clamped values if there is a limit.
 
 The clamped gate is that of GPT-OSS (OpenAI 2025): gate * sigmoid(alpha * gate) * (up + 1).
 """

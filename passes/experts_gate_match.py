@@ -1,4 +1,4 @@
-"""Finds what stands between the two products of experts in a graph: a gate that the op of experts has."""
+"""Match the gate between the two products of experts in a graph."""
 
 from __future__ import annotations
 

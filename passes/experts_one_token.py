@@ -61,11 +61,11 @@ def one_token_gate_up_kernel(
     """Program (rows, slot): ROWS outputs of the gate of one of the token's experts. hidden: [TOP_K, WIDTH]."""
     if DEPENDENT_LAUNCH:
         gdc_wait()
-        # Only now: what comes next reads the chosen experts before it waits for this kernel.
+        # Not earlier: the next kernel reads the chosen experts before it waits for this one.
         gdc_launch_dependents()
     slot = tl.program_id(1)
     expert = tl.load(chosen_ptr + slot).to(tl.int64)
-    # Of each output the rows of gate and up lie one after the other, or WIDTH apart.
+    # Each output's rows of gate and up are adjacent, or WIDTH apart.
     STEP: tl.constexpr = 2 if INTERLEAVED else 1
     APART: tl.constexpr = 1 if INTERLEAVED else WIDTH
     row_N = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -50,13 +50,12 @@ def reference(
     residual_TD: torch.Tensor | None = None,
     chosen_TX: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[T, D]: of each token the sum of what its top_k experts make of it, times their probabilities, plus the residual.
+    """[T, D]: for each token the sum of its top_k experts' outputs times their probabilities, plus the residual.
 
     logits_TE: of the router, before the softmax. renormalise: the probabilities of the chosen ones add up to 1.
-    gate_up_END: of each expert the rows of gate and up, in the order that `interleaved` says; activation, alpha, limit:
+    gate_up_END: for each expert the rows of gate and up, in the order of `interleaved`; activation, alpha, limit:
     see `Gate`. norm_weight_D: x is normed first, see rms_norm. Steps whose argument is None are left out. chosen_TX:
-    the experts of each token, whose weights [T, top_k] stand in the place of logits then.
-    It reads the chosen experts on the host.
+    the experts of each token, whose weights [T, top_k] then replace logits. It reads the chosen experts on the host.
     """
     if norm_weight_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_weight_D, eps, norm_offset, norm_wide)

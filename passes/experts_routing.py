@@ -57,9 +57,9 @@ def route_kernel(
     RENORMALISE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """Program (token): its experts, their weights, and which of an expert's pairs each is, in any order.
+    """Program (token): its experts, their weights, and the position of each among an expert's pairs, in any order.
 
-    given: the experts, whose weights stand in the place of logits; None: they are chosen here.
+    given: the experts, whose weights replace logits; None: they are chosen here.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""What a program of the experts' kernels computes, chosen by shapes and dtype alone."""
+"""Tiles of the experts' kernels, chosen only by shapes and dtype."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from compiled_engine.kernels.launch_arguments import next_power_of_2
 
-# Up to so many tokens, tiles are those of a few tokens, or of some.
+# Up to these numbers of tokens, tiles are those of a few, or of some tokens.
 FEW_TOKENS, SOME_TOKENS = 64, 1024
 
 
@@ -24,7 +24,9 @@ class GroupedTiles:
 
 
 def grouped_tiles(num_tokens: int, dtype: torch.dtype, hidden_size: int = 0, width: int = 0) -> GroupedTiles:
-    """By the tokens of the step, which many experts share, and the sizes that a program steps through."""
+    """Choose tiles by the tokens of the step, divided among many experts, and the sizes that a program iterates
+    over.
+    """
     if dtype == torch.float32:
         return GroupedTiles(tokens=16, rows=32, block_k=32, num_warps=4, num_stages=2)
     if num_tokens <= FEW_TOKENS:
@@ -46,7 +48,7 @@ class OneTokenTiles:
 
 
 def one_token_tiles(k: int, gate_up: bool) -> OneTokenTiles:
-    """For the first or the second product, of k columns: what has done best on an NVIDIA H200 for k of 768 to 2,880."""
+    """Tiles for the first or second product with k columns: the best on an NVIDIA H200 for k from 768 to 2,880."""
     if not gate_up:
         rows, block_k, num_warps = 2, 512, 2
     elif k % 1024 == 0:

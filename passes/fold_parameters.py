@@ -52,9 +52,9 @@ def _operand(node: fx.Node) -> float | str:
 
 
 def _is_derivation(node: fx.Node) -> bool:
-    """Whether the node is a constant's sum or product with a vector of parameters, or another dtype of one.
+    """Return whether the node is a constant plus or times a vector of parameters, or a cast of one.
 
-    What a norm does with its weight is part of the norm.
+    A norm's operations on its weight are part of the norm.
     """
     last = node
     while (user := only_user(last)) is not None and is_call(user, aten.add.Tensor, aten._to_copy.default):

@@ -1,8 +1,8 @@
 """A linear and silu * up of its halves become one op, which on Hopper is one kernel where that is faster.
 
-Why: the activation pays for its launch, and for reading what the linear has just written, which is twice as wide as
-what it leaves; the kernels also ask for their weights before the norm before them has ended. small_batch_linear does
-the same for fewer tokens. It runs after silu_mul, whose op it absorbs.
+Why: a separate activation costs a launch, and a read of the linear's output, which is twice as wide as the result; the
+kernels also prefetch their weights before the preceding norm has ended. small_batch_linear does the same for fewer
+tokens. It runs after silu_mul, whose op it absorbs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The op that gated_linear introduces, a linear whose halves are gate and up: reference, and launch of kernels.
+"""The op of gated_linear, a linear with halves gate and up: reference, and launch of kernels.
 
-Which kernels run is chosen when it is launched: one where the device's profile says that it is faster, else the
-library's product and a kernel for the activation.
+Kernels are chosen at launch: one kernel if it is faster according to the device's profile, otherwise the library's
+product and a kernel for the activation.
 """
 
 from __future__ import annotations

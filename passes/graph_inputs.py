@@ -1,4 +1,4 @@
-"""What a traced graph's placeholders stand for: the convention that trace, passes and the stitcher share.
+"""The meaning of a traced graph's placeholders, shared by trace, passes and the stitcher.
 
 Each placeholder's `meta["source"]` is a `Source` or a `Parameter`; each node's `meta["val"]` is its fake value.
 """
@@ -16,11 +16,11 @@ from compiled_engine.passes.parameter import Parameter
 
 @dataclass(frozen=True)
 class Source:
-    """Where a graph input that is no parameter comes from at run time.
+    """The run-time source of a graph input that is no parameter.
 
     kind "argument": the forward argument `name`, see StepTensor;
     "size": the length of dimension `dim` of that argument;
-    "received", in a stage alone: value `name` (received.0, ...) of those that the stage before hands on.
+    "received", only in a stage: value `name` (received.0, ...) from the previous stage.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Source:
 
     @property
     def element(self) -> int | None:
-        """Which element of a list the source is: 3 for kv_caches.3; None for any other source."""
+        """The source's index in a list: 3 for kv_caches.3; None for any other source."""
         number = self.name.partition(".")[2]
         return int(number) if self.kind != "parameter" and number.isdecimal() else None
 
@@ -70,8 +70,9 @@ def shards_in(graph: fx.Graph) -> dict[str, Shard]:
 
 
 def argument(graph: fx.Graph, name: str) -> fx.Node:
-    """The input that stands for a forward argument, such as a step tensor that a pass has asked for. Raises LookupError
-    if the graph has none of this name."""
+    """The input of a forward argument, such as a pass's step tensor. Raises LookupError if the graph has none of this
+    name.
+    """
     for node in graph.find_nodes(op="placeholder"):
         if source_of(node).kind == "argument" and source_of(node).name == name:
             return node

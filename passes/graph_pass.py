@@ -1,4 +1,4 @@
-"""What a pass is, and what it reports."""
+"""The protocol of passes, and their reports."""
 
 from __future__ import annotations
 
@@ -67,10 +67,9 @@ class SplittingOp:
 class GraphPass(Protocol):
     """Rewrites a whole model's ATen graph in place, before it is split. A pass derives from this class.
 
-    requires: the names of passes without which this one is not run. splitting_ops: those that it introduces.
-    kernel_token_counts: the token counts up to which it launches other kernels than beyond. required: without each
-    match the graph computes something else, so falling short of the contract is an error in any mode. uuid: changes
-    when the pass does, for a pass that is not in a source file of its own.
+    requires: names of passes that this one needs. splitting_ops: introduced by the pass. kernel_token_counts: token
+    counts at which it switches kernels. required: a missed match changes the result, so falling short of the contract
+    is an error in any mode. uuid: changes with the pass, for a pass without a separate source file.
     """
 
     name: str
@@ -81,14 +80,14 @@ class GraphPass(Protocol):
     uuid: str | None = None
 
     def applicable(self, compile_range: CompileRange, device_type: str) -> str | None:
-        """None where the pass applies, otherwise why it does not; here it applies everywhere."""
+        """Return None if the pass applies, otherwise the reason; by default it applies everywhere."""
         return None
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """How often the pass must match, counted in the graph before any pass ran.
+        """Return how often the pass must match, counted in the graph before any pass ran.
 
-        The count looks for the least that the pattern cannot be without, not for the pattern: what the pass does not
-        know counts too, and then the pass falls short and says why.
+        The count uses a mark that the pattern cannot lack, not the pattern: unknown variants count too; the pass then
+        falls short and reports why.
         """
         ...
 

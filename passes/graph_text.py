@@ -13,15 +13,15 @@ CONTEXT_LINES = 2
 
 
 def graph_text(graph: fx.Graph) -> list[str]:
-    """`name: dtype[shape] = op(arguments)` for each node; inputs say what they stand for."""
+    """`name: dtype[shape] = op(arguments)` for each node; inputs show their source."""
     return [_line(node) for node in graph.nodes]
 
 
 def graph_diff(before: list[str], after: list[str]) -> str:
-    """What went (-), then what came (+) in its place, and two lines that stayed around them.
+    """Diff: removed lines (-), then added lines (+), with two lines of context.
 
-    Every line of a graph is unique, and what stays keeps its order, so no search for the longest match is needed: the
-    time is linear in the lines.
+    Every line of a graph is unique, and unchanged lines keep their order, so no search for the longest match is needed:
+    the time is linear in the lines.
     """
     went, came = set(before) - set(after), set(after) - set(before)
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""What the launches of both kernels of linears on Hopper ask of the device and of their tokens."""
+"""Conditions of both Hopper kernels of linears on the device and their tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_engine.passes.profile import DeviceProfile, load_profile
 
 
 def hopper_profile(dtype: torch.dtype, device: torch.device) -> DeviceProfile | None:
-    """What was measured on this device, if it is a Hopper and computes in two bytes; None elsewhere."""
+    """The device's profile, if it is a Hopper and the dtype has two bytes; otherwise None."""
     if dtype.itemsize != 2 or device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return None
     return load_profile(torch.cuda.get_device_name(device))

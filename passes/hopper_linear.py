@@ -10,8 +10,8 @@ import torch
 from compiled_engine.kernels.launch_arguments import LINEAR_COPYING, MOST, WARPS, cdiv, computing_registers
 from compiled_engine.passes.hopper_launch import hopper_profile, rows_for_boxes
 
-# A launch takes the tiles that were measured for the least of these that is not below its number of tokens. With more
-# the library is faster, whose multiprocessors share the tokens that each of these programs reads for itself.
+# A launch takes the tiles measured for the smallest of these not below its number of tokens. Beyond, the library is
+# faster: its multiprocessors share tokens, which each of these programs reads itself.
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128)
 
 
@@ -30,7 +30,7 @@ class HopperTiles:
     products: int = 1
 
     def computing_registers(self) -> int:
-        """Of a thread that computes."""
+        """Registers of a computing thread."""
         return computing_registers(self.groups, LINEAR_COPYING, self.registers or MOST)
 
 
@@ -38,8 +38,9 @@ class HopperTiles:
 def hopper_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> HopperTiles | None:
-    """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
-    kernel is faster, or nothing was measured."""
+    """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
+    kernel is faster, or nothing was measured.
+    """
     profile = hopper_profile(dtype, device) if num_tokens <= TOKEN_BUCKETS[-1] else None
     if profile is None:
         return None

@@ -70,7 +70,7 @@ class ProductTiles:
         return sum(self.parts)
 
     def computing_registers(self) -> int:
-        """Of a thread that computes."""
+        """Registers of a computing thread."""
         return computing_registers(self.groups, PRODUCT_COPYING)
 
 
@@ -78,8 +78,9 @@ class ProductTiles:
 def product_tiles(
     num_tokens: int, num_rows: int, k: int, gated: bool, dtype: torch.dtype, device: torch.device
 ) -> ProductTiles | None:
-    """For a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None where another
-    kernel is faster, or nothing was measured."""
+    """Tiles for a [num_tokens, k] x [num_rows, k] product, with `gated` gate and up counted together; None if another
+    kernel is faster, or nothing was measured.
+    """
     profile = hopper_profile(dtype, device) if num_tokens > hopper_linear.TOKEN_BUCKETS[-1] else None
     if profile is None:
         return None
@@ -147,7 +148,7 @@ def hopper_product(
 
 @cache
 def _out_shared(outputs: int) -> Any:
-    """How results stand in shared memory, so many side by side."""
+    """Layout of results in shared memory, with this many side by side."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * outputs), element_bitwidth=16, rank=2)

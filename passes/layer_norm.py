@@ -177,7 +177,7 @@ def _fuse(graph: fx.Graph, value: fx.Node) -> list[Replacement]:
 
 
 def _addends(total: Any) -> tuple[fx.Node, fx.Node] | None:
-    """x and residual where the value is their sum, which nobody reads before the norm."""
+    """x and residual if the value is their sum, with no reader before the norm."""
     if not is_call(total, aten.add.Tensor) or total.kwargs or len(total.args) != 2:
         return None
     like = total.meta["val"]

@@ -18,9 +18,9 @@ Size = int | torch.SymInt
 
 @dataclass(frozen=True)
 class Form:
-    """A value is `core` seen with `dims`: for each of its dimensions that of the core, None for one of size one.
+    """A value as a view of `core` with `dims`: for each of its dimensions that of the core, None for size one.
 
-    Each dimension of the core stands there once.
+    Each dimension of the core occurs once.
     """
 
     core: fx.Node
@@ -50,7 +50,7 @@ class Form:
         return len(self.dims)
 
     def sizes(self) -> tuple[Size, ...]:
-        """Of the value's dimensions."""
+        """Sizes of the value's dimensions."""
         shape = self.core.meta["val"].shape
         return tuple(1 if dim is None else shape[dim] for dim in self.dims)
 
@@ -61,7 +61,7 @@ def unsqueezed(form: Form, dim: int) -> Form:
 
 
 def squeezed(form: Form, dim: int) -> Form | None:
-    """Without a dimension; None where it is one of the core's."""
+    """Remove a dimension; None if it is one of the core's."""
     dim %= form.rank
     return Form(form.core, (*form.dims[:dim], *form.dims[dim + 1 :])) if form.dims[dim] is None else None
 
@@ -71,9 +71,9 @@ def permuted(form: Form, order: Sequence[int]) -> Form:
 
 
 def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tuple[int | None, ...]] | None:
-    """How a reshape of the value is one of its core: the core's new sizes (None if it stays) and the new dims.
+    """Convert a reshape of the value to one of its core: the core's new sizes (None if unchanged) and the new dims.
 
-    None where dimensions would be merged that do not lie side by side in the core.
+    None if dimensions would be merged that are not adjacent in the core.
     """
     new_of: dict[int, list[int]] = {}  # first core dimension of a group -> the value's new dimensions from it
     merged: set[int] = set()
@@ -88,7 +88,7 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
             if not all(_is_one(wanted[place]) for place in new):
                 return None
             continue
-        # A one in front is a batch; one that a dimension is split into is a single head.
+        # A leading one is a batch; a one from splitting a dimension is a single head.
         places = [place for place in new if place or not _is_one(wanted[place])] or new[:1]
         if real != list(range(real[0], real[0] + len(real))) or not places:
             return None
@@ -109,7 +109,7 @@ def reshaped(form: Form, wanted: Sequence[Size]) -> tuple[list[Size] | None, tup
 
 
 def _groups(old: Sequence[Size], new: Sequence[Size]) -> list[tuple[list[int], list[int]]] | None:
-    """The fewest dimensions of each shape that hold the same elements, from the left; None if they cannot be told."""
+    """The fewest dimensions of each shape that hold the same elements, from the left; None if that is undetermined."""
     groups = []
     i = j = 0
     while i < len(old) or j < len(new):
@@ -136,7 +136,7 @@ def _product(shape: Sequence[Size], places: list[int]) -> Size:
 
 
 def _is_less(left: Size, right: Size) -> bool:
-    """Whether the left product has to grow first: it is the smaller one, or has no symbolic size as the other has."""
+    """Return whether the left product must grow first: it is smaller, or lacks a symbolic size of the other."""
     return left < right if isinstance(left, int) and isinstance(right, int) else isinstance(left, int)
 
 

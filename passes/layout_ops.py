@@ -1,4 +1,4 @@
-"""How ops other than views act on values in forms: which op on the cores is the same."""
+"""Ops other than views on values in forms: the equivalent op on the cores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class LayoutOps:
         self.graph, self.form, self.ordered, self.view = graph, form, ordered, view
 
     def follow(self, node: fx.Node) -> Form | None:
-        """The form of the node's value after emitting what computes its core; None for an op that is not known."""
+        """Emit the computation of the core and return the form of the node's value; None for an unknown op."""
         if is_call(node, aten.cat.default):
             return self._cat(node)
         if is_call(node, aten.stack.default):
@@ -109,7 +109,7 @@ class LayoutOps:
         dims = forms[0].dims
         dim = (arg(node, 1) if len(node.args) > 1 else 0) % (len(dims) + 1)
         before = [d for d in dims[:dim] if d is not None]
-        place = before[-1] + 1 if before else 0  # behind what stands before it in the value
+        place = before[-1] + 1 if before else 0  # after its predecessors in the value
         moved = tuple(None if d is None else d + (d >= place) for d in dims)
         core = emit_like(self.graph, node, [form.core for form in forms], place)
         return Form(core, (*moved[:dim], place, *moved[dim:]))
@@ -120,7 +120,7 @@ class LayoutOps:
             return None
         forms = {operand: self.form(operand) for operand in operands}
         rank = max(form.rank for form in forms.values())
-        # Of each operand: dimension of the result -> dimension of its core.
+        # For each operand: dimension of the result -> dimension of its core.
         places = {
             operand: {rank - form.rank + i: dim for i, dim in enumerate(form.dims) if dim is not None}
             for operand, form in forms.items()
@@ -166,7 +166,7 @@ def emit_like(graph: fx.Graph, node: fx.Node, *args: Any) -> fx.Node:
 
 
 def _says_nothing(node: fx.Node, name: str) -> bool:
-    """Whether a conversion's keyword names what the value has anyway, as `type_as` does."""
+    """Return whether a conversion's keyword names the value's present property, as `type_as` does."""
     if not is_call(node, aten._to_copy.default):
         return False
     return name == "layout" or (name == "device" and node.kwargs[name] == arg(node, 0).meta["val"].device)

@@ -1,7 +1,7 @@
 """Linears as values: `linear_of` is the only recogniser of x @ weight^T + bias.
 
-Which ops are linears their declarations say (op_library.py), so a quantised linear is one to every pass that asks. A
-pass that knows plain weights alone looks at `format`.
+Declarations determine which ops are linears (op_library.py), so every pass recognises a quantised linear. A pass that
+only handles plain weights checks `format`.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _match(node: object) -> Linear | str | None:
 
 
 def _transposed(matrix: object) -> fx.Node | None:
-    """What a matrix, or a matrix for each expert, is the transpose of."""
+    """The operand of a transpose of a matrix, or of a matrix for each expert."""
     rank = matrix.meta["val"].dim() if isinstance(matrix, fx.Node) and is_call(matrix, *_TRANSPOSES) else 0
     if not isinstance(matrix, fx.Node) or rank < 2:
         return None
@@ -125,7 +125,8 @@ def product_of(node: fx.Node) -> Linear | ExpertsLinear | None:
 
 
 def multiplied_values(graph: fx.Graph) -> Counter[fx.Node]:
-    """Values of tokens, and with how many matrices of parameters [N, K] each is multiplied: what contracts count.
+    """Values of tokens, with the number of matrices of parameters [N, K] that each is multiplied with: the contracts'
+    count.
 
     Any op counts that reads such a matrix and a value of tokens, whether `linear_of` knows the op or not. An op that
     takes weight^T and reads a parameter as it is multiplies with a matrix [K, N], as GPT-2 does.
@@ -149,7 +150,7 @@ def _takes_transpose(call: fx.Node) -> bool:
 
 
 def _is_of_tokens(node: fx.Node) -> bool:
-    """Whether it is a value [T, K], not a matrix of parameters."""
+    """Return whether the node is a value [T, K], not a matrix of parameters."""
     value = node.meta.get("val")
     is_matrix = isinstance(value, torch.Tensor) and value.dim() == 2 and value.is_floating_point()
     return is_matrix and not is_parameter(node) and not is_parameter(_transposed(node))

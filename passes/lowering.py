@@ -12,13 +12,13 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass
 from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.normalise_layout import NormaliseLayout
 
-# What attention in a trace stands for cannot be executed, so nobody can compare it.
+# The placeholder of attention in a trace cannot be executed, so it cannot be compared.
 _FIRST: tuple[GraphPass, ...] = (ForeignAttention(),)
 _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
 
 
 def is_foreign(graph: fx.Graph) -> bool:
-    """Whether it is a trace of code that is not the textbook's."""
+    """Return whether the graph is a trace of foreign code."""
     return bool(graph.find_nodes(op="call_function", target=ATTENTION_VALUE))
 
 

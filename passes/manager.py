@@ -25,10 +25,10 @@ class ContractError(RuntimeError):
 
 @dataclass(frozen=True)
 class PassReport:
-    """What one pass did to one graph.
+    """The report of one pass on one graph.
 
-    `applied` False: it was not run, for `reason`. `contract`: how often it had to match. `diff`: the graph's text
-    before and after. `verified`: how many rewrites were executed on both sides and agreed.
+    `applied` False: it was not run, for `reason`. `contract`: required matches. `diff`: the graph's text before and
+    after. `verified`: number of rewrites whose results were compared and equal.
     """
 
     name: str

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from compiled_engine.passes.graph_pass import PassResult, Replacement
 
 aten = torch.ops.aten
-# Of gates.
+# Activations of gates.
 ACTIVATIONS = (aten.silu.default, aten.gelu.default)
 
 
@@ -23,10 +23,10 @@ def rewrite_calls(
     target: Callable[..., Any],
     rewrite: Callable[[fx.Graph, fx.Node], Sequence[Replacement] | str | None],
 ) -> PassResult:
-    """Rewrite the patterns that have a call of `target` in them, then erase what nothing reads any more.
+    """Rewrite the patterns that contain a call of `target`, then erase unused nodes.
 
-    rewrite: is given each such call. It puts the fused op in its place and says what replaced what, or returns why what
-    looks like the pattern is another, or None for anything else.
+    rewrite: called for each. It inserts the fused op and returns the replacements, or the reason why a candidate did
+    not match, or None for any other call.
     """
     matches, near_misses = 0, []
     replacements: list[Replacement] = []
@@ -63,7 +63,7 @@ def _defaults(op: Any) -> dict[str, Any]:
 
 
 def _in_order(op: Any, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Positional arguments of a call. Raises KeyError for one that is missing."""
+    """Positional arguments of a call. Raises KeyError for a missing one."""
     return tuple(arguments[each.name] for each in op._schema.arguments)
 
 
@@ -100,7 +100,7 @@ def other_factor(product: fx.Node, factor: object) -> Any:
 
 
 def factors(product: Any) -> list[tuple[fx.Node, fx.Node]]:
-    """Both orders of a product's operands; nothing for anything else."""
+    """Both orders of a product's operands; an empty list for other nodes."""
     if not is_call(product, aten.mul.Tensor) or not all(isinstance(a, fx.Node) for a in product.args):
         return []
     left, right = product.args
@@ -117,8 +117,9 @@ def emit(graph: fx.Graph, target: Callable[..., Any], *args: Any) -> fx.Node:
 
 
 def emit_named(graph: fx.Graph, op: Callable[..., Any], arguments: Mapping[str, Any]) -> fx.Node:
-    """`emit` with arguments by the names in the op's schema, defaults for those that are not there. Names that the op
-    does not have are left out, so that one op may be given what others had."""
+    """`emit` with arguments by the names in the op's schema, with defaults for missing ones. Names that the op does not
+    have are ignored, so that an op may take the arguments of another.
+    """
     return emit(graph, op, *_in_order(op, _defaults(op) | dict(arguments)))
 
 
@@ -129,7 +130,7 @@ def emit_item(graph: fx.Graph, sequence: fx.Node, index: int) -> fx.Node:
 
 
 def always_equal(a: int | torch.SymInt, b: int | torch.SymInt) -> bool:
-    """Whether two sizes are equal for every value that they may have."""
+    """Return whether two sizes are equal for every value that they may have."""
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy: a quarter of a second
 
     return statically_known_true(a == b)

@@ -1,9 +1,9 @@
-"""The layout of foreign code becomes that of the textbook: a batch of one goes, heads stand behind tokens.
+"""Convert the layout of foreign code to the textbook's: no batch of one, heads after tokens.
 
-Why: code of transformers computes [1, T, D] and attends with [1, H, T, d]; the other passes, and the kernels, know
-[T, D] and [T, H, d]. Each value is followed as a view of a core without dimensions of size one (layout_form.py); a view
-or transposition of that kind costs nothing then. An op that is not known here gets the value as it was: right, but
-not what other passes look for.
+Why: code of transformers computes [1, T, D] and attends with [1, H, T, d]; the other passes, and the kernels, use [T,
+D] and [T, H, d]. Each value is followed as a view of a core without dimensions of size one (layout_form.py); such views
+and transpositions then cost nothing. An unknown op gets the original value: correct, but not recognised by other
+passes.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Normalisation:
         return core
 
     def _follow(self, node: fx.Node) -> Form | None:
-        """The form of what the node computes, with the ops that compute its core; None for an op that is not known."""
+        """The form of the node's value, with the ops that compute its core; None for an unknown op."""
         target, args = node.target, node.args
         if node.op == "output" or not args or not _are_tensors(node):
             return None
@@ -171,7 +171,7 @@ class _Normalisation:
 
 
 def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
-    """Whether a tensor of these strides has a view of these sizes."""
+    """Return whether a tensor of these strides has a view of these sizes."""
     try:
         with fake_mode_of(fake):
             fake.view(sizes)  # type: ignore[arg-type]
@@ -181,7 +181,7 @@ def _is_a_view(fake: torch.Tensor, sizes: Sequence[Size]) -> bool:
 
 
 def _are_tensors(node: fx.Node) -> bool:
-    """Whether what the node reads and makes are tensors, or lists of them."""
+    """Return whether the node's inputs and results are tensors, or lists of them."""
     made = node.meta.get("val")
     return isinstance(made, torch.Tensor) or (
         isinstance(made, list | tuple) and all(isinstance(item, torch.Tensor) for item in made)
@@ -189,7 +189,7 @@ def _are_tensors(node: fx.Node) -> bool:
 
 
 def _has_batch(node: fx.Node) -> bool:
-    """Whether the value is a tensor with a first dimension of one and others behind it."""
+    """Return whether the value is a tensor with a first dimension of one, followed by others."""
     value = node.meta.get("val")
     return (
         isinstance(value, torch.Tensor) and value.dim() > 1 and isinstance(value.shape[0], int) and value.shape[0] == 1

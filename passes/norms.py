@@ -148,19 +148,19 @@ def _averaged(mean: Any) -> Any:
 
 
 def _is_from_mean(value: Any, wide: fx.Node) -> bool:
-    """Whether a value is wide - mean(wide)."""
+    """Return whether a value is wide - mean(wide)."""
     return is_deviation(value) and not value.kwargs and value.args[0] is wide and _averaged(value.args[1]) is wide
 
 
 def is_deviation(value: Any) -> bool:
-    """Whether a value is a difference: what a LayerNorm scales."""
+    """Return whether a value is a difference, as scaled by a LayerNorm."""
     return is_call(value, aten.sub.Tensor)
 
 
 def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
-    """What the root in each norm of whole tokens scales, before it was widened: what contracts count.
+    """The value scaled in each norm of whole tokens, before widening: the contracts' count.
 
-    Any reciprocal root of a value for each token counts, whether `norm_of` knows the norm or not.
+    Any reciprocal root of a value for each token counts, whether `norm_of` recognises the norm or not.
     """
     for rsqrt in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         if rsqrt.meta["val"].dim() == 2:
@@ -169,18 +169,18 @@ def scaled_by_roots(graph: fx.Graph) -> Iterator[Any]:
 
 
 def is_scaled_by_root(value: Any) -> bool:
-    """Whether a value is another times a reciprocal root, as in a norm."""
+    """Return whether a value is another times a reciprocal root, as in a norm."""
     return any(is_call(root, aten.rsqrt.default) for _, root in factors(through_cast(value)))
 
 
 def is_sum(value: Any) -> bool:
-    """Whether a value is the sum of two of its shape."""
+    """Return whether a value is the sum of two of its shape."""
     return is_call(value, aten.add.Tensor) and all(
         isinstance(addend, fx.Node) and addend.meta["val"].shape == value.meta["val"].shape for addend in value.args
     )
 
 
 def has_normed_addend(total: fx.Node) -> bool:
-    """Whether an addend of a sum is something scaled by a root, times a weight."""
+    """Return whether an addend of a sum is a value scaled by a root, times a weight."""
     addends = total.all_input_nodes
     return any(is_scaled_by_root(factor) for addend in addends for factor, _ in factors(through_cast(addend)))

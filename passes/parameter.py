@@ -30,10 +30,10 @@ class Parameter:
     """A tensor that a rank keeps on its device, with the shape and dtype that it has there.
 
     Without members it is a tensor of the model, under the model's name. role: a weight is read from the checkpoint, a
-    buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and whoever asked for it
-    fills it. shard: the part of the undivided tensor that it is; None for all of it.
-    With members it holds their rows one below another, and they are views of it. With `make` it is the result of these
-    steps on those rows, and members have memory of their own only if they are named elsewhere too.
+    buffer has the model's values. A kept one is no tensor of the model: it begins as zeros, and its pass fills it.
+    shard: the part of the undivided tensor; None for all of it. With members it contains their rows, and they are views
+    of it. With `make` it is the result of these steps on those rows, and members have memory of their own only if they
+    are named elsewhere too.
     """
 
     name: str

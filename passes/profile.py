@@ -1,6 +1,6 @@
-"""What was measured on a device: whether a pass pays, and how its kernels are launched. Shipped as JSON files.
+"""The measured profile of a device: gains of passes, and tiles of kernels. Shipped as JSON files.
 
-`compiled-engine tune` writes them. A device without one uses the defaults: every pass that applies is run.
+`compiled-engine tune` writes them. A device without a profile uses the defaults: every applicable pass is run.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ LinearKey = tuple[int, int, int, bool]
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """Of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, of every shape
-    that was measured the least; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
-    hopper_tiles, product_tiles: fields of HopperTiles and of ProductTiles, where these kernels are the fastest."""
+    """The profile of device `device`. gains_us: pass name -> {tokens: microseconds a step that the pass saves}, the
+    smallest over all measured shapes; a gain below minus `noise_us` is a loss. tiles: fields of the launch's Tiles.
+    hopper_tiles, product_tiles: fields of HopperTiles and of ProductTiles, where these kernels are the fastest.
+    """
 
     device: str
     gains_us: dict[str, dict[int, float]]
@@ -37,7 +38,7 @@ class DeviceProfile:
     product_tiles: dict[LinearKey, dict[str, Any]] = field(default_factory=dict)
 
     def why_not(self, pass_name: str, compile_range: CompileRange) -> str | None:
-        """None where the pass pays or was not measured, otherwise the measurement that speaks against it."""
+        """Return None if the pass is faster or was not measured, otherwise the measured loss."""
         measured = {
             tokens: gain for tokens, gain in self.gains_us.get(pass_name, {}).items() if tokens in compile_range
         }
@@ -50,7 +51,7 @@ class DeviceProfile:
 
 
 def profile_path(device_name: str) -> Path:
-    """Where the profile of a device is kept: nvidia_h200.json for an NVIDIA H200."""
+    """The file of a device's profile: nvidia_h200.json for an NVIDIA H200."""
     return PROFILES / (re.sub(r"[^a-z0-9]+", "_", device_name.lower()).strip("_") + ".json")
 
 
@@ -61,7 +62,7 @@ def profile_of(device: torch.device) -> DeviceProfile | None:
 
 @cache
 def load_profile(device_name: str) -> DeviceProfile | None:
-    """The profile of a device, None for one that was never measured."""
+    """The profile of a device, None if it was never measured."""
     path = profile_path(device_name)
     return parse_profile(path.read_text()) if path.exists() else None
 

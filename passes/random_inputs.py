@@ -1,6 +1,6 @@
-"""Random values for a graph's inputs: a valid batch of so many tokens, a filled cache, and weights of ordinary size.
+"""Random values for a graph's inputs: a valid batch, a filled cache, and weights of ordinary size.
 
-A step tensor that a pass asks for holds padding, which leaves every token as it is without the pass.
+A pass's step tensor contains padding, with which the pass changes no token.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RandomInputs:
         return compute(source, self.parameter) if source.make else self.parameter(source)
 
     def parameter(self, parameter: Parameter) -> torch.Tensor:
-        """With scale 1 matrices keep the size of what they multiply; the weights of norms are around 1."""
+        """With scale 1, products with matrices keep the size of values; the weights of norms are around 1."""
         name, shape = parameter.name, parameter.shape
         if name not in self._parameters:
             value = self._normal(shape, torch.float32)
@@ -74,7 +74,7 @@ class RandomInputs:
         computed_R = (self._integers(MOST_CONTEXT, num_requests) + 1).tolist()
         spans = [range(start, start + count) for start, count in zip(computed_R, lens_R, strict=True)]
         blocks_each = -(-max(span.stop for span in spans) // block_size)
-        # Block 0 is nobody's: what a wrong slot hits is seen.
+        # Block 0 belongs to no request, so that writes to a wrong slot are detected.
         table_RB = torch.randperm(num_requests * blocks_each, generator=self._generator) + 1
         table_RB = table_RB.view(num_requests, blocks_each)
         ids_T = self._integers(8, num_tokens).tolist()

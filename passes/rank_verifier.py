@@ -92,7 +92,7 @@ class _Rank:
         self._computed, self._packed = computed, packed
 
     def slice(self, node: fx.Node) -> Any:
-        """What the rank has of a recorded value, or its part of a sum."""
+        """The rank's slice of a recorded value, or its part of a sum."""
         if node in self._computed:
             return self.compute(node)
         value = self._recorded[self._sums.get(node.name) or self._originals[node.name]]
@@ -121,7 +121,7 @@ class _Rank:
 
 
 def partial_values(sums: Iterable[fx.Node]) -> set[fx.Node]:
-    """What is between a product whose input is divided and the sum over the ranks: a part of a sum in each rank."""
+    """Values between a product with a divided input and the sum over ranks: each rank has a part of the sum."""
     found: set[fx.Node] = set()
     for node in sums:
         before = node.all_input_nodes[:1]
@@ -145,7 +145,7 @@ def packed_products(graph: fx.Graph, shards: Mapping[str, Shard]) -> dict[fx.Nod
 
 
 def _is_comparable(node: fx.Node) -> bool:
-    """Whether a call has a value that follows from its arguments alone, one tensor."""
+    """Return whether a call's value is one tensor that depends only on its arguments."""
     is_call = node.op == "call_function" and not mutated(node) and isinstance(node.meta.get("val"), torch.Tensor)
     return is_call and not any(mutated(user) and node in mutated(user).values() for user in node.users)
 

@@ -1,4 +1,4 @@
-"""The ordered list of passes: ours, and those that a user has registered."""
+"""The ordered list of passes: built-in ones, and those registered by users."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DEFAULT_PASSES: tuple[GraphPass, ...] = (
 # How the name of a step tensor ends, by its first dimension.
 _SUFFIXES: dict[tuple[int | str, ...], str] = {("tokens",): "T", ("requests",): "R"}
 
-# What register_pass adds to: the one list of the project that changes while it runs.
+# The list that register_pass changes, the only mutable global of the project.
 _registered: list[GraphPass] = list(DEFAULT_PASSES)
 
 
@@ -55,7 +55,7 @@ def registered_passes() -> tuple[GraphPass, ...]:
 
 
 def passes_of_ranks() -> frozenset[str]:
-    """The names of those that only a model which several ranks share has a use for."""
+    """The names of passes that only apply with several ranks."""
     return frozenset(p.name for p in _registered if TensorParallel.name in p.requires)
 
 

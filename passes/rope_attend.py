@@ -1,8 +1,8 @@
 """rope_kv_write and the attention after it become one op, which backends with a kernel for both run as one.
 
 Why: with few decodes each of the two kernels, and the one that combines splits, takes longer to start than to run; with
-many, keys are not read while the first runs. Any other batch gets the kernels that it had: the choice is made when the
-op is called.
+many, keys are not read while the first runs. Any other batch uses separate kernels: the choice is made when the op is
+called.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResul
 from compiled_engine.passes.matching import emit_named, is_call, named, only_user, rewrite_calls
 from compiled_engine.passes.rope_match import rotary_attentions
 
-# Of the op's arguments behind the tensors that it writes: first those of the rotation.
+# The op's arguments after the tensors that it writes: first those of the rotation.
 OF_ROTATION = len(Rotation._fields)
 
 
@@ -34,7 +34,7 @@ def rope_attend(
     out_THd: torch.Tensor,
     *others: Any,
 ) -> None:
-    """What rope_kv_write and attend do one after the other, in one kernel where the backend has one for the batch.
+    """Compute rope_kv_write and attend, in one kernel if the backend has one for the batch.
 
     others: the fields of Rotation, of Scoring and of AttentionInputs. The compiled forward calls this directly.
     """

@@ -50,7 +50,7 @@ def reference(q_THd: torch.Tensor, k_TKd: torch.Tensor, *rotation: Any) -> tuple
 
 
 def _doubled(angles_T1p: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """Of each pair to of each element."""
+    """Expand values per pair to values per element."""
     return angles_T1p.repeat_interleave(2, dim=-1) if interleaved else torch.cat((angles_T1p, angles_T1p), dim=-1)
 
 
@@ -101,7 +101,7 @@ class RopeKVWrite(GraphPass):
 
 
 def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
-    """What q and k of an attention were made of, or why the op cannot make them."""
+    """The inputs of an attention's q and k, or the reason why the op cannot compute them."""
     if attention.kwargs:
         return "it is called with keywords"
     rotated_q, rotated_k, v, cache, out = (arg(attention, i) for i in range(5))
@@ -127,7 +127,7 @@ def _match(attention: fx.Node) -> tuple[Rotated, Rotated] | str:
 
 
 def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
-    """What in the shapes, strides or dtypes of the parts does not fit the op."""
+    """The mismatch of shapes, strides or dtypes of the parts with the op, if any."""
     values = [node.meta["val"] for node in (q.x, k.x, v, q.cos, q.sin, cache)]
     q_THd, k_TKd, v_TKd, cos_T1d, sin_T1d, cache_N2PKd = values
     dtypes = {value.dtype for value in (q_THd, k_TKd, v_TKd, cache_N2PKd)}
@@ -147,7 +147,7 @@ def _obstacle(q: Rotated, k: Rotated, v: fx.Node, cache: fx.Node) -> str | None:
 
 
 def _equal(left: Sequence[int | torch.SymInt], right: Sequence[int | torch.SymInt]) -> bool:
-    """Whether two shapes are equal for every size that they may have."""
+    """Return whether two shapes are equal for every size that they may have."""
     return len(left) == len(right) and all(map(always_equal, left, right))
 
 

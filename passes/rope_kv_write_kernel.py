@@ -144,9 +144,9 @@ def launch(
     slot_mapping_T: torch.Tensor,
     *rotation: Any,
 ) -> torch.Tensor:
-    """What `compiled_engine.passes.rope_kv_write.rope_kv_write` says, on CUDA. Compiled once for a model.
+    """`compiled_engine.passes.rope_kv_write.rope_kv_write` on CUDA. Compiled once for a model.
 
-    Raises ValueError where the cache is not contiguous, or the elements of a head or of an angle are not in a row.
+    Raises ValueError if the cache, or the elements of a head or of an angle, are not contiguous.
     """
     how = Rotation(*rotation)
     cos_T1d, sin_T1d = how.cos_T1d, how.sin_T1d

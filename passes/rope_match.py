@@ -14,7 +14,7 @@ from compiled_engine.attention.op import ATTENTION
 from compiled_engine.passes.matching import always_equal, arg, aten, factors, is_call, through_cast
 from compiled_engine.passes.norms import Norm, norm_of, why_no_norm
 
-# Ops that may stand between an angle and a query that it rotates: what rotations are written with, and views.
+# Ops allowed between an angle and a query that it rotates: arithmetic of rotations, and views.
 _ROTATING = (
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.cat.default, aten.stack.default, aten.select.int),
     *(aten.slice.Tensor, aten.unsqueeze.default, aten.reshape.default, aten.view.default, aten._to_copy.default),
@@ -23,11 +23,11 @@ _ROTATING = (
 
 
 class RopeForm(NamedTuple):
-    """How heads are rotated; the last fields of Rotation.
+    """The kind of rotation of heads; the last fields of Rotation.
 
-    rotary_dim: so many elements of a head, its first; 0 for all. interleaved: pairs are neighbours, not elements half a
-    head apart. wide: products and sum are in fp32 and rounded once, not each. norm_last: where there is a norm, it
-    follows the rotation.
+    rotary_dim: number of rotated elements at the beginning of a head; 0 for all. interleaved: pairs are neighbours, not
+    elements half a head apart. wide: products and sum are in fp32 and rounded once, not each. norm_last: a norm, if
+    any, follows the rotation.
     """
 
     rotary_dim: int = 0
@@ -38,10 +38,10 @@ class RopeForm(NamedTuple):
 
 @dataclass(frozen=True)
 class Rotated:
-    """What a rotated value was made of; without a norm, norm_weight is None. how: eps, offset and wide of the norm.
+    """The parts of a rotated value; without a norm, norm_weight is None. how: eps, offset and wide of the norm.
 
-    cos, sin: one for each element that is rotated, or one for each pair. scale: [T, 1, 1] that what was rotated is
-    multiplied with, or None.
+    cos, sin: one for each element that is rotated, or one for each pair. scale: [T, 1, 1], factor of the rotated value,
+    or None.
     """
 
     x: fx.Node
@@ -61,7 +61,7 @@ class _Turn(NamedTuple):
 
 
 def match_rotation(value: fx.Node) -> Rotated | str:
-    """What the value is a rotation of, normed or scaled afterwards or not, or why it is none that is known."""
+    """The parts of a value that is a rotation, possibly normed or scaled afterwards, or the reason for no match."""
     for product, scale in factors(value):
         if scale.meta["val"].dim() == 3 and scale.meta["val"].shape[1:] == (1, 1):
             found = _match_turn(product)
@@ -135,7 +135,7 @@ def _as_sum(value: Any) -> Iterator[_Turn]:
 
 
 def _before_widening(value: fx.Node) -> fx.Node:
-    """The value that is computed with in fp32, with or without a cast, before or after its elements are turned."""
+    """The value computed in fp32, with or without a cast, before or after its elements are swapped."""
     return through_cast(value) if value.meta["val"].dtype == torch.float32 else value
 
 
@@ -172,7 +172,7 @@ def _turned_from(node: Any, interleaved: bool) -> fx.Node | None:
 
 
 def half_of(node: Any, index: int) -> fx.Node | None:
-    """The x of whose last dimension the node is the first (index 0) or second half, as chunk or slices give it."""
+    """The x, if the node is the first (index 0) or second half of its last dimension, by chunk or slices."""
     if is_call(node, operator.getitem) and is_call(node.args[0], aten.split.Tensor):
         x, size, *dim = node.args[0].args
         if node.args[1] == index and dim and is_last(dim[0], x) and 2 * size == x.meta["val"].shape[-1]:
@@ -186,7 +186,7 @@ def half_of(node: Any, index: int) -> fx.Node | None:
 
 
 def every_second(node: Any, index: int) -> fx.Node | None:
-    """The x of whose last dimension the node is every second element, from the first (index 0) or second on."""
+    """The x, if the node is every second element of its last dimension, from the first (index 0) or second on."""
     if not is_call(node, aten.slice.Tensor) or len(node.args) != 5:
         return None
     x, dim, start, end, step = node.args
@@ -194,7 +194,7 @@ def every_second(node: Any, index: int) -> fx.Node | None:
 
 
 def _is_slice(node: Any, x: fx.Node, start: int, end: int | None) -> bool:
-    """Whether the node is x[..., start:end]."""
+    """Return whether the node is x[..., start:end]."""
     if not is_call(node, aten.slice.Tensor) or len(node.args) != 4 or node.args[0] is not x:
         return False
     size = x.meta["val"].shape[-1]
@@ -228,7 +228,7 @@ def is_last(dim: int, x: fx.Node) -> bool:
 
 
 def rotary_attentions(graph: fx.Graph) -> int:
-    """Calls of attention whose query is made with cosines, without a linear in between: what contracts count."""
+    """Calls of attention with a query made from cosines without a linear in between: the contracts' count."""
     return sum(_is_made_with_cosines(arg(call, 0)) for call in graph.find_nodes(op="call_function", target=ATTENTION))
 
 

@@ -97,7 +97,7 @@ def normed_and_rotated(
     ROPE_WIDE: tl.constexpr,
     NORM_LAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Both elements of the pairs of heads at ptr + head; weight_ptr None leaves the norm out."""
+    """Load both elements of the pairs of heads at ptr + head; weight_ptr None omits the norm."""
     dtype: tl.constexpr = ptr.dtype.element_ty
     one_HP, other_HP = places(pair_HP, HEAD_DIM, ROTARY, INTERLEAVED)
     turned_HP = mask_HP if ROTARY == HEAD_DIM else mask_HP & (pair_HP < ROTARY // 2)

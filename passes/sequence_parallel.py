@@ -1,9 +1,9 @@
-"""With long prefills each rank normalises a share of the tokens, instead of all ranks all of them.
+"""In long prefills each rank normalises a share of the tokens, instead of every rank all of them.
 
 Why: a sum over ranks is a reduce-scatter and an all-gather anyway, as far as bytes go. Between the two each rank has
 its own rows of the sum; the residual add and the norm there read and write a rank's share of what they do after it
 (Korthikanti et al., 2022, arXiv:2205.05198). The residual stays divided from one norm to the next, so it has the shape
-of all rows, of which only a rank's own are valid. Norms that something else reads the sum of stay as they are.
+of all rows, of which only a rank's own are valid. Norms whose sum has other readers are not changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NORM = torch.ops.compiled_engine.residual_rms_norm.default
 
 
 class SequenceParallel(GraphPass):
-    """Runs only if it is asked for: `sequence_parallel=True`."""
+    """Runs only with `sequence_parallel=True`."""
 
     name = "sequence_parallel"
     requires = ("tensor_parallel", "residual_rms_norm")
@@ -61,7 +61,7 @@ class SequenceParallel(GraphPass):
 
 
 def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """What ranks have parts of, and the residual, if the norm is of their sum."""
+    """The partial sum of ranks and the residual, if the norm is of their sum."""
     if is_call(norm, _SUMMED):
         return arg(norm, 0), arg(norm, 1)
     if not is_call(norm, _NORM):
@@ -75,7 +75,7 @@ def _parts(norm: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _only_residuals(norm: fx.Node, found: dict[fx.Node, tuple[fx.Node, fx.Node]]) -> bool:
-    """Whether the sum with the residual is nothing but the residual of others that will be divided."""
+    """Return whether the sum with the residual is only the residual of other norms that will be divided."""
     totals = [item for item in norm.users if is_call(item, operator.getitem) and item.args[1] == 1]
     readers = [(total, user) for total in totals for user in total.users]
     return all(user in found and found[user][1] is total and found[user][0] is not total for total, user in readers)

@@ -1,8 +1,8 @@
-"""The sum over ranks, the residual add and the RMSNorm, of which each rank computes its own rows for all.
+"""The sum over ranks, the residual add and the RMSNorm, divided by rows among the ranks.
 
-The normed rows of all ranks are there afterwards on each. The sum with the residual is not: a rank has it of its own
-rows alone, which is all that the next such op reads. Where ranks write each other's memory one kernel does it: for each
-row the other ranks hand their parts to the one whose row it is, and get the normed row back.
+Afterwards each rank has the normed rows of all ranks, but the sum with the residual only for its own rows, which is all
+that the next such op reads. If ranks can write each other's memory, one kernel does it: for each row the other ranks
+send their parts to the row's owner, and get the normed row back.
 """
 
 from __future__ import annotations
@@ -111,8 +111,9 @@ def reference(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What residual_rms_norm returns for the sum of x over the ranks; the second result of this rank's rows alone, with
-    NaN in the others. residual_TD need not be there of other rows either."""
+    """The result of residual_rms_norm for the sum of x over the ranks; the second result only for this rank's rows,
+    with NaN in the others. residual_TD is not needed for other rows either.
+    """
     group = current_group()
     rows, total_TD = group.rows(x_TD.shape[0]), torch.full_like(x_TD, torch.nan)
     normed_SD, total_TD[rows] = residual_rms_norm.reference(
@@ -130,8 +131,9 @@ def launch(
     wide: bool = False,
     inner_weight_D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kernels behind `reference`. The second result has other rows too where tokens are few, else whatever was
-    there. All ops of a step see as many tokens, so they agree on which rows count."""
+    """The kernels of `reference`. The second result has other rows too if tokens are few, otherwise these are
+    uninitialised. All ops of a step have the same number of tokens, so they use the same rows.
+    """
     group, num_tokens = current_group(), x_TD.shape[0]
     norm = weight_D, eps, offset, wide, inner_weight_D
     if num_tokens < LEAST_TOKENS:

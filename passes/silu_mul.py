@@ -30,7 +30,7 @@ from compiled_engine.passes.matching import (
 )
 from compiled_engine.passes.op_library import define_op
 
-# Up to so many tokens, smaller programs reach every multiprocessor.
+# Up to this many tokens, smaller programs are needed to use every multiprocessor.
 FEW_TOKENS = 128
 
 
@@ -113,7 +113,7 @@ silu_mul = define_op(
 
 
 def gated_products(graph: fx.Graph) -> int:
-    """How often an activation of whole tokens is multiplied with another value: what contracts count."""
+    """The number of products of an activation of whole tokens with another value: the contracts' count."""
     activations = [node for each in ACTIVATIONS for node in graph.find_nodes(op="call_function", target=each)]
     products = [(node, only_user(node)) for node in activations if node.meta["val"].dim() == 2]
     return sum(any(left is node is not right for left, right in factors(product)) for node, product in products)

@@ -1,8 +1,8 @@
-"""Linears of small batches become one kernel each that reads the weight at memory bandwidth and takes its
-neighbours in: the norm before it, and the silu * up or the residual add after it. Experts take in the same.
+"""Linears of small batches become one kernel each that reads the weight at memory bandwidth and is fused with its
+neighbours: the norm before it, and the silu * up or the residual add after it. Experts are fused in the same way.
 
-Why: with few tokens a linear costs its weight's bytes, and what a general matrix product adds to that, together with
-the launches around it, is most of a decode step. It runs last: it absorbs what residual_rms_norm and silu_mul made.
+Why: with few tokens a linear costs its weight's bytes; the overhead of a general matrix product and the launches around
+it is most of a decode step. It runs last: it absorbs the ops of residual_rms_norm and silu_mul.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, small_ba
 
 @dataclass(frozen=True)
 class _Fused:
-    """A linear and what it takes in; `result` is the node whose value it computes then, of `x` as it is read."""
+    """A linear and its fused neighbours; `result` is the node whose value it then computes from `x`."""
 
     linear: Linear
     result: fx.Node
@@ -77,9 +77,10 @@ def _take_in_silu_mul(linears: dict[fx.Node, _Fused]) -> None:
 
 
 def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.Node, fx.Node]:
-    """Where only linears read a norm, each computes it itself; if it is one of a sum, the linear before adds that.
+    """If only linears read a norm, each computes it itself; the sum before it, if any, is added by the preceding
+    linear.
 
-    Returns what stands for the sums that no linear could take in, additions of their own, and for changed experts.
+    Returns replacements of sums that no linear could absorb, as separate additions, and of changed experts.
     """
     changed_experts: dict[fx.Node, fx.Node] = {}  # with what they compute now
     for norm in graph.find_nodes(op="call_function", target=torch.ops.compiled_engine.rms_norm.default):
@@ -121,7 +122,7 @@ def _take_in_norms(graph: fx.Graph, linears: dict[fx.Node, _Fused]) -> dict[fx.N
 
 
 def _takes(linears: dict[fx.Node, _Fused], user: fx.Node, value: fx.Node) -> bool:
-    """Whether the user is a linear, or the op of experts, whose input is the value."""
+    """Return whether the user is a linear, or the op of experts, with the value as input."""
     return linears[user].x is value if user in linears else is_call(user, experts) and user.args[0] is value
 
 
@@ -143,7 +144,7 @@ def _item(sequence: fx.Node, index: int) -> fx.Node | None:
 
 
 def _rewrite(graph: fx.Graph, fused: _Fused, new: dict[fx.Node, fx.Node]) -> fx.Node:
-    """Put the op in the place of the linear's result; `new` has what stands for values that were replaced before."""
+    """Replace the linear's result by the op; `new` maps values that were replaced before."""
     arguments = {
         "x_TK": new.get(fused.x, fused.x),
         "weight_NK": fused.linear.weight,

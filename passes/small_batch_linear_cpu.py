@@ -1,6 +1,6 @@
 """small_batch_linear on a CPU: one call of C++ for few tokens of float32, the reference for all else.
 
-PyTorch's product of a few rows packs the weight anew each time; the kernel reads it in place, once.
+PyTorch's product of a few rows packs the weight each time; the kernel reads it in place, once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from compiled_engine.kernels.cpp_library import INTEGER, NUMBER, POINTER, Cannot
 
 SOURCE = Path(__file__).with_name("small_batch_linear_cpu.cpp")
 MOST_TOKENS = 64
-# What the kernel calls the activations; others are the reference's.
+# The kernel's codes of activations; others use the reference.
 ACTIVATIONS = {"silu": 1, "gelu_tanh": 2}
 # K, and with an activation each half of N, are multiples of this.
 LANES = 16
@@ -73,7 +73,7 @@ def kernel_launch(
 
 
 def obstacle(model: ModelConfig, num_ranks: int, num_tokens: int) -> str | None:
-    """Why batches of up to so many tokens need more than the C++ kernels; None where every fused op is one of them."""
+    """The reason why batches up to this many tokens need more than the C++ kernels; None if every fused op has one."""
     if model.dtype != torch.float32:
         return f"they compute in float32, and dtype is {model.dtype}"
     if model.transformers is not None or model.experts.count:

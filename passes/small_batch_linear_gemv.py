@@ -27,10 +27,10 @@ def finish(
     ACTIVATION: tl.constexpr,
     RESIDUAL: tl.constexpr,
 ) -> None:
-    """What follows the product, rounded where the textbook rounds: activation(y) * up, or residual + y; then the store.
+    """Finish the product, rounded where the textbook rounds: activation(y) * up, or residual + y; then store it.
 
     y, up: float32, of the shape of offsets and mask, as residual; up is read with SILU_MUL, residual with RESIDUAL
-    alone. With few tokens callers load the residual with the product's operands, lest it be waited for at the end.
+    alone. With few tokens callers load the residual with the product's operands, to avoid a wait at the end.
     """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if SILU_MUL:

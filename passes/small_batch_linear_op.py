@@ -1,7 +1,7 @@
-"""The op that small_batch_linear introduces, a linear with its neighbours taken in: reference and launch of kernels.
+"""The op of small_batch_linear, a linear fused with its neighbours: reference and launch of kernels.
 
-It is opaque to Inductor: which kernel runs, with what tiles, is chosen when it is launched, by shapes, dtype and device
-alone. The tiles are those of the device's profile, or of a rule; nothing is tuned at start-up.
+It is opaque to Inductor: kernel and tiles are chosen at launch, only by shapes, dtype and device. The tiles are those
+of the device's profile, or of a rule; nothing is tuned at start-up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from compiled_engine.passes.small_batch_linear_tiles import few_tokens_kernel
 
 # A launch takes the tiles that were measured for the least of these that is not below its number of tokens.
 TOKEN_BUCKETS = (1, 8, 32, 64)
-# Before a kernel may start, a weight of up to so many bytes is asked into the L2 cache as a whole; of a larger one each
-# program asks for the first bytes of its part.
+# Before its wait, a kernel prefetches weights up to this many bytes into the L2 cache as a whole; of a larger weight
+# each program prefetches the first bytes of its part.
 WHOLE_AHEAD_BYTES = 16 << 20
 FIRST_AHEAD_BYTES = 16 << 10
 # Tiles of one launch that may be waiting for their splits.
@@ -33,11 +33,11 @@ MAX_TILES = 1 << 16
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program computes, and how it is compiled. `tokens` 1 is the kernel for a single token.
+    """Tiles of a program, and its compilation. `tokens` 1 is the kernel for a single token.
 
     rows: of the weight (with silu * up an even number, half of them gate). A step takes `groups` times block_k
-    columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not one before it; in float16
-    it is one before it all the same.
+    columns, each group by warps of its own. norm_inside: the norm is part of the kernel, not a kernel before it; in
+    float16 it is always a kernel before it.
     """
 
     tokens: int
@@ -58,8 +58,8 @@ class Tiles:
 def choose_tiles(num_tokens: int, num_rows: int, k: int, silu_mul: bool, dtype: torch.dtype, device: str = "") -> Tiles:
     """Tiles for a [num_tokens, k] x [num_rows, k] product; with silu_mul num_rows counts gate and up together.
 
-    Those that were measured on a device of that name, or, for any other, what has done well on an NVIDIA H200 with less
-    than 100 KiB of shared memory.
+    Tiles measured on a device of this name, or for any other device a rule from an NVIDIA H200, with less than 100 KiB
+    of shared memory.
     """
     if dtype == torch.float32 and num_tokens > 1:
         return Tiles(tokens=16, rows=16, block_k=64, num_stages=2)
@@ -101,7 +101,7 @@ def reference(
 ) -> torch.Tensor:
     """[T, M]: linear(RMSNorm(x) * norm_weight), then silu(gate) * up of its halves, then plus the residual.
 
-    Each step is left out whose argument is None or False; M is N, or N / 2 with silu_mul. Rounds to the dtype of x
+    Steps whose argument is None or False are omitted; M is N, or N / 2 with silu_mul. Rounds to the dtype of x
     where the textbook model does. activation: in silu's place, see silu_mul; norm_offset, norm_wide: see rms_norm.
     """
     if norm_weight_K is not None:
@@ -124,7 +124,7 @@ def on_cpu(
     norm_offset: float = 0.0,
     norm_wide: bool = False,
 ) -> torch.Tensor:
-    """What `reference` computes, by C++ where it has a kernel for it."""
+    """Compute `reference`, in C++ if there is a kernel."""
     before = x_TK, weight_NK, bias_N, norm_weight_K, eps, residual_TM
     out_TM = small_batch_linear_cpu.kernel_launch(*before, activation if silu_mul else None, norm_offset)
     return reference(*before, silu_mul, activation, norm_offset, norm_wide) if out_TM is None else out_TM
@@ -212,7 +212,7 @@ def launch(
 
 @cache
 def columns_ahead(num_rows: int, k: int, element_size: int, tiles: Tiles) -> int:
-    """Of each row, the columns that a program asks for ahead; 0 where rows do not begin at multiples of 16 bytes."""
+    """The columns of each row that a program prefetches; 0 if rows are not aligned to 16 bytes."""
     if k * element_size % 16:
         return 0
     step = tiles.groups * tiles.block_k

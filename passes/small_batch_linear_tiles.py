@@ -1,7 +1,7 @@
 """Triton kernel of the small-batch linear for a few tokens: tiles of the weight through the tensor cores, once.
 
-What is done for a product that is all latency and bandwidth: the weight is under way before the kernel waits for
-earlier ones (programmatic dependent launch): in shared memory where a program reads one tile of it, else asked into
+Measures for a product that is bound by latency and bandwidth: the weight is loaded before the kernel waits for earlier
+ones (programmatic dependent launch): into shared memory if a program reads one tile of it, otherwise prefetched into
 the L2 cache, a large one in part. K is split between the warps of a program (GROUPS, a batched product whose sum stays
 on the chip) or between programs (SPLIT_K), so that few rows still reach every multiprocessor.
 """
@@ -31,7 +31,7 @@ def weight_rows(first: tl.tensor, num_outputs: tl.tensor, ROWS: tl.constexpr, SI
 
 @triton.jit
 def _ask_into_l2(ptr: tl.tensor, num_bytes: tl.tensor) -> None:
-    """One thread asks for num_bytes from ptr on, both multiples of 16, and does not wait."""
+    """One thread prefetches num_bytes from ptr on, both multiples of 16, and does not wait."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .u32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; "
         "@p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -154,7 +154,9 @@ def _leave_partial(
 def _sum_of_partials(
     partial_ptr_TN: tl.tensor, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPLIT_K: tl.constexpr
 ) -> tl.tensor:
-    """In the order of the splits, whichever came last; past the L1 cache, which other programs do not write."""
+    """Sum in the order of the splits, whichever finished last; bypass the L1 cache, which does not see other programs'
+    writes.
+    """
     y_TN = tl.zeros([TOKENS, ROWS], tl.float32)
     for split in tl.static_range(SPLIT_K):
         y_TN += tl.load(partial_ptr_TN + split * (TOKENS * ROWS), cache_modifier=".cg")
@@ -195,8 +197,8 @@ def few_tokens_kernel(
     """Program (rows, split, tokens): TOKENS tokens times ROWS rows of the weight, over one of SPLIT_K parts of K.
 
     x: [num_tokens, K]; w: [N, K]; out: [num_tokens, num_outputs]. partial_ptr: float32 [tiles, SPLIT_K, TOKENS, ROWS];
-    counter_ptr: int32 [tiles]. COLUMNS_AHEAD: so many of a program's columns are asked into the L2
-    cache before the wait. NORM goes with SPLIT_K 1.
+    counter_ptr: int32 [tiles]. COLUMNS_AHEAD: number of a program's columns prefetched into the L2 cache before the
+    wait. NORM goes with SPLIT_K 1.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()

@@ -1,12 +1,12 @@
-"""A model of one rank's shape becomes that rank's share of a model that several ranks compute together.
+"""Turn a model of one rank's shape into that rank's share of a model that several ranks compute together.
 
-Why: a model, or its speed, that one device has no room for. The model file is traced in the shape that one rank has;
-this pass puts the collectives in: a sum over the ranks after each linear whose input is divided among them (attention's
-output, the second linear of the MLP, and experts once they are added up) and after the embedding, whose vocabulary is
-divided. Everything between two of them is computed by each rank on its own. The logits stay divided, and sampling takes
-them so. Which rank it is, is not in the graph: all ranks run the same code.
+Why: a model that does not fit on one device, or needs the bandwidth of several. The model file is traced in the shape
+of one rank; this pass inserts the collectives: a sum over the ranks after each linear whose input is divided among them
+(attention's output, the second linear of the MLP, and experts once they are added up) and after the embedding, whose
+vocabulary is divided. Everything between two of them is computed by each rank separately. The logits stay divided, also
+for sampling. The rank is not in the graph: all ranks run the same code.
 
-It changes what the graph means to a device, so it runs first and cannot be switched off.
+It changes the meaning of the graph, so it runs first and cannot be disabled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,9 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """A sum for each product whose input is divided, two a layer; one for the embedding if its vocabulary is."""
+        """A sum for each product with a divided input, two a layer; one for the embedding if its vocabulary is
+        divided.
+        """
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
         return divided_inputs + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
 
@@ -78,7 +80,7 @@ class TensorParallel(GraphPass):
         return PassResult(len(replacements), replacements=tuple(replacements))
 
     def _part(self, graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-        """The node whose value is only this rank's part of a sum, if `node` stands for one."""
+        """The node that holds this rank's part of a sum, if `node` is one."""
         product = product_of(node)
         shard = None if product is None else self._shard(product.weight)
         if shard is not None and shard.divides_input:

@@ -23,8 +23,8 @@ from compiled_engine.passes.matching import aten, is_call
 from compiled_engine.passes.parameter import compute
 from compiled_engine.passes.random_inputs import RandomInputs
 
-# How many times as far from the oracle as the original the rewrite may be, and how many units in the last place of a
-# row's largest value are forgiven in any case, for sums that are taken in another order.
+# Largest error of the rewrite relative to the original's, and tolerance in units in the last place of a row's largest
+# value, for sums in another order.
 FACTOR = 2.0
 ULPS = {torch.float32: 64.0, torch.bfloat16: 4.0, torch.float16: 4.0}
 # All results of a row of fewer may cancel out, so it is forgiven what the mean row is.
@@ -33,7 +33,7 @@ NARROW = 8
 MOST_TOKENS = 128
 SCALES = (1.0, 1e-3)
 
-# Calls whose results hold nothing yet: what they allocate like may change.
+# Calls with uninitialised results: the tensor that they are modelled on may change.
 ALLOCATIONS = (aten.empty_like.default, aten.empty.memory_format)
 
 Values = dict[fx.Node, Any]
@@ -105,14 +105,14 @@ def _unreported(before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node])
 
 
 def _arguments(node: fx.Node, same: dict[fx.Node, fx.Node]) -> Any:
-    """A call's arguments as the nodes that they stand for in the graph before."""
+    """A call's arguments as the corresponding nodes of the graph before."""
     return fx.map_arg((node.args, node.kwargs), lambda argument: same.get(argument, argument))
 
 
 def _check_inputs_and_writes(
     name: str, before: fx.Graph, after: fx.Graph, same: dict[fx.Node, fx.Node], replaced: dict[fx.Node, fx.Node]
 ) -> None:
-    """What no comparison of values sees: inputs that stand for something else, writes that went or came."""
+    """Check what no comparison of values shows: inputs with another source, removed or added writes."""
     for new, old in same.items():
         if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
             raise VerificationError(f"pass {name}: input {new.name} stands for something else than before")
@@ -209,7 +209,7 @@ def mutated(node: fx.Node) -> dict[str, fx.Node]:
 def _results(
     old: fx.Node, old_inner: list[fx.Node], new: fx.Node, new_inner: list[fx.Node]
 ) -> list[tuple[str, fx.Node, fx.Node]]:
-    """What to compare: the values, or, for calls that return nothing, the tensors that the regions wrote to."""
+    """The tensors to compare: the values, or, for calls without results, the tensors that the regions wrote to."""
     written = {name: node for call in old_inner for name, node in mutated(call).items()}
     rewritten = {name: node for call in new_inner for name, node in mutated(call).items()}
     if set(written) != set(rewritten):
@@ -222,7 +222,7 @@ def _widened(value: Any) -> Any:
 
 
 def difference(expected: torch.Tensor, oracle: torch.Tensor, found: torch.Tensor) -> str | None:
-    """None when `found` is about as near to the oracle as `expected` is, row by row; otherwise how it differs."""
+    """Return None if `found` is about as near to the oracle as `expected`, row by row; otherwise the difference."""
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"is {found.dtype}{list(found.shape)} instead of {expected.dtype}{list(expected.shape)}"
     if not expected.is_floating_point() or not expected.numel():

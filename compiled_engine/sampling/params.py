@@ -139,7 +139,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Where 0 is not False."""
+    """Compare without taking 0 for False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 

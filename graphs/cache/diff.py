@@ -8,14 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Difference:
-    """A factor, under its dotted name, whose value is `ours` here and `theirs` there; None where there is none."""
+    """A differing factor by dotted name: value `ours` here and `theirs` there; None if absent."""
 
     factor: str
     ours: Any
     theirs: Any
 
     def in_words(self, here: str, there: str) -> str:
-        """Such as `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`."""
+        """Describe the difference: `scheduler.max_num_batched_tokens: 2048 here, 8192 in entry ab12`."""
         section, _, name = self.factor.partition(".")
         if section == "source":
             return f"source code: compiled_engine/{name} {self._changed(here, there)}"
@@ -33,14 +33,14 @@ class Difference:
         return "was changed"
 
     def _lists_in_words(self, here: str, there: str) -> str:
-        """What only one of two lists has; empty when that is not the difference."""
+        """Items that only one of two lists has; empty if that is not the difference."""
         sides = ((here, self.ours, self.theirs), (there, self.theirs, self.ours))
         only = [(where, [str(item) for item in mine if item not in other]) for where, mine, other in sides]
         return "; ".join(f"{', '.join(items)} only {where}" for where, items in only if items)
 
 
 def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference]:
-    """What differs between two sets of factors, by name."""
+    """Differences between two sets of factors, by name."""
     flat_ours, flat_theirs = flatten(ours), flatten(theirs)
     return [
         Difference(name, flat_ours.get(name), flat_theirs.get(name))
@@ -50,7 +50,7 @@ def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[Difference
 
 
 def _is_said_by_the_list(name: str, *flat: dict[str, Any]) -> bool:
-    """Whether it is a pass that only one side runs: the list of passes differs too."""
+    """Return whether the factor is a pass that only one side runs: the list of passes differs too."""
     return name.startswith("passes.") and any(name not in one for one in flat)
 
 

@@ -1,7 +1,7 @@
 """An entry of the compile cache: files that never change, and a manifest with the digest of each.
 
-Nobody works in an entry. It is read as a whole, each file checked before its content is handed on, into a folder of
-the reader's own; so what the compiler writes beside its artifacts when they are loaded or first run stays outside.
+An entry is never used in place. It is copied as a whole, each file checked before its content is used, into a separate
+folder; so files that the compiler writes beside its artifacts when they are loaded or first run stay outside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 FACTORS = "factors.json"
-# Stands in an entry for the folder that it was built in.
+# Placeholder in an entry for the folder that it was built in.
 _HERE = b"[HERE]"
 
 
@@ -41,7 +41,7 @@ def write_entry(source: Path, entry: Path, factors: dict[str, Any]) -> None:
 
 
 def copy_entry(entry: Path, target: Path, factors: dict[str, Any], uid: int) -> None:
-    """Copy a whole entry to `target`: the bytes that are checked are those that are written.
+    """Copy a whole entry to `target`: the checked bytes are the bytes written.
 
     Raises DamagedEntry when the entry is not whole and unchanged, not owned by `uid`, or not built from `factors`.
     """

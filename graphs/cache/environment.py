@@ -1,6 +1,6 @@
-"""What decides, besides the config, what is compiled: versions, device, compilers with their settings, our source.
+"""Factors of compilation besides the config: versions, device, compilers with their settings, our source.
 
-Everything is readable, so that of two entries it can be said in words why they are two.
+All factors are readable, so that the difference of two entries can be explained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_s
 from compiled_engine.passes.profile import DeviceProfile, profile_of
 from compiled_engine.process.import_apart import import_apart
 
-# The rooms that shape a compiled graph: every file directly in them counts.
+# The packages that shape a compiled graph: every file directly in them counts.
 SOURCE_ROOMS = ("attention", "graphs.compiler", "models.textbook", "passes")
 # Dynamo's settings that shape a graph; its many others decide what it logs, and when it gives up.
 _DYNAMO_SETTINGS = (
@@ -51,7 +51,7 @@ _INDUCTOR_HOOKS = (
     "post_grad_custom_pre_pass",
     "pre_grad_custom_pass",
 )
-# Settings and environment variables that say where something is written, who does it, or what is shown meanwhile.
+# Settings and environment variables for output folders, workers and progress.
 _SHAPES_NOTHING = (
     *("*path", "*dir", "*progress"),
     *("*_PATH", "*_DIR", "*LOG*", "*WORKER*", "*_COMPILE_THREADS", "*_TIMEOUT*", "MAST_HPC_JOB_NAME", "ROLE_RANK"),
@@ -80,7 +80,7 @@ class Environment:
 
 
 def this_environment(device: torch.device) -> Environment:
-    """Of this process, for a model on `device`."""
+    """Collect the factors of this process, for a model on `device`."""
     return Environment(
         versions={
             "python": sys.implementation.cache_tag,
@@ -116,7 +116,7 @@ def describe_device(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_instructions() -> list[str]:
-    """The instruction sets that the CPU says it has; compiled pieces use all of them."""
+    """The instruction sets that the CPU reports; compiled pieces use all of them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
@@ -145,7 +145,7 @@ def measured_gains(profile: DeviceProfile | None) -> dict[str, Any]:
 
 
 def compiler_settings(device_type: str) -> dict[str, Any]:
-    """What was set in torch's compilers other than their defaults, by whom ever, and what decides these defaults."""
+    """Settings of torch's compilers that differ from their defaults, and the variables that determine the defaults."""
     hooks = {name: getattr(settings_of("inductor"), name, None) for name in _INDUCTOR_HOOKS}
     inductor = _changed("inductor") | {name: _json_value(hook) for name, hook in hooks.items() if hook is not None}
     dynamo = _changed("dynamo")
@@ -169,7 +169,7 @@ def _changed(compiler: str) -> dict[str, Any]:
 
 
 def _environment_variables() -> dict[str, str]:
-    """Those that torch's settings take their defaults from, where they are set."""
+    """Environment variables from which torch's settings take their defaults, if set."""
     root = Path(torch.__file__).parent
     sources = [(root / f"_{name}" / "config.py").read_text() for name in ("inductor", "functorch", "dynamo")]
     read = {name for source in sources for name in re.findall(r"[\"']([A-Z][A-Z0-9_]+)[\"']", source)}
@@ -181,7 +181,9 @@ def _shapes_code(name: str) -> bool:
 
 
 def _json_value(value: Any) -> Any:
-    """As JSON; of a function or object its own `uuid()`, or its name: no address, which differs in each process."""
+    """Convert to JSON; a function or object by its `uuid()` or its name, not its address, which differs in each
+    process.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict):
@@ -202,7 +204,7 @@ def source_digests() -> dict[str, str]:
 
 
 def digests_of(rooms: tuple[str, ...]) -> dict[str, str]:
-    """Digest of every file directly in these rooms."""
+    """Digest of every file directly in these packages."""
     return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in source_files(rooms).items()}
 
 

@@ -38,7 +38,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """The entries below a root that nobody but `uid` can change. `open_cache` makes one."""
+    """The entries below a root that only `uid` can change. `open_cache` makes one."""
 
     path: Path
     uid: int
@@ -59,15 +59,15 @@ class CacheFolder:
         return sorted(self.path.glob(f"damaged_{key}_*"))
 
     def abandoned(self, key: str) -> list[Path]:
-        """What engines with this entry left when they were killed; to be told from a new one, it needs the lock."""
+        """Work folders of killed engines of this entry. Needs the lock, to distinguish them from new ones."""
         return [path for path in sorted(self.path.glob(f"work_{key}_*")) if not is_in_use(path)]
 
     def leftovers(self) -> list[Path]:
-        """What was set aside, and what killed engines have left, of all keys."""
+        """Folders set aside, and folders of killed engines, of all keys."""
         return [path for key in self.all_keys() for path in (*self.set_aside(key), *self.abandoned(key))]
 
     def last_used(self, key: str) -> float:
-        """When an engine found or built the entry, in seconds since the epoch."""
+        """Time when an engine last found or built the entry, in seconds since the epoch."""
         try:
             return self._lock(key).stat().st_mtime
         except FileNotFoundError:
@@ -117,7 +117,7 @@ class CacheFolder:
             work.close()
 
     def move_aside(self, key: str) -> Path:
-        """Put an entry where nobody finds it but a person. Needs the lock."""
+        """Move an entry aside for inspection. Needs the lock."""
         aside = Path(tempfile.mkdtemp(prefix=f"damaged_{key}_", dir=self.path))
         os.rename(self.entry(key), aside / key)
         return aside
@@ -150,9 +150,9 @@ class CacheFolder:
 
 
 def open_cache(root: Path, uid: int | None = None) -> CacheFolder:
-    """The cache below `root`, made if it is not there. `uid`: whose it must be; None for this process's user.
+    """Open or create the cache below `root`. `uid`: required owner; None for this process's user.
 
-    Raises OSError, which says why, where it cannot be made or others could change it.
+    Raises OSError with the reason if it cannot be created or others could change it.
     """
     uid = os.geteuid() if uid is None else uid
     return CacheFolder(private_folder(root, ENTRIES, uid), uid)

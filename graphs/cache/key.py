@@ -1,4 +1,4 @@
-"""What decides whether a compiled model can be used again: the declared factors of the cache key.
+"""The factors of the cache key: they determine whether a compiled model can be reused.
 
 Every config field is in one of the lists below; a field in none is an error, so that a new one cannot be forgotten.
 """
@@ -44,11 +44,11 @@ GRAPH_FIELDS = (
     "parallel.tensor_parallel_size",
     "attention_backend",
 )
-# Whose code says what a rank's share is, of parameters and of checkpoints, and how shares are added up.
+# Packages that define a rank's share of parameters and checkpoints, and the sums over ranks.
 RANK_ROOMS = ("parallel", "models.checkpoint")
-# Of a model whose code is transformers'.
+# Packages for models with transformers' code.
 FOREIGN_FIELDS = ("model.transformers.version", "model.transformers.config")
-# These count by what they make of model.rope.angle_scale, a constant of the graph.
+# These only count through model.rope.angle_scale, a constant of the graph.
 ANGLE_SCALE_FIELDS = (
     "model.rope.kind",
     "model.rope.factor",
@@ -123,9 +123,9 @@ def cache_factors(config: EngineConfig, environment: Environment | None = None) 
 
 
 def graph_config(config: EngineConfig) -> dict[str, Any]:
-    """What of the config shapes the graph, under dotted names.
+    """The part of the config that shapes the graph, under dotted names.
 
-    Raises RuntimeError for a field that is declared neither as one that does nor as one that does not.
+    Raises RuntimeError for a field that is in neither list.
     """
     flat = flat_fields(config)
     undeclared = sorted(flat.keys() - {*GRAPH_FIELDS, *FOREIGN_FIELDS, *ANGLE_SCALE_FIELDS, *OTHER_FIELDS})

@@ -1,7 +1,7 @@
-"""The compile cache: what was compiled is found by the digest of its declared factors, or built and kept.
+"""The compile cache: find a compiled model by the digest of its factors, or build and keep it.
 
-An entry is checked in full before anything in it is used. One that does not pass is reported, set aside and built
-again; where there is no usable cache folder the engine compiles into a temporary one.
+An entry is checked completely before any of it is used. A damaged entry is reported, set aside and rebuilt; without a
+usable cache folder the engine compiles into a temporary one.
 """
 
 from __future__ import annotations
@@ -24,18 +24,17 @@ from compiled_engine.graphs.cache.work_folder import WorkFolder
 
 log = logging.getLogger("compiled_engine")  # is given texts: a record with an exception would keep folders alive
 
-# With less than this the compiler works in the temporary folder; the entry itself may still find room.
+# With less free space the compiler works in the temporary folder; the entry itself may still fit.
 _ENOUGH_BYTES = 256 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What was found or built, ready for use.
+    """A found or built model, ready for use.
 
-    `status` is hit, miss (built now and kept) or off (built now, not kept). `folder` is the entry, or where it is
-    off, the temporary folder. `why` says in a few words how that came. `loaded` came from `work`, which lives as
-    long as this object.
+    `status` is hit, miss (built now and kept) or off (built now, not kept). `folder` is the entry, or with off the
+    temporary folder. `why` gives the reason briefly. `loaded` came from `work`, which lives as long as this object.
     """
 
     folder: Path
@@ -55,12 +54,12 @@ def find_or_build(
     uid: int | None = None,
     notice_after_s: float = 5.0,
 ) -> Lookup:
-    """What `build(folder)` made of `factors`, now or some time before, and what `load(folder)` reads from it.
+    """Look up or `build(folder)` the model of `factors`, and `load(folder)` it.
 
-    Both are given a folder that is this process's own; it may be written to also after the load. `root` None keeps
-    nothing. An entry that was found but cannot be loaded counts as damaged. `uid`: whose the cache must be; None for
-    this process's user. Two processes that want the same entry wait for each other, which is logged after
-    `notice_after_s`; the second finds it.
+    Both get a private folder of this process, which may be written to even after the load. `root` None keeps nothing.
+    An entry that cannot be loaded counts as damaged. `uid`: required owner of the cache; None for this process's user.
+    Two processes that need the same entry wait for each other, which is logged after `notice_after_s`; the second finds
+    it.
 
     Raises what `build` raises, and what `load` raises on something newly built.
     """
@@ -163,7 +162,7 @@ def _keep(cache: CacheFolder, key: str, work: WorkFolder, factors: dict[str, Any
 
 
 def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
-    """In the cache's folder; in the temporary one if that is full or cannot be written to."""
+    """Build in the cache's folder, or in the temporary one if the former is full or read-only."""
     if cache is not None:
         try:
             if shutil.disk_usage(cache.path).free >= _ENOUGH_BYTES:
@@ -174,7 +173,7 @@ def _work_folder(cache: CacheFolder | None, key: str) -> WorkFolder:
 
 
 def _is_no_space(error: BaseException) -> bool:
-    """Whether an error came from a full disk, however many compilers have passed it on."""
+    """Return whether an error was caused by a full disk, possibly several exceptions deep."""
     return any(
         (isinstance(cause, OSError) and cause.errno in _NO_SPACE)
         or any(os.strerror(number) in str(cause) for number in _NO_SPACE)

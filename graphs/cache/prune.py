@@ -1,6 +1,6 @@
-"""Delete entries that nobody has used for long, or the longest unused until the rest is small enough.
+"""Delete entries that were not used for long, or the least recently used until the rest is small enough.
 
-What was set aside, what killed processes have left, and entries that are damaged go in any case.
+Entries set aside, leftovers of killed processes, and damaged entries are always deleted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from compiled_engine.graphs.cache.report import EntryReport, folder_bytes, repor
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was deleted, or would be, and why. `removed` False: another process is looking it up or building it."""
+    """A deletion, or a planned one, and its reason. `removed` False: another process is looking it up or building
+    it.
+    """
 
     key: str
     path: Path

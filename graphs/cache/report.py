@@ -1,4 +1,4 @@
-"""What is in the compile cache: each entry with its size, its age and its state; which one is nearest to a config."""
+"""Contents of the compile cache: each entry with size, age and state, and the entry nearest to a config."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EntryReport:
 
 @dataclass(frozen=True)
 class Nearest:
-    """The entry whose factors differ least from some others, and how."""
+    """The entry whose factors differ least from the given ones, and the differences."""
 
     entry: EntryReport
     differences: list[Difference]
@@ -95,7 +95,9 @@ def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest 
 
 
 def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
-    """Passes that were known when the entry was built, and disabled; with one rank nobody misses those of ranks."""
+    """Passes that existed when the entry was built, and were disabled; with one rank, without the passes of several
+    ranks.
+    """
     alone = factors.get("config", {}).get("parallel.tensor_parallel_size", 1) == 1
     unused = PASSES_OF_RANKS if alone else frozenset()
     for path in filter(Path.is_file, entry.glob("*/passes.json")):

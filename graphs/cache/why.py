@@ -18,7 +18,7 @@ _SHOWN = 3
 
 
 def why_absent(cache: CacheFolder, factors: dict[str, Any]) -> str:
-    """By what the entry that is most alike differs: the names of a few factors."""
+    """Names of a few factors in which the most similar entry differs."""
     found = []
     for key in cache.entry_keys():
         with suppress(DamagedEntry):

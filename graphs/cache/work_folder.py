@@ -1,5 +1,5 @@
-"""A private folder for what a running engine compiles and loads. It is deleted with its object or at the end of the
-process, and it is locked until then, so that anybody can tell a folder in use from what a killed process has left.
+"""A private folder for the files that a running engine compiles and loads. It is deleted with its object or at the end
+of the process, and locked until then, which distinguishes it from the leftovers of a killed process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class WorkFolder:
 
 
 def is_in_use(outer: Path) -> bool:
-    """Whether the process that made this work folder (its `path` is inside) is alive and still needs it."""
+    """Return whether the process that made this work folder (its `path` is inside) is alive and still needs it."""
     try:
         lock = os.open(outer / _LOCK, os.O_RDWR | os.O_NOFOLLOW)
     except OSError:

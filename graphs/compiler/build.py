@@ -48,7 +48,7 @@ def build_entry(
     progress: Progress,
     timeline: Timeline,
 ) -> int:
-    """Trace and compile into `folder`, whose layout docs/caching.md describes; returns the number of unique pieces."""
+    """Trace and compile into `folder` (see docs/caching.md for its layout); returns the number of unique pieces."""
     start_s = timeline.now()
     (folder / "pieces").mkdir()
     pieces: dict[str, str] = {}
@@ -124,8 +124,7 @@ def apply_passes(
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
     """The graph of one range after its passes, as it is split.
 
-    On a CPU fused ops are written out, except where C++ kernels serve the whole range. whole: what `trace_whole`
-    returns.
+    On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
     """
     module = traced.for_range(compile_range)
     structure = structure_passes(config, module.graph, compile_range, whole)

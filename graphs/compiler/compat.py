@@ -1,4 +1,4 @@
-"""Whatever differs between the supported torch versions (2.11 to 2.15), in one place."""
+"""Differences between the supported torch versions (2.11 to 2.15), in one place."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch._inductor.utils import clear_caches
 from torch._subclasses.functional_tensor import dispatch_functionalize
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-# What Dynamo imports in the middle of a trace, some 400 modules. By then other threads prepare kernels, and Python
-# gives up the interpreter at each file that it reads.
+# Some 400 modules that Dynamo imports during a trace. By then other threads prepare kernels, and Python releases the
+# GIL at each file that it reads.
 _IMPORTED_BY_TRACES = (
     "torch._dynamo.repro.after_dynamo",
     "torch._inductor.compiler_bisector",
@@ -35,10 +35,9 @@ for _name in _IMPORTED_BY_TRACES:
 
 
 def import_compiler() -> None:
-    """Import what the first compilation imports, without asking CUDA anything: CUDA cannot be used in a fork of a
-    process that has.
+    """Import what the first compilation imports, without any query to CUDA, after which CUDA cannot be used in a fork.
 
-    torch._inductor.runtime.benchmarking asks for a GPU, to choose how kernels are timed.
+    torch._inductor.runtime.benchmarking looks for a GPU, to choose how kernels are timed.
     """
     with inductor_config.patch(use_experimental_benchmarker=False):
         importlib.import_module("torch._inductor.compile_fx")

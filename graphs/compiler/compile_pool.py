@@ -53,7 +53,7 @@ def compile_pool(entry: Path, workers: int, modules: Sequence[str] = ()) -> Iter
                             left.append(result)
                         else:
                             yield result
-                except BaseException:  # nobody waits for the others
+                except BaseException:  # the others are not waited for
                     threads.shutdown(wait=False, cancel_futures=True)
                     pool.close()
                     raise

@@ -33,7 +33,7 @@ def _compile_pieces(order: dict[str, Any], messages: Messages, answer: Answer) -
     from compiled_engine.graphs.compiler.compile_piece import compile_piece
     from compiled_engine.graphs.compiler.piece import UnknownTarget
 
-    # Not before the fork: what a user's module does when it is imported is not for a copy.
+    # After the fork: side effects of importing a user's module must not be shared.
     for module in order["modules"]:
         importlib.import_module(module)
     # Workers are many already: Inductor starts none of its own.

@@ -1,4 +1,4 @@
-"""What was compiled for one compile range: its plan, and what the passes did; as files of a cache entry."""
+"""The result of one compile range, its plan and pass reports, as files of a cache entry."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CompiledRange:
 
     @property
     def bound_plan(self) -> Plan:
-        """What is to run: the stage's part, or the whole."""
+        """The plan to run: the stage's part, or the whole."""
         return self.staged.plan if self.staged is not None else self.plan
 
 

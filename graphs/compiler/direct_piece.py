@@ -19,13 +19,13 @@ _GETITEM = "operator.getitem"
 
 
 def is_direct(text: str) -> bool:
-    """Whether a piece (its JSON) can run as it stands."""
+    """Return whether a piece (its JSON) can run as generated Python."""
     nodes = json.loads(text)["nodes"]
     return all(_is_scaled_embedding(node, nodes) or _needs_no_compiler(node[0]) for node in nodes)
 
 
 def _is_scaled_embedding(node: list[Any], nodes: list[list[Any]]) -> bool:
-    """Whether it is an embedding times a constant, which Gemma begins with."""
+    """Return whether the piece is an embedding times a constant, as at Gemma's beginning."""
     if node[0] != "aten::mul.Tensor" or not isinstance(node[1][1], int | float):
         return False
     return nodes[node[1][0]["node"]][0] == "aten::embedding.default"

@@ -9,10 +9,10 @@ from compiled_engine.graphs.compiler.plan import Plan, PlannedStep
 
 
 def distinct_calls(plan: Plan) -> Plan:
-    """The plan without the calls that are like an earlier one, whose results stand for theirs.
+    """The plan without calls that repeat an earlier one, whose results replace theirs.
 
-    Pieces are alike if they are the same piece, which is compiled for the shapes of its arguments; ops if they have the
-    same constants and take what the same pieces define. Values are looked at nowhere, so all ranks leave out the same.
+    Calls are equal if they call the same piece, which is compiled for the shapes of its arguments, or the same op with
+    equal constants on values of the same pieces. Values do not matter, so all ranks leave out the same calls.
     """
     stand_ins = {index: index for index in range(len(plan.inputs))}
     makers: dict[int, Hashable] = {}
@@ -36,7 +36,7 @@ def _kind(plan: Plan, step: PlannedStep, makers: Mapping[int, Hashable]) -> Hash
         if index in makers:
             return makers[index]
         source = plan.inputs[index]
-        # What each layer has one of differs by its name.
+        # Inputs that each layer has differ by name.
         return source.kind if source.kind == "parameter" or source.element is not None else source
 
     return step.piece or (step.op, *map(of_argument, step.arguments))

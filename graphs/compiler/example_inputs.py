@@ -1,4 +1,4 @@
-"""What a model is traced with: parameters without storage, and small inputs whose values nobody reads."""
+"""Example inputs of a trace: parameters without storage, and small inputs whose values are not read."""
 
 from __future__ import annotations
 

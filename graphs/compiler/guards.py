@@ -2,7 +2,7 @@
 
 Dynamo guards everything that it read while it traced: the model's attributes, the functions it called, the inputs,
 the state of torch. The engine never calls Dynamo's entry, so nothing checks these guards; each must hold by
-construction, and here it is said of each how.
+construction, and this file explains how.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class GuardRecord:
     discharged: str
 
 
-# The first rule whose pattern fits a guard's source and kind says what it is about and why it holds.
+# The first rule whose pattern matches a guard's source and kind gives its subject and why it holds.
 _RULES = (
     ("input sizes", r"", r"SHAPE_ENV", "all inputs of a step are made from one batch, within the scheduler's limits"),
     (
@@ -67,7 +67,7 @@ _RULES = (
     ),
 )
 
-# What tells layers apart in a guard's source: L['model']._modules['layers']._modules['3'], L['kv_caches'][3].
+# Layer indices in a guard's source: L['model']._modules['layers']._modules['3'], L['kv_caches'][3].
 _NUMBERS = re.compile(r"(?<=\[')\d+(?='\])|(?<='\]\[)\d+(?=\])")
 
 
@@ -113,7 +113,7 @@ def _account(source: str, kind: str) -> tuple[str, str]:
 
 
 def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
-    """All that sizes must be; for other guards the one line that says it, or what it is about if code says no more."""
+    """All conditions on sizes; for other guards their line, or their subject if the code is not informative."""
     if kind == "SHAPE_ENV":
         return code
     if not code or kind == "TENSOR_MATCH":
@@ -122,7 +122,7 @@ def _conditions(source: str, kind: str, code: list[str]) -> list[str]:
 
 
 def _readable(condition: str) -> str:
-    """In the model's own names, without what differs from process to process."""
+    """Convert to the model's names, without parts that differ from process to process."""
     condition = re.sub(r"___check_type_id\((.*), \d+\), type=<class '(.*)'>", r"type(\1) is \2", condition)
     condition = re.sub(r"___check_obj_id\((.*), \d+\), type=<.*>", r"\1 is the same object", condition)
     condition = re.sub(r"\._(?:modules|parameters|buffers)\['([\w*]+)'\]", r".\1", condition)

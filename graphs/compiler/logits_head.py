@@ -1,8 +1,8 @@
-"""What a model does between hidden states and logits: its parameters, and Python for models whose code a start lacks.
+"""The computation from hidden states to logits: its parameters, and generated Python for models whose code is not
+imported.
 
-The textbook's models have a method for it, and so has foreign code, but a start that finds its model compiled imports
-none. Both are taken from the trace (see `logits_head_writer`). The generated code calls ops one by one, as eager code
-does.
+Models have a method for it, but a warm start does not import foreign code. Both are taken from the trace (see
+`logits_head_writer`). The generated code calls ops one by one, as eager code does.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def read_logits_parameters(folder: Path) -> tuple[Parameter, ...]:
-    """Those that the logits need, whoever computes them."""
+    """Parameters that the logits need."""
     return tuple(source for source in _read_inputs(folder) if isinstance(source, Parameter))
 
 
 def read_logits_head(folder: Path, device_type: str) -> Callable[[Mapping[str, torch.Tensor]], Logits] | None:
-    """What binds the code to parameters, by name; None where an entry has none."""
+    """A function that binds the code to parameters, by name; None if an entry has no code."""
     if not (folder / CODE_FILE).is_file():
         return None
     code = load_direct((folder / CODE_FILE).read_text(), device_type)
@@ -48,5 +48,5 @@ def read_logits_head(folder: Path, device_type: str) -> Callable[[Mapping[str, t
 
 
 def _read_inputs(folder: Path) -> list[Input]:
-    """Those behind the first, which is the hidden states."""
+    """Placeholders after the first, which is the hidden states."""
     return [read_input(item) for item in json.loads((folder / INPUTS_FILE).read_text())[1:]]

@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All that the pieces take, packed and made ones too."""
+        """All parameters of the pieces, including packed and made ones."""
         return tuple(source for source in self.inputs if isinstance(source, Parameter))
 
     def piece_keys(self) -> tuple[str, ...]:
@@ -75,5 +75,5 @@ class Plan:
 
 
 def read_input(item: dict[str, Any]) -> Input:
-    """From its fields as JSON has them."""
+    """Make a plan from its fields as JSON."""
     return Source(**item) if "kind" in item else Parameter.from_json(item)

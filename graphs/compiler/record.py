@@ -1,7 +1,7 @@
-"""What a compilation leaves behind for the inspector, beside the files that the engine itself reads.
+"""Files of a compilation for the inspector, in addition to the files that the engine reads.
 
-`record.json` of a cache entry holds one `Record`; `trace/` holds what Dynamo and the lowering made. Whatever can be
-read from the entry's other files (kernels of a piece, where it is used) is not stored twice.
+`record.json` of a cache entry holds one `Record`; `trace/` holds the results of Dynamo and the lowering. Information in
+the entry's other files (kernels of a piece, its uses) is not stored twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class ModuleRecord:
-    """A module of the model as its file wrote it. `count` above 1: so many equal siblings, the first is shown."""
+    """A module of the model as its file wrote it. `count` above 1: number of equal siblings, the first is shown."""
 
     path: str
     kind: str
@@ -46,7 +46,7 @@ class ModuleRecord:
 
 @dataclass(frozen=True)
 class SymbolRecord:
-    """A size that the compiled model leaves open: its symbol in the graphs, its range, and where it stands."""
+    """A symbolic size of the compiled model: its symbol in the graphs, its range, and its inputs."""
 
     symbol: str
     name: str
@@ -57,7 +57,7 @@ class SymbolRecord:
 
 @dataclass(frozen=True)
 class PieceRecord:
-    """How long Inductor took for a piece, and in which worker process (None: in the engine's own)."""
+    """Inductor's time for a piece, and its worker process (None: the engine's own)."""
 
     key: str
     seconds: float
@@ -94,14 +94,14 @@ def write_trace(
 
 
 def _decompiled(before: types.CodeType, after: types.CodeType) -> str:
-    """Both versions of a function as source, without the random part of the name of what Dynamo compiled."""
+    """Both versions of a function as source, without the random part of the name of Dynamo's function."""
     parts = [("The function that was traced", before), ("What Dynamo made of it", after)]
     text = "\n\n".join(f"# {title}.\n{_source(code)}" for title, code in parts) + "\n"
     return re.sub(r"__compiled_fn_\d+(_[0-9a-f]+){5}", "__compiled_fn", text)
 
 
 def _source(code: types.CodeType) -> str:
-    """By depyf; the instructions where it does not know them, for nothing that the inspector shows may stop a build."""
+    """Decompile with depyf; on failure return the instructions, since the inspector must not stop a build."""
     import depyf  # takes a while, and a warm start does without it
 
     try:
@@ -117,7 +117,7 @@ def phases_since(spans: Iterable[Span], start_s: float) -> tuple[Span, ...]:
 
 
 def module_tree(model: nn.Module) -> ModuleRecord:
-    """The model's modules; layers that are alike but for their number appear once, with their count."""
+    """The model's modules; layers that differ only by number appear once, with their count."""
     return _module("", model)
 
 
@@ -136,7 +136,7 @@ def _module(path: str, module: nn.Module) -> ModuleRecord:
 
 
 def _shape(module: ModuleRecord) -> tuple[object, ...]:
-    """What makes two modules alike: all but their path and count."""
+    """The key by which modules are equal: everything except path and count."""
     return module.kind, module.parameters, tuple((_shape(child), child.count) for child in module.children)
 
 

@@ -19,7 +19,7 @@ from compiled_engine.graphs.compiler.traced_layers import Role, TracedLayers
 from compiled_engine.passes.graph_inputs import source_of
 
 Segments = dict[int, list[fx.Node]]
-# Of a traced layer: the values that it takes from the one traced before, in the order of their first use.
+# A traced layer's inputs from the previously traced one, in the order of their first use.
 Taken = dict[int, list[fx.Node]]
 
 
@@ -79,9 +79,9 @@ def _taken(segments: Segments) -> Taken:
 
 
 def _given(segments: Segments, taken: Taken, layers: TracedLayers) -> dict[Role, list[int]] | None:
-    """Of each role, which of its nodes the layer behind takes, in that one's order.
+    """For each layer class, the nodes that the next layer takes, in that layer's order.
 
-    None where traced layers in a role give different nodes, or those of a kind take them at different places.
+    None if traced layers of a class give different nodes, or take them at different places.
     """
     given: dict[Role, list[int]] = {}
     first_uses: dict[int, list[int]] = {}
@@ -110,10 +110,10 @@ def _alike_in_role(role: Role, segments: Segments, taken: Taken, layers: TracedL
 
 
 def _alike(number: int, template: int, segments: Segments, taken: Taken, layers: TracedLayers) -> bool:
-    """Whether a layer does to what it is given what another one does."""
+    """Return whether two layers compute the same function of their inputs."""
     own = {node: place for place, node in enumerate(segments[number])}
     of_template = {node: place for place, node in enumerate(segments[template])}
-    # For the first layer, which takes what is computed before all layers, the first use tells which is which.
+    # The first layer's inputs are computed before all layers; their first use identifies them.
     stands_for: dict[fx.Node, Any] = dict(zip(taken[template], taken[number], strict=True)) if number in taken else {}
     from_before = set(taken[template])
 

@@ -1,4 +1,4 @@
-"""The settings of torch's compilers: those that we give them, and those that the caller has changed."""
+"""The settings of torch's compilers: the engine's, and those that the caller has changed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ INDUCTOR_OPTIONS: dict[str, Any] = {"cpp.dynamic_threads": True}
 
 
 def settings_of(compiler: str) -> Any:
-    """The settings of "inductor", "functorch" or "dynamo"; None while it is not imported: nobody has changed them then.
+    """The settings of "inductor", "functorch" or "dynamo"; None if it is not imported, so they are unchanged.
 
     A warm start does without the compilers, which take seconds to import.
     """
@@ -18,7 +18,7 @@ def settings_of(compiler: str) -> Any:
 
 
 def changed_settings(compiler: str) -> dict[str, Any]:
-    """What differs from the compiler's defaults in this process."""
+    """Settings of this process that differ from the compiler's defaults."""
     config = settings_of(compiler)
     if config is None:
         return {}

@@ -85,7 +85,7 @@ def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]
 
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:
-    """What a step before an attention defines and a later one than that attention reads."""
+    """Values defined before an attention and read after it."""
     known = splitting_ops()
     attentions = [number for number, step in enumerate(steps) if step.op is not None and known[step.op].attends]
     last_use = {node: number for number, step in enumerate(steps) for node in step.inputs if isinstance(node, fx.Node)}

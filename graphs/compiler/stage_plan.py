@@ -21,7 +21,7 @@ from compiled_engine.passes.registry import splitting_ops
 
 @dataclass(frozen=True)
 class Border:
-    """What goes from one stage to the next, in this order: [T, *row_shape] each."""
+    """Values sent from one stage to the next, in this order: [T, *row_shape] each."""
 
     values: tuple[Carried, ...]
 
@@ -103,7 +103,7 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
 
 
 def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
-    """What steps before `place` define and those from there on read. Raises ValueError, see stage_plan."""
+    """Values defined before `place` and read from there on. Raises ValueError, see stage_plan."""
     defined = {index for step in plan.steps[:place] for index in step.results}
     read = {a["value"] for step in plan.steps[place:] for a in step.arguments if "value" in a} | {*plan.outputs}
     known = {value.value: value for value in plan.carried}
@@ -120,8 +120,9 @@ def _renumbered(source: Input, layers: range) -> Input:
 
 
 class StageForward:
-    """A stage's forward as the whole model is called: what it received is at the beginning of `buffer` (uint8), and it
-    returns what it hands on packed, or what the model returns."""
+    """A stage's forward with the whole model's signature: its input is at the beginning of `buffer` (uint8), and it
+    returns the packed values for the next stage, or the model's result.
+    """
 
     def __init__(self, stitched: Callable[..., object], stage: StagePlan, buffer: torch.Tensor | None):
         self._stitched, self._buffer = stitched, buffer

@@ -45,7 +45,7 @@ def stitch(
 
 
 def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., Any]:
-    """The function that stands for a splitting op, whose attention is passed to `on_attention` if that is given."""
+    """The function called for a splitting op; its attention is passed to `on_attention` if that is given."""
     if on_attention is None or not op.attends:
         return op.function
     attention = attend if op.around else op.function
@@ -86,7 +86,7 @@ def _used_sizes(plan: Plan) -> list[tuple[int, Source]]:
 
 
 def _last_uses(plan: Plan) -> dict[int, list[int]]:
-    """For each step, the values that nothing after it reads."""
+    """Values that are not read after each step."""
     last: dict[int, int] = {}
     for number, step in enumerate(plan.steps):
         for index in [*step.results, *(a["value"] for a in step.arguments if "value" in a)]:

@@ -41,8 +41,9 @@ from compiled_engine.passes.parameter import BUFFER, WEIGHT, Parameter
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What a model is traced with: its forward's arguments as they are declared, an example of each by name, and the
-    most tokens that they may have. `asked`: the step tensors that passes ask for, which the model does not read."""
+    """Inputs of a trace: the forward's declared arguments, an example of each by name, and the largest number of
+    tokens. `asked`: the step tensors that passes declare, which the model does not read.
+    """
 
     declared: tuple[StepTensor, ...]
     examples: Mapping[str, torch.Tensor]
@@ -104,7 +105,7 @@ class GuardError(RuntimeError):
 
 
 def trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool = False, verify: bool = False) -> TracedGraph:
-    """Trace `model` (whose parameters may be without storage: nothing is executed) on example inputs.
+    """Trace `model` on example inputs. Nothing is executed, so its parameters may be without storage.
 
     strict, verify: of the passes that lower foreign code, see `run_passes`.
     Raises GuardError when the graph would not be valid for every size in the declared range.
@@ -128,7 +129,7 @@ def _trace_layers(model: nn.Module, inputs: ForwardInputs, *, strict: bool, veri
 
 
 def _add_inputs(module: fx.GraphModule, inputs: ForwardInputs) -> None:
-    """Give the graph an input for each step tensor that a pass asks for; the sizes are those of the traced inputs."""
+    """Give the graph an input for each step tensor that a pass declares, with the sizes of the traced inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {
@@ -191,7 +192,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """What Dynamo made of a forward; `fakes` are the values of the graph's placeholders."""
+    """Dynamo's result for a forward; `fakes` are the values of the graph's placeholders."""
 
     graph: fx.GraphModule
     fakes: list[Any]
@@ -255,7 +256,7 @@ def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[
 
 
 def _named_source(name: str, parameters: dict[str, torch.Tensor]) -> Source | Parameter:
-    """From Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and the like."""
+    """Parse Dynamo's L['model']._modules['layers']._modules['0']._parameters['weight'] and similar names."""
     argument, rest = re.fullmatch(r"L\['(\w+)'\](.*)", name).groups()  # type: ignore[union-attr]
     steps = [step for step in re.findall(r"\w+", rest) if step not in ("_modules", "_parameters", "_buffers")]
     if argument != "model":

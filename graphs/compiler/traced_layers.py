@@ -1,8 +1,8 @@
-"""Which of a model's layers are traced: of each kind of layer, and of each that may follow it, two are enough.
+"""The choice of layers to trace: two of each layer class and class of the next layer are enough.
 
 A trace takes a fixed time for each op, so a model of 36 layers took ten times as long as one of three. A `LayerStack`
-applies its layers one after another and in the same way, so layers whose modules are alike give the same ops. The graph
-repeats what was traced for the others (repeated_layers.py).
+applies its layers one after another and in the same way, so layers with equal modules give the same ops. The graph
+repeats the traced layers for the others (repeated_layers.py).
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Role(NamedTuple):
 
 @dataclass(frozen=True)
 class TracedLayers:
-    """`stack`, which lies at `path`, the role of each of its layers, and the `numbers` of those that are traced.
+    """`stack` at `path`, the class of each of its layers, and the `numbers` of the traced ones.
 
-    Each of these plays its role in the trace too: the layer that is traced behind it is of the kind that it should be.
+    Classes also hold in the trace: the next traced layer is of the right kind.
 
-    A stack of foreign code has no say in which layers are applied: those that are not hand on what they are given, `in
-    a tuple` where its layers do so.
+    A stack of foreign code applies all its layers: layers that are not traced return their input, `in a tuple` if its
+    layers do so.
     """
 
     stack: nn.ModuleList
@@ -70,7 +70,7 @@ class TracedLayers:
                 self.stack[number] = layer
 
     def gaps(self) -> list[tuple[int, int]]:
-        """The traced layers before and behind those that are missing."""
+        """The traced layers before and after the missing ones."""
         return [(before, behind) for before, behind in pairwise(self.numbers) if behind > before + 1]
 
     def traced_in_role(self, role: Role) -> list[int]:
@@ -98,7 +98,7 @@ class TracedLayers:
 
 
 class _HandsOn(nn.Module):
-    """Stands for a layer of foreign code that is not traced."""
+    """A replacement of a layer of foreign code that is not traced."""
 
     def __init__(self, in_tuple: bool) -> None:
         super().__init__()
@@ -109,10 +109,10 @@ class _HandsOn(nn.Module):
 
 
 def traced_layers(model: nn.Module) -> TracedLayers | None:
-    """Which layers to trace; None for a model whose layers all have to be.
+    """The layers to trace; None for a model that must be traced whole.
 
-    Foreign layers know their number. Whether they act on it shows in `layer_signatures`, which say what each has done
-    when the model was observed (models/foreign/observation.py).
+    Foreign layers have their number as an attribute. `layer_signatures`, recorded when the model was observed
+    (models/foreign/observation.py), show whether they depend on it.
     """
     stacks: list[tuple[str, Any]] = [(path, m) for path, m in model.named_modules() if type(m) is LayerStack]
     foreign = str(getattr(model, "layers_path", ""))
@@ -132,7 +132,7 @@ def traced_layers(model: nn.Module) -> TracedLayers | None:
 
 
 def _kinds(stack: nn.ModuleList, signatures: Sequence[Any], beside: Sequence[str]) -> list[int]:
-    """Of each layer the number of the first one that is like it."""
+    """For each layer, the number of the first equal one."""
     kinds: list[int] = []
     for number, layer in enumerate(stack):
         alike = (
@@ -161,14 +161,13 @@ def _chosen(roles: Sequence[Role]) -> tuple[int, ...]:
 
 
 def _shares(stack: nn.ModuleList) -> bool:
-    """Whether a module or a parameter is there twice, so that layers are more than their own."""
+    """Return whether a module or parameter occurs twice, so that layers share state."""
     modules, parameters = stack.named_modules, stack.named_parameters
     return any(len([*all_of(remove_duplicate=False)]) > len([*all_of()]) for all_of in (modules, parameters))
 
 
 def _alike(first: nn.Module, second: nn.Module, beside: Sequence[str]) -> bool:
-    """Whether two modules are of the same class, with equal settings beside those, equally shaped parameters, and alike
-    children."""
+    """Return whether two modules have the same class, settings, parameter shapes and children."""
     held = ("_parameters", "_buffers", "_modules", *beside)
     settings, other_settings = ({k: v for k, v in vars(m).items() if k not in held} for m in (first, second))
     children, other_children = (list(module.named_children()) for module in (first, second))
@@ -194,6 +193,6 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _tensors(module: nn.Module) -> list[Any]:
-    """What the trace sees of a module's own parameters and buffers."""
+    """Properties of a module's own parameters and buffers that the trace sees."""
     own = module._parameters | module._buffers
     return [(name, t if t is None else (t.shape, t.stride(), t.dtype, t.device)) for name, t in own.items()]

@@ -10,7 +10,7 @@ ALIGNMENT = 64
 
 
 class Arena:
-    """Blocks of memory, each of which has one tensor at a time. Those that calls were recorded with are kept."""
+    """Blocks of memory, each with one tensor at a time. Blocks used by recorded calls are kept."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[torch.Tensor, StorageWeakRef | None]] = []

@@ -27,7 +27,7 @@ Kind = tuple[int, ...]
 
 @dataclass
 class RecordingCounts:
-    """How many lists there are, the most calls of C++ kernels that one has, and how often any was replayed."""
+    """Number of lists, most C++ kernel calls in one, and number of replays."""
 
     recordings: int = 0
     kernels: int = 0
@@ -50,7 +50,7 @@ class RecordedForward:
     def __call__(self, *arguments: Any) -> torch.Tensor:
         """arguments: ForwardArguments."""
         inputs = _attention_inputs(arguments)
-        # Attention asks the host about prompts.
+        # Attention of prompts reads values on the host.
         if self._unrecordable or int(inputs.host_3[0]) < inputs.seq_lens_R.shape[0]:
             return self._forward(*arguments)
         kind = arguments[0].shape[0], torch.get_num_threads(), *addresses(arguments)

@@ -25,10 +25,10 @@ class CannotRecord(RuntimeError):
 
 
 class Recorder(TorchDispatchMode):
-    """Kernels of C++ are recorded as they are called; an op of torch that computes, as one that writes its result where
-    it is now; views and allocations leave nothing to repeat.
+    """C++ kernels are recorded as called; a computing op of torch is recorded with its present result as output; views
+    and allocations need no replay.
 
-    constants: elements whose values are the same in each replay; others must not be read by Python.
+    constants: elements with the same values in each replay; Python must not read others.
     """
 
     def __init__(self, arena: Arena, constants: Iterable[torch.Tensor]) -> None:

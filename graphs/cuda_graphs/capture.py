@@ -1,4 +1,4 @@
-"""How work becomes a graph: on CUDA by stream capture, with one memory pool for all graphs."""
+"""Capture of work as a graph: on CUDA by stream capture, with one memory pool for all graphs."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Capture(Protocol):
         ...
 
     def on_attention(self, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """What the work of `segments` has to call in place of an attention op; outside of a capture it runs it."""
+        """Called instead of an attention op in the work of `segments`; outside a capture it runs the op."""
         ...
 
     def memory(self) -> MemoryReading: ...
 
     def settle(self) -> None:
-        """Wait for the device and give idle memory back, so that `memory` tells what is held."""
+        """Wait for the device and release idle memory, so that `memory` measures the memory in use."""
         ...
 
     def renew(self) -> None:
@@ -121,7 +121,7 @@ class CudaCapture:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # Other threads may use the device during a capture.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
 
@@ -138,7 +138,7 @@ class CudaCapture:
 
     def memory(self) -> MemoryReading:
         free, total = torch.cuda.mem_get_info(self._device)
-        # What `memory_reserved` picks out too, after it has brought hundreds of statistics into another form.
+        # The value of `memory_reserved`, without its conversion of hundreds of statistics.
         reserved = torch.cuda.memory_stats_as_nested_dict(self._device)["reserved_bytes"]["all"]["current"]
         return MemoryReading(reserved, total - free - reserved)
 
@@ -151,7 +151,7 @@ class CudaCapture:
 
 
 class _Memory:
-    """What `torch.as_tensor` reads, by the protocol that CUDA libraries share; elements are integers of their size."""
+    """An object for `torch.as_tensor`, by the CUDA array interface; elements are integers of their size."""
 
     def __init__(self, tensor: torch.Tensor):
         size = tensor.element_size()

@@ -1,4 +1,4 @@
-"""What became of the batches: which graphs were replayed, how much was padded, and why batches ran without a graph."""
+"""CUDA graph counters: replays, padding, and fallbacks with their reason."""
 
 from __future__ import annotations
 

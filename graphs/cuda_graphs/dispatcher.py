@@ -1,4 +1,4 @@
-"""Which CUDA graph, if any, serves a batch: a pure function of the batch's shape, as tables built once."""
+"""Choice of the CUDA graph for a batch: a pure function of the batch's shape, as tables built once."""
 
 from __future__ import annotations
 

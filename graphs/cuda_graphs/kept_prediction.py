@@ -23,7 +23,7 @@ from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import digests_of
 from compiled_engine.graphs.cache.lookup import Lookup
 
-# The rooms, besides those that the key of the entry covers, whose code is captured or captures.
+# Packages besides those in the entry's key whose code is captured or captures.
 CAPTURED_ROOMS = ("attention.backends", "graphs.cuda_graphs", "runner", "sampling", "kernels")
 # Fields that say where something is, or why: not what is captured.
 OF_NO_EFFECT = ("model.path", "model.hub_name", "model.revision", "tokenizer", "compile.cache_dir", "reasons")
@@ -33,9 +33,9 @@ MAPPED_FILES = Path("/proc/self/maps")
 
 
 def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[str], stage: int = 0) -> dict[str, Any]:
-    """All that the memory of the graphs may depend on, as JSON.
+    """All factors of the graphs' memory, as JSON.
 
-    entry_key: of the compiled model. keys: names of what is captured, in its order. stage: of a pipeline.
+    entry_key: of the compiled model. keys: names of the captured graphs, in order. stage: of a pipeline.
     """
     fields = {name: value for name, value in flat_fields(config).items() if name not in OF_NO_EFFECT}
     variables = {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
@@ -53,7 +53,7 @@ def graph_memory_factors(config: EngineConfig, entry_key: str, keys: Sequence[st
 
 
 def _describe(device: torch.device) -> dict[str, Any]:
-    """What the device is, and its driver: the file of its library, whose name ends in the version."""
+    """The device and its driver: the file of its library, whose name ends in the version."""
     if device.type != "cuda":
         return {"type": device.type}
     driver = sorted(set(re.findall(r"/libcuda\.so\S*", MAPPED_FILES.read_text())))
@@ -78,11 +78,11 @@ def predicted_bytes(
     least: Callable[[int], int] = lambda value: value,
     stage: int = 0,
 ) -> int:
-    """Bytes that all graphs will take: as `graphs` predicts, or predicted in an earlier process with these factors.
+    """Bytes of all graphs: predicted by `graphs`, or by an earlier process with these factors.
 
-    lookup: of the compiled model; without one, or where the cache keeps nothing, the prediction is made. A file that
-    is damaged, or another user's, counts as none. least: of all ranks; they predict together, or none of them does.
-    stage: of a pipeline, whose stages have graphs of their own.
+    lookup: of the compiled model; without one, or without a cache, the prediction is made now. A damaged file, or
+    another user's, is ignored. least: minimum over ranks; all ranks predict, or none. stage: of a pipeline; each stage
+    has separate graphs.
     """
     path, kept, factors = None, None, {}
     if lookup is not None and lookup.status != "off":
@@ -111,7 +111,7 @@ def _read(path: Path, factors: dict[str, Any]) -> int | None:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """As a whole or not at all; a folder that cannot be written to is no error."""
+    """Write the file atomically; a read-only folder is no error."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f"{path.stem}_") as file:
         json.dump(content, file)
         file.flush()

@@ -1,4 +1,4 @@
-"""What a captured graph is looked up by: its kind, and every host value that its kernels were launched with."""
+"""The key of a captured graph: its kind, and every host value that its kernels were launched with."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ class GraphKind(Enum):
 
 @dataclass(frozen=True)
 class GraphKey:
-    """What is not in the key may not influence a capture, but for what never changes while the engine lives.
+    """Values that are not in the key must not influence a capture, unless they are constant for the engine's lifetime.
 
-    num_tokens: tokens of the padded batch, on which every launch outside of attention depends. The others are what
-    attention's launches depend on, so they are 0 where attention is not captured: num_requests rows, of which the
-    first num_decodes have one query token each, none more than max_query_len, and contexts of at most max_seq_len,
-    which is less than the engine's limit in graphs for short contexts. extra: the sizes of further fields, by name,
-    for batches that have to do with them.
+    num_tokens: tokens of the padded batch, on which every launch outside of attention depends. Attention's launches
+    depend on the others, which are 0 if attention is not captured: num_requests rows, of which the first num_decodes
+    have one query token each, none more than max_query_len, and contexts of at most max_seq_len, which is less than the
+    engine's limit in graphs for short contexts. extra: the sizes of further fields, by name, for batches that use them.
     """
 
     kind: GraphKind
@@ -38,7 +37,7 @@ class GraphKey:
 
     @property
     def is_decode(self) -> bool:
-        """Whether the graph takes batches of decodes alone."""
+        """Return whether the graph only serves batches of decodes."""
         return self.num_decodes > 0
 
     @property
@@ -67,8 +66,8 @@ def decode_key(num_requests: int, max_seq_len: int, short: bool = False) -> Grap
 
 
 def mixed_key(num_tokens: int, max_num_seqs: int, max_seq_len: int) -> GraphKey:
-    """A full graph of any batch of up to num_tokens tokens; which of them are decodes the device finds out.
+    """A full graph of any batch up to num_tokens tokens; the device determines which requests are decodes.
 
-    There is a row more than requests can be: the one that all padding tokens belong to.
+    It has one row more than requests: all padding tokens belong to it.
     """
     return GraphKey(GraphKind.FULL, num_tokens, min(num_tokens, max_num_seqs) + 1, 0, num_tokens, max_seq_len)

@@ -24,7 +24,7 @@ from compiled_engine.process.progress import Progress
 
 log = logging.getLogger("compiled_engine")
 
-# Of the time that requests run, at most this share goes to captures in the background.
+# Largest share of the running time spent on background captures.
 BACKGROUND_SHARE = 0.25
 
 
@@ -47,7 +47,7 @@ class GraphStep(Protocol):
         ...
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the buffers are: in debug runs a replay checks that they still are there."""
+        """Addresses of the buffers: in debug runs a replay checks that they have not changed."""
         ...
 
 
@@ -65,7 +65,8 @@ class CudaGraphManager:
     reads the result before the next replay.
 
     Graphs that hold no attention are captured first and large ones before small ones: the pool is then as large as
-    the largest needs, and the others fit into it. decodes_first: decodes gain the most, where requests run meanwhile.
+    the largest needs, and the others fit into it. decodes_first: decodes gain the most if requests run during the
+    captures.
     """
 
     def __init__(self, keys: Iterable[GraphKey], capture: Capture, step: GraphStep, decodes_first: bool = False):
@@ -92,7 +93,7 @@ class CudaGraphManager:
 
     @property
     def memory_by_key(self) -> dict[str, MemoryReading]:
-        """What each capture took more, by the name of its key."""
+        """Memory of each capture, by the name of its key."""
         return {key.name: reading for key, reading in self._memory.items()}
 
     def _families(self, keys: Iterable[GraphKey]) -> list[list[GraphKey]]:
@@ -100,26 +101,26 @@ class CudaGraphManager:
 
     @property
     def names_to_capture(self) -> list[str]:
-        """Of the keys that are left, the next one last."""
+        """The remaining keys, the next one last."""
         return [key.name for key in self._pending]
 
     @property
     def complete(self) -> bool:
-        """Whether no capture is to come."""
+        """Return whether all captures are done."""
         return not self._pending
 
     def has(self, key: GraphKey) -> bool:
         return key in self._graphs
 
     def is_lost(self, key: GraphKey) -> bool:
-        """Whether its capture was tried and failed."""
+        """Return whether its capture failed."""
         return key in self._lost
 
     def predict(self, least: Callable[[int], int]) -> int:
-        """Bytes that all graphs will take: a few are captured, measured and given back.
+        """Predict the bytes of all graphs: capture a few, measure and release them.
 
-        To be called when everything that a step uses is in memory, but for the KV cache's size. least: of all ranks,
-        which run the same steps, while each reads its own device.
+        Call it when everything that a step uses is in memory, except the full KV cache. least: minimum over ranks,
+        which run the same steps but measure their own devices.
         """
         if not self._pending:
             return 0
@@ -147,8 +148,9 @@ class CudaGraphManager:
         return predicted
 
     def expect(self, predicted: int) -> int:
-        """In place of `predict` where an earlier process with the same graphs has made it: what they need besides,
-        such as workspaces of the stream, is allocated as it is there. Returns `predicted`."""
+        """Replace `predict` if an earlier process has predicted the same graphs: allocate what they need in addition,
+        such as workspaces of the stream. Returns `predicted`.
+        """
         if self._pending:
             with self._capture.session():
                 for family in self._families(self._pending):
@@ -167,11 +169,10 @@ class CudaGraphManager:
         self._capture.settle()
 
     def capture_in_background(self) -> bool:
-        """Capture at most one graph, if it is time for one; whether anything ran.
+        """Capture at most one pending graph if due. Returns True if it did.
 
-        A capture holds up the requests that run, so the next one comes when they had three times as long for
-        themselves. A capture that fails is given up: its batches run without a graph. One that fails for anything but
-        memory was the last.
+        A capture delays running requests, so the next one waits until they have run three times as long. A failed
+        capture is dropped: its batches run without a graph. A failure other than out of memory stops all captures.
         """
         now = time.perf_counter()
         if not self._pending or now < self._not_before:
@@ -224,8 +225,9 @@ class CudaGraphManager:
 
 
 def _spread(family: Sequence[GraphKey]) -> Iterator[GraphKey]:
-    """The two largest keys first, on which the pool depends (the second may not fit into what the first left); then
-    such from all over the family."""
+    """The two largest keys first, which determine the pool (the second may not fit into the first's memory); then
+    evenly spaced samples.
+    """
     yield from family[:2]
     step = max(1, len(family) // MOST_SAMPLES)
     yield from family[1 + step :: step]

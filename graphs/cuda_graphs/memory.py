@@ -1,4 +1,4 @@
-"""What CUDA graphs take of the device's memory: predicted from a few captures, before the KV cache is sized."""
+"""Device memory of CUDA graphs, predicted from a few captures before the KV cache is sized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
 # Captures of one kind are sampled until their driver memory is this much: the driver gives it out in steps of 2 MiB.
 ENOUGH_DRIVER_BYTES = 24 << 20
 MOST_SAMPLES = 16
-# What one more graph takes of the driver's memory lies in this range; other readings are another process's doing.
+# Plausible driver memory per graph; other readings are caused by other processes.
 PLAUSIBLE_DRIVER_BYTES = range(0, 64 << 20)
 
 
@@ -22,17 +22,19 @@ class MemoryReading(NamedTuple):
     driver: int
 
     def since(self, before: MemoryReading) -> MemoryReading:
-        """What came to be in use."""
+        """The increase in use."""
         return MemoryReading(self.pool - before.pool, self.driver - before.driver)
 
 
 def enough_samples(readings: Sequence[MemoryReading]) -> bool:
-    """Whether a kind of graph was sampled well enough."""
+    """Return whether a kind of graph has enough samples."""
     return len(readings) >= MOST_SAMPLES or _driver_mean(readings) * len(readings) >= ENOUGH_DRIVER_BYTES
 
 
 def total_bytes(families: Iterable[tuple[Sequence[MemoryReading], int]]) -> int:
-    """Of all graphs, from (readings, number of graphs) of each kind. The pool of those read holds the others too."""
+    """Predict all graphs from (readings, number of graphs) of each kind. The pool of the measured graphs also fits the
+    others.
+    """
     total = 0.0
     for readings, count in families:
         total += sum(reading.pool for reading in readings) + _driver_mean(readings) * count
@@ -45,7 +47,7 @@ def _driver_mean(readings: Sequence[MemoryReading]) -> float:
 
 
 def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int, int]:
-    """What to sort keys by, in the order of capture: those around attention come first, or decodes do."""
+    """Sort key for the order of capture: graphs around attention first, or decodes first."""
     return (
         decodes_first or key.kind is GraphKind.FULL,
         key.is_decode is not decodes_first,
@@ -55,7 +57,7 @@ def capture_order(key: GraphKey, decodes_first: bool) -> tuple[bool, bool, int, 
 
 
 def families(keys: Iterable[GraphKey], decodes_first: bool) -> list[list[GraphKey]]:
-    """Keys whose graphs are alike but for the size, the largest first, in the order of capture."""
+    """Families of keys that differ only in size, the largest first, in the order of capture."""
     found: dict[tuple[GraphKind, bool, tuple[tuple[str, int], ...]], list[GraphKey]] = {}
     for key in sorted(keys, key=lambda key: capture_order(key, decodes_first)):
         found.setdefault((key.kind, key.is_decode, key.extra), []).append(key)

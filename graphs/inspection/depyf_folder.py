@@ -1,4 +1,4 @@
-"""depyf's own debug folder of a model, for people who know it: decompiled code, guards, the graphs of all stages."""
+"""depyf's debug folder of a model: decompiled code, guards, the graphs of all stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from compiled_engine.process.timeline import Timeline
 def write_depyf_folder(
     config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], folder: Path, progress: Progress
 ) -> None:
-    """Compile the model anew in this process, without the cache, while depyf watches and writes into `folder`.
+    """Compile the model again in this process, without the cache, under depyf, which writes into `folder`.
 
     Raises what `compile_model` raises.
     """

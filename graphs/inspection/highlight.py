@@ -1,7 +1,6 @@
 """Source code, graphs and diffs as HTML with syntax colour.
 
-Pygments finds the tokens; only those that the style sheet colours become elements, so that a page with megabytes of
-source stays light.
+Pygments finds the tokens; only coloured tokens become elements, so that pages with megabytes of source stay small.
 """
 
 from __future__ import annotations

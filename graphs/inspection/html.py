@@ -73,7 +73,7 @@ def render_html(report: Report) -> str:
 
 
 def _shown_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the settings of CUDA graphs where there can be none."""
+    """Drop the settings of CUDA graphs on a CPU."""
     return {name: value for name, value in config.items() if name != "graph" or config["device"] != "cpu"}
 
 

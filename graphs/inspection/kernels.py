@@ -1,4 +1,4 @@
-"""What a piece launches, read from Inductor's output code or from the Python that runs it without Inductor."""
+"""Kernels launched by a piece, read from Inductor's output code or from the generated Python."""
 
 from __future__ import annotations
 

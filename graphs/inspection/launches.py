@@ -1,4 +1,4 @@
-"""How many kernels a decode step launches on the device, whoever launches them: counted by torch's profiler."""
+"""The number of kernels that a decode step launches on the device, counted by torch's profiler."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def kernels_per_decode_step(generate: Callable[[int], None], device: torch.device) -> int | None:
-    """Kernels of one decode step of one request; None where there is no GPU.
+    """Kernels of one decode step of one request; None without a GPU.
 
-    generate: produces so many tokens for a short prompt. Each token more is one step more.
+    generate: produces the given number of tokens for a short prompt, one step per token.
     """
     if device.type != "cuda":
         return None

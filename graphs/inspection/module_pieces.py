@@ -1,4 +1,4 @@
-"""Which compiled pieces compute which modules of the model: found by the parameters that each piece is given."""
+"""Mapping of the model's modules to compiled pieces, by the parameters of each piece."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ParameterUses = dict[str, list[tuple[str, str]]]
 
 
 def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
-    """Where each tensor of the model is used; a packed parameter counts for all of its members."""
+    """Uses of each tensor of the model; a packed parameter counts for all of its members."""
     uses: ParameterUses = defaultdict(list)
     for compiled in ranges:
         inputs = compiled.plan.inputs
@@ -49,7 +49,7 @@ def modules_of_pieces(module: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _numbered(path: str, instances: str) -> str:
-    """model.layers.{0, 2-27}.mlp for model.layers.0.mlp; a single number stands without braces."""
+    """model.layers.{0, 2-27}.mlp for model.layers.0.mlp; a single number has no braces."""
     if not instances:
         return path
     return re.sub(r"\.\d+(?=\.|$)", f".{instances if instances.isdecimal() else '{' + instances + '}'}", path)

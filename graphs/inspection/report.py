@@ -1,7 +1,7 @@
-"""Everything that is known of a compiled model, as one plain dict: `compiled-engine inspect --json`.
+"""The report of a compiled model as one plain dict: `compiled-engine inspect --json`.
 
-Read from a folder of the compile cache, so nothing is traced or compiled; what only a running engine knows comes from
-its metrics.
+Read from a folder of the compile cache, so nothing is traced or compiled; run-time information comes from the engine's
+metrics.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CompiledEntry:
 
     @classmethod
     def of(cls, config: EngineConfig, folder: Path, status: str) -> CompiledEntry:
-        """That of a configuration."""
+        """The entry of a configuration."""
         return cls(folder, status, cache_factors(config))
 
 
@@ -160,7 +160,7 @@ def _range(compiled: CompiledRange) -> dict[str, Any]:
 
 
 def _per_step(compiled: CompiledRange, kernels: Mapping[str, tuple[Kernel, ...]]) -> dict[str, Any]:
-    """How often one forward launches what. An op between the pieces counts as one, whatever it launches inside."""
+    """Launch counts of one forward. An op between the pieces counts as one, whatever it launches."""
     launches: Counter[tuple[str, str]] = Counter()
     for step in compiled.plan.steps:
         if step.piece is None:

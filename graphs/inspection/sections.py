@@ -81,7 +81,7 @@ def _cuda_graphs(notes: Mapping[str, str]) -> Section:
 
 
 def facts(data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What stands at the top of the page: (name, value)."""
+    """Facts at the top of the page: (name, value)."""
     if "compile" in data["notes"]:
         return [("Compiled", "no: eager")]
     applied = [one for one in data["passes"] if one["applied"]]

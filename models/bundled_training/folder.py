@@ -1,4 +1,4 @@
-"""Writes what stands beside the bundled model's weights: the record, the README and the licence."""
+"""Write the files beside the bundled model's weights: the record, the README and the licence."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LICENCE_FILE = "LICENSE-PSF.txt"
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """Everything that training.json says. Losses are in nats per token."""
+    """The content of training.json. Losses are in nats per token."""
 
     held_out_loss: float
     held_out_bits_per_byte: float
@@ -44,7 +44,7 @@ def write_record(folder: Path, record: TrainingRecord) -> None:
 
 
 def write_licence(folder: Path, corpus_folder: Path) -> None:
-    """Copy the corpus' own licence, or where it has none the one that ships with this package."""
+    """Copy the corpus' licence, or the licence of this package if there is none."""
     source = corpus_folder / "LICENSE.txt"
     if not source.is_file():
         source = BUNDLED_MODEL_PATH / LICENCE_FILE

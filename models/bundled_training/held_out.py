@@ -1,4 +1,4 @@
-"""The held-out loss, defined so that anybody can compute it again from a model folder.
+"""The held-out loss, reproducible from a model folder alone.
 
 The text of `held_out.txt` is tokenised whole and cut into consecutive windows. Every window is a sequence of
 its own; its first token is context only, every other is scored given the tokens before it in the same window.
@@ -25,7 +25,7 @@ HELD_OUT_DEFINITION = (
 
 
 class TextEncoder(Protocol):
-    """What is needed of a Hugging Face tokenizer; `verbose` lets it warn of long texts."""
+    """The part of a Hugging Face tokenizer in use; `verbose` lets it warn of long texts."""
 
     def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]: ...
 
@@ -45,7 +45,7 @@ def cut_windows(token_ids: Sequence[int]) -> list[list[int]]:
 
 
 def scored_tokens(windows: Sequence[Sequence[int]]) -> int:
-    """How many tokens of these windows count towards the loss."""
+    """The number of tokens of these windows that count towards the loss."""
     return sum(len(window) - 1 for window in windows)
 
 

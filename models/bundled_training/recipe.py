@@ -1,4 +1,4 @@
-"""How the bundled model is trained: its shape, the recipe, and the training loop."""
+"""Training of the bundled model: its shape, the recipe, and the training loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REPORT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the result, besides corpus and machine; `metadata["help"]` of a field says what it is.
+    """Everything that determines the result besides corpus and machine; `metadata["help"]` describes each field.
 
-    The window lengths take turns so that short contexts are frequent and yet every position is trained.
+    The window lengths alternate so that short contexts are frequent and every position is trained.
     """
 
     minutes: float = field(default=6.0, metadata={"help": "wall-clock limit of the whole run"})
@@ -62,7 +62,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What a run came to; `curve` has one entry an evaluation, the weights kept are those of `best_step`."""
+    """The result of a run; `curve` has one entry per evaluation, the kept weights are those of `best_step`."""
 
     steps: int
     tokens: int

@@ -15,8 +15,8 @@ VOCAB_SIZE = 4096
 SPECIAL_TOKENS = (END_OF_TEXT, "<|im_start|>", "<|im_end|>")  # ids 0, 1, 2
 END_OF_TEXT_ID = 0
 
-# Pre-tokenisation in the manner of GPT-4 and Qwen: a word takes one space or mark before it, digits stand
-# alone, marks take the line end that follows, an indentation is one piece and leaves a space to the word.
+# Pre-tokenisation in the manner of GPT-4 and Qwen: a word includes one space or mark before it, digits are single,
+# marks include the following line end, an indentation is one piece and leaves a space to the word.
 WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (

@@ -44,7 +44,8 @@ from compiled_engine.models.bundled_training.tokenizer import END_OF_TEXT_ID, sa
 
 SAMPLE_PROMPTS = ("def __init__(self,", "import os\n", "class Test", "for i in range(")
 SAMPLE_TOKENS = 96
-# Kept of the limit for loading, measuring and sampling after the last step: a share, and at most so many.
+# Part of the limit reserved for loading, measuring and sampling after the last step: a share, and at most this many
+# seconds.
 FINISHING_SECONDS = 30.0
 FINISHING_SHARE = 0.15
 
@@ -116,7 +117,7 @@ def measure(
     result: TrainingResult,
     device: torch.device,
 ) -> TrainingRecord:
-    """Load the written folder as anybody would, in fp32 on the CPU; take held-out loss and samples."""
+    """Load the written folder as a user would, in fp32 on the CPU; compute held-out loss and samples."""
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(out)
     text = (out / "held_out.txt").read_bytes().decode()
@@ -175,10 +176,10 @@ def machine_name(device: torch.device) -> str:
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where torch sees a GPU, and the CPU elsewhere.
+    """Resolve the device: `auto` is CUDA if torch sees a GPU, otherwise the CPU.
 
     Raises:
-        ValueError: `cuda` is asked for and there is none.
+        ValueError: `cuda` is requested but not available.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("device must be 'cpu' or 'auto' here, got 'cuda' and torch sees no GPU")

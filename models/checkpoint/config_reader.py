@@ -40,13 +40,12 @@ def read_model_config(
     model_impl: str = "auto",
     cache_dir: Path | None = None,
 ) -> tuple[ModelConfig, dict[str, str]]:
-    """The model in a checkpoint folder, and the reasons for what was left to choose, by dotted field name.
+    """The model in a checkpoint folder, and the reasons for chosen values, by dotted field name.
 
     dtype: auto, or a name in DTYPES. max_model_len: tokens, None for as many as the model supports.
     load_format: one of LOAD_FORMATS. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub,
-    whose weights need not be in the folder yet. model_impl: one of IMPLEMENTATIONS. cache_dir: where what was found out
-    about a model of transformers is kept.
-    Raises ValueError for an argument or field that is wrong, missing or not supported.
+    whose weights need not be in the folder yet. model_impl: one of IMPLEMENTATIONS. cache_dir: folder of descriptions
+    of transformers' models. Raises ValueError for an argument or field that is wrong, missing or not supported.
     """
     path = Path(path)
     reasons: dict[str, str] = {}
@@ -98,7 +97,7 @@ def read_model_config(
 
 
 def _is_textbook(fields: JsonFields, model_impl: str, reasons: dict[str, str]) -> bool:
-    """Whether the textbook's code is to be run, else that of transformers."""
+    """Return whether to run the textbook's code, otherwise that of transformers."""
     name = fields.texts("architectures")[0]
     if name not in FAMILIES and model_impl == "textbook":
         raise ValueError(f"{fields.source}: architecture {name!r} is not known; {_known_to_the_textbook(name)}")

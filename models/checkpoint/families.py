@@ -1,6 +1,6 @@
-"""What the config.json of each known architecture leaves unsaid.
+"""Defaults of each known architecture for fields missing in config.json.
 
-Where a field is absent, each family takes the default that transformers takes for it.
+They are the defaults of transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compiled_engine.models.checkpoint.json_fields import JsonFields
 
 @dataclass(frozen=True)
 class Biases:
-    """Which projections have one: q, k and v; o; gate, up and down."""
+    """Projections with a bias: q, k and v; o; gate, up and down."""
 
     qkv: bool = False
     attention_out: bool = False
@@ -23,12 +23,12 @@ class Biases:
 
 @dataclass(frozen=True)
 class Family:
-    """`num_kv_heads` and `head_dim` are defaults; None is one a query head, and hidden size / heads.
+    """`num_kv_heads` and `head_dim` are defaults; None is one per query head, and hidden size / heads.
 
-    `tied`: the default of tie_word_embeddings. `activation`: the field that names it, and the one that the family has.
+    `tied`: the default of tie_word_embeddings. `activation`: the field that names it, and the family's value.
     `experts`: None for families without. Further defaults: `soft_caps`, of attention's scores and of the logits, 0 for
     none; `query_scalar`, of query_pre_attn_scalar, None for the head size; `rope_theta`; and `local_theta`, of layers
-    with a window, None where it is the same.
+    with a window, None if it is the same.
     """
 
     num_kv_heads: int | None
@@ -103,7 +103,7 @@ def _gemma3_windows(fields: JsonFields, num_layers: int) -> tuple[int | None, ..
 
 
 def _gemma_windows(fields: JsonFields, num_layers: int, period: int) -> tuple[int | None, ...]:
-    """Without `layer_types` every layer but the last of a period has the window."""
+    """Without `layer_types` every layer except the last of a period has the window."""
     window = fields.nullable_integer("sliding_window", absent=4096)
     types = fields.texts("layer_types") if "layer_types" in fields else None
     if types is None:

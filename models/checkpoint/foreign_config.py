@@ -1,4 +1,4 @@
-"""config.json to the ModelConfig of a model whose code is that of transformers."""
+"""Conversion of config.json to the ModelConfig of a model with transformers' code."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from compiled_engine.models.foreign.find_description import find_description
 def foreign_model(
     fields: JsonFields, path: Path, dtype: torch.dtype, cache_dir: Path | None
 ) -> tuple[ModelConfig, str]:
-    """The model, and where its max_model_len, the longest supported, comes from.
+    """The model, and the source of its max_model_len, the longest supported.
 
-    Raises ValueError, with the name, for one that transformers does not have or that the engine cannot run.
+    Raises ValueError, with the name, for a model that transformers does not have or the engine cannot run.
     """
     config_json = json.dumps(fields.values, sort_keys=True)
     try:

@@ -57,7 +57,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The folder of one commit in the cache. `origin` says in words where its files come from."""
+    """The folder of one commit in the cache. `origin` describes the source of its files."""
 
     path: Path
     origin: str
@@ -127,14 +127,14 @@ def _cached(repository: Repository, file: str) -> Path | None:
 
 
 def _lacking(repository: Repository, cached: Path | None, with_weights: bool) -> str:
-    """What the cache lacks, in words; empty when it has all that a model needs."""
+    """Description of missing files of the cache; empty if it is complete."""
     if cached is None:
         return f"revision {repository.revision}"
     return _weights_problem(cached) if with_weights else ""
 
 
 def _weights_problem(folder: Path) -> str:
-    """Which weights a snapshot lacks; empty when it has all."""
+    """Weights missing in a snapshot; empty if it is complete."""
     if (folder / INDEX).is_file():
         return name_some([name for name in indexed_files(folder) if not (folder / name).is_file()])
     try:
@@ -161,7 +161,7 @@ def _list_files(repository: Repository) -> dict[str, int]:
 
 
 def _weight_files(repository: Repository, listed: dict[str, int], folder: Path | None) -> list[str]:
-    """The safetensors files that make up the checkpoint: as the index in `folder` says, the single file, or all.
+    """The safetensors files of the checkpoint: those of the index in `folder`, the single file, or all.
 
     Other formats and folders inside the repository hold the same weights again.
     """
@@ -184,7 +184,9 @@ def _weight_files(repository: Repository, listed: dict[str, int], folder: Path |
 
 
 def _download_first(repository: Repository, name: str) -> Path:
-    """The snapshot's folder, by a download under the name of the revision: so the cache learns what that stands for."""
+    """Download under the name of the revision, so that the cache maps it to the commit; returns the snapshot's
+    folder.
+    """
     path = hf_hub_download(
         repository.name,
         name,
@@ -198,7 +200,7 @@ def _download_first(repository: Repository, name: str) -> Path:
 def _download(
     repository: Repository, folder: Path, names: Sequence[str], listed: dict[str, int], progress: Progress
 ) -> None:
-    """Those of the files that the snapshot lacks, one after the other; the library fetches a large one in parallel."""
+    """Download the missing files of the snapshot one by one; the library fetches a large file in parallel."""
     missing = [name for name in names if not (folder / name).is_file()]
     if not missing:
         return

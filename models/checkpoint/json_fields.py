@@ -13,9 +13,9 @@ from compiled_engine.models.checkpoint.lfs_pointer import describe_lfs_pointer, 
 
 @dataclass(frozen=True)
 class JsonFields:
-    """The fields of one JSON object; `source` says in errors where it came from.
+    """The fields of one JSON object; `source` is its origin in errors.
 
-    A field that is absent or null takes the method's `default`, and is an error if that is None.
+    An absent or null field takes the method's `default`; without default it is an error.
     """
 
     source: str
@@ -40,7 +40,7 @@ class JsonFields:
         return cls(str(path), values)
 
     def __contains__(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self.values.get(name) is not None
 
     def error(self, name: str, allowed: str) -> ValueError:
@@ -100,7 +100,7 @@ class JsonFields:
 
 
 def _what_is_there(folder: Path) -> str:
-    """Of a folder that is no checkpoint, what it seems to be instead."""
+    """Describe what a folder without a checkpoint seems to be."""
     if (folder / "adapter_config.json").exists():
         return "; the folder holds an adapter (adapter_config.json): merge it into its base model first"
     if any(folder.glob("*.gguf")):

@@ -8,7 +8,7 @@ _FIRST_BYTES = b"version https://git-lfs.github.com/spec/"
 
 
 def is_lfs_pointer(path: Path) -> bool:
-    """Whether the file is a pointer; False for one that is not there."""
+    """Return whether the file is a pointer; False if it does not exist."""
     try:
         with path.open("rb") as file:
             return file.read(len(_FIRST_BYTES)) == _FIRST_BYTES
@@ -17,7 +17,7 @@ def is_lfs_pointer(path: Path) -> bool:
 
 
 def describe_lfs_pointer(path: Path) -> str:
-    """What to say of a file that is a pointer."""
+    """The error message for a pointer file."""
     return (
         f"{path} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder, or download the file anew"
     )

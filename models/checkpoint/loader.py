@@ -42,15 +42,14 @@ def load_weights(
     num_ranks: int = 1,
     cache_dir: Path | None = None,
 ) -> None:
-    """Write each tensor of the checkpoint once into its place, converted to the dtype there, and make what is made.
+    """Write each tensor of the checkpoint once to its place, converted to the dtype there, and compute made parameters.
 
     Calling it again updates everything in the same memory.
-    model: names and shapes of the undivided one, which may be on the meta device. config: of the undivided model. What
-    is missing of a checkpoint from the hub is downloaded first. rank, num_ranks: of those that share each layer; what
-    belongs to no parameter of this rank is not read. config.load_format dummy: random weights instead. cache_dir: where
-    is kept what was found out about checkpoints of transformers' models.
-    Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are missing,
-    unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
+    model: names and shapes of the undivided one, which may be on the meta device. config: of the undivided model.
+    Missing files of a checkpoint from the hub are downloaded first. rank, num_ranks: of tensor parallelism; only this
+    rank's parts are read. config.load_format dummy: random weights instead. cache_dir: folder of placements of
+    transformers' models. Raises ValueError, and has copied nothing, if files are missing or damaged, or tensors are
+    missing, unexpected, of another shape, of a dtype that is not in STORED_DTYPES, or tied and yet different; OSError
     if a download fails.
     """
     if config.load_format == "dummy":
@@ -92,7 +91,7 @@ def _parts(leaf: Parameter, placements: Sequence[Placement], rank: int, num_rank
 
 
 def _is_zero(leaf: Parameter, rank: int) -> bool:
-    """Whether this rank has zeros for a tensor that is the first rank's alone."""
+    """Return whether this rank has zeros for a tensor that belongs only to the first rank."""
     return leaf.shard is not None and leaf.shard.first_only and rank > 0
 
 

@@ -1,4 +1,4 @@
-"""Finds the tensor of a model that each tensor of a checkpoint belongs in, whoever wrote the model, and checks all."""
+"""Match each tensor of a checkpoint to a tensor of a textbook or foreign model, and check all."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def match_tensors(
 def _of_textbook(
     model: nn.Module, own: Mapping[str, torch.Tensor], shapes: Mapping[str, Shape]
 ) -> tuple[list[Placement], Problems]:
-    """Match by the model's own names, and those of parts where a module says that a checkpoint has them."""
+    """Match by the model's names, and by the names of parts that a module declares."""
     expected = {name: (name, tuple((0, size) for size in tensor.shape)) for name, tensor in own.items()}
     of_file = {name: tuple(tensor.shape) for name, tensor in own.items()}
     for path, module in model.named_modules():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-# Of a sign, two bits of exponent, and one of mantissa.
+# Values of a sign, two bits of exponent, and one of mantissa.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS, _NOT_A_NUMBER = 127, 255
 BYTES = 16  # of the values that share a scale

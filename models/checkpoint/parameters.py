@@ -37,10 +37,10 @@ class Weights:
         return list({leaf.name: leaf for parameter in self.parameters for leaf in parameter.leaves()}.values())
 
     def batches(self) -> Iterator[list[tuple[Parameter, torch.Tensor]]]:
-        """Yield tensors of the model and the memory that the caller is to write each to before it asks for more.
+        """Yield tensors of the model with their memory, which the caller writes before the next iteration.
 
-        Then parameters are made of these, one after another on the device. Nothing is to be written twice for them but
-        what does not fit into STAGED_BYTES.
+        Then made parameters are computed one by one on the device. Tensors are only requested twice if they do not fit
+        into STAGED_BYTES.
         """
         written = {part.name: part for parameter in self.parameters for part in _written(parameter)}
         yield [(part, self.tensors[part.name]) for part in written.values() if not part.make and part.role != KEPT]
@@ -69,12 +69,11 @@ def parameters_of(model: nn.Module, shards: Mapping[str, Shard] | None = None) -
 
 
 def materialize(model: nn.Module, parameters: Iterable[Parameter], device: torch.device) -> Weights:
-    """Allocate parameters on the device, uninitialised but for kept ones, and move the model's buffers there.
+    """Allocate parameters on the device, uninitialised except kept ones, and move the model's buffers there.
 
-    parameters: what graphs name, each as often as they like; a tensor of the model that stands alone in one and is a
-    member in another is a view of the packed one. The model's own parameters become these tensors; those that are not
-    named stay on the meta device.
-    Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
+    parameters: of all graphs, with repetitions; a tensor of the model that is separate in one graph and a member in
+    another is a view of the packed one. The model's parameters become these tensors; unnamed ones stay on the meta
+    device. Raises, before anything is allocated, ValueError for parameters that do not fit the model or each other, and
     InsufficientMemoryError for a device that is too small.
     """
     names: dict[str, list[str]] = {}

@@ -13,10 +13,10 @@ STANDARD_DEVIATION = 0.02
 
 
 def fill_with_random_weights(weights: Weights, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
-    """Normal with a small deviation, around 1 for norms and around 0 for the rest, in place, on its device.
+    """Fill a tensor in place with normal values of small deviation, around 1 for norms and around 0 otherwise.
 
-    The values of a tensor follow from the seed, its name and the kind of device, not from where it is stored, nor from
-    how many ranks share it: of one that is divided all is generated, one tensor at a time.
+    The values of a tensor depend on the seed, its name and the kind of device, not on its place or the number of ranks:
+    a divided tensor is generated completely, one tensor at a time.
     """
     for batch in weights.batches():
         for leaf, target in batch:

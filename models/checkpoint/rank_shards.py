@@ -1,4 +1,4 @@
-"""Which slice of each parameter a rank of this configuration holds."""
+"""The slice of each parameter that a rank of this configuration holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_engine.parallel.shards import Shard, compare_shapes
 
 
 def shards_of(config: EngineConfig) -> dict[str, Shard]:
-    """By parameter name, tied ones under each of theirs; empty for one rank. Raises what compare_shapes raises."""
+    """Shards by parameter name, tied ones under each name; empty for one rank. Raises what compare_shapes raises."""
     if config.parallel.tensor_parallel_size == 1:
         return {}
     return compare_shapes(_tensors(config.model, config), _tensors(config.local_model, config))

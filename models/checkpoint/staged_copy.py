@@ -36,8 +36,8 @@ def copy_to_device(
     sources, or the rows of those with several.
 
     Where dtypes differ the device converts. Takes 2 * NUM_THREADS * CHUNK_BYTES of pinned memory, or about
-    twice the largest tensor if that is less. `advance` is told of each tensor whose last chunk is on its way;
-    all are there when this returns.
+    twice the largest tensor if that is less. `advance` is called for each tensor after the launch of its last chunk;
+    all copies are complete on return.
     """
     largest_tensor = max(source.nbytes for source, _ in pairs)
     chunk_bytes = min(CHUNK_BYTES, largest_tensor // NUM_THREADS)
@@ -54,7 +54,7 @@ def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> I
     """Parts of about chunk_bytes, at least a row where rows alone are contiguous; views, all of them."""
     if source.is_contiguous():
         source, target = source.view(-1), target.view(-1)
-    # Of a slice of columns the rows alone are contiguous, and nothing may be copied to make it so.
+    # In a slice of columns only single rows are contiguous, and no copy may be made to change that.
     count = max(chunk_bytes // source[0].nbytes, 1) if source.dim() else 1
     sources, targets = source.split(count), target.split(count)
     for index, (source_chunk, target_chunk) in enumerate(zip(sources, targets, strict=True), start=1):
@@ -64,7 +64,7 @@ def chunks_of(source: torch.Tensor, target: torch.Tensor, chunk_bytes: int) -> I
 def _copy_chunks(
     chunks: deque[_Chunk], buffer_bytes: int, device: torch.device, advance: Callable[[int], None]
 ) -> None:
-    """What each thread does until no chunk is left, or until another thread has failed and cleared them."""
+    """Loop of a thread, until no chunk is left, or another thread has failed and cleared them."""
     buffers = [torch.empty(buffer_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     events = [torch.cuda.Event() for _ in buffers]
     stream = torch.cuda.Stream(device)

@@ -74,7 +74,7 @@ def _refuse_unsupported(fields: JsonFields, family: Family) -> None:
 
 
 def _attention_scale(fields: JsonFields, default: float | None) -> float | None:
-    """Of query_pre_attn_scalar, which Gemma has in the head size's place."""
+    """The scale from query_pre_attn_scalar, which Gemma uses instead of the head size."""
     scalar = fields.number("query_pre_attn_scalar") if "query_pre_attn_scalar" in fields else default
     return None if scalar is None else scalar**-0.5
 
@@ -113,7 +113,7 @@ def _ropes(fields: JsonFields, family: Family, max_position_embeddings: int) -> 
 
 
 def _rope(fields: JsonFields, default_theta: float, max_position_embeddings: int) -> RopeConfig:
-    """From rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
+    """Read rope_theta and rope_scaling (transformers 4) or rope_parameters (5)."""
     scaling = fields.section("rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters")
     theta = scaling.number("rope_theta") if "rope_theta" in scaling else fields.number("rope_theta", default_theta)
     kind_field = "rope_type" if "rope_type" in scaling else "type"

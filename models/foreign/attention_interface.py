@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 
 from compiled_engine.attention.op import attention_or_value
 
-# transformers makes masks for implementations that it knows; for this one it makes none.
+# transformers makes masks for known implementations; for this one it makes none.
 NAME = "compiled_engine"
 
 

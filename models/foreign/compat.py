@@ -1,4 +1,4 @@
-"""What is used of transformers beyond its public interface, and which versions have it, in one place."""
+"""Uses of transformers beyond its public interface, and the versions that have it, in one place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def causal_lm_name(config: PreTrainedConfig) -> str | None:
 def fill_buffers(model: PreTrainedModel) -> None:
     """Give buffers that were made on the meta device their values, on the CPU.
 
-    transformers does this after each construction on the meta device: `_init_weights` computes rotary frequencies anew.
+    transformers does this after each construction on the meta device: `_init_weights` computes rotary frequencies
+    again.
     """
     for module in model.modules():
         if not module._buffers:
@@ -49,14 +50,15 @@ def fill_buffers(model: PreTrainedModel) -> None:
 
 
 def ignored_tensors(model: PreTrainedModel) -> re.Pattern[str]:
-    """What the names of tensors match that checkpoints of this kind hold and the model has no use for: those that
-    transformers declares, and buffers that old checkpoints hold and the model computes itself."""
+    """Patterns of names of unused tensors in checkpoints: those that transformers declares, and buffers of old
+    checkpoints that the model computes itself.
+    """
     declared = sorted(model._keys_to_ignore_on_load_unexpected or ())
     return re.compile("|".join(f"(?:{pattern})" for pattern in (*declared, r"(^|\.)(inv_freq|position_ids)$")))
 
 
 class Conversions:
-    """How the names and tensors of a checkpoint become those of a model, as transformers declares it."""
+    """transformers' conversion of the names and tensors of a checkpoint to those of a model."""
 
     def __init__(self, model: PreTrainedModel, names: Iterable[str]) -> None:
         transforms = get_model_conversion_mapping(model)
@@ -67,10 +69,10 @@ class Conversions:
         self._known = dict.fromkeys(names, True)
 
     def target(self, name: str) -> tuple[str, WeightConverter | None, str]:
-        """For a tensor of the checkpoint: its name in the model, and what converts it if it is not as it has to be.
+        """Look up a tensor of the checkpoint: its name in the model, and its converter, if any.
 
-        Tensors with the same name and converter are converted together; the last of the three says, within the
-        converter, which of its sources the tensor is.
+        Tensors with the same name and converter are converted together; the last of the three identifies the tensor
+        among the converter's sources.
         """
         prefix = self._model.base_model_prefix
         renamed, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._known)
@@ -83,7 +85,7 @@ def in_natural_order(names: Iterable[str]) -> list[str]:
 
 
 def registered_layers(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
-    """Module lists whose members say which layer they are: candidates for the stack of decoder layers."""
+    """Module lists whose members have a layer number: candidates for the stack of decoder layers."""
     for path, module in model.named_modules():
         if type(module) is nn.ModuleList and len(module):
             yield path, module

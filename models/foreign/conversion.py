@@ -20,7 +20,9 @@ _BLOCKS = "_blocks"  # what the name of packed values ends in
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part `taken` of a source lies at `placed`; the last dimensions of both are the same but for `transposed`."""
+    """Part `taken` of a source is placed at `placed`; their last dimensions are the same, or swapped if
+    `transposed`.
+    """
 
     source: str
     taken: tuple[Span, ...]
@@ -46,7 +48,7 @@ class UnsupportedConversionError(ValueError):
 
 
 def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
-    """Where the checkpoint's tensors (name -> shape) go in a model of transformers.
+    """Placements of the checkpoint's tensors (name -> shape) in a model of transformers.
 
     Raises UnsupportedConversionError naming the operation.
     """
@@ -84,7 +86,7 @@ def plan_weights(model: Any, shapes: Mapping[str, Shape]) -> WeightPlan:
 
 
 def _scales_of(name: str) -> str:
-    """The name that the scales of packed values have; empty for a name that is not that of such."""
+    """The name of the scales of packed values; empty for any other name."""
     return name.removesuffix(_BLOCKS) + "_scales" if name.endswith(_BLOCKS) else ""
 
 
@@ -103,7 +105,7 @@ def _converted(
     target: str,
     parameters: Mapping[str, Shape],
 ) -> dict[str, _Value]:
-    """What a converter makes of its sources, by full name of the target."""
+    """A converter's results from its sources, by full name of the target."""
     values: dict[str, list[_Value]] = {
         pattern: [_whole(name, shapes[name]) for name in names] for pattern, names in sources.items()
     }

@@ -1,6 +1,7 @@
-"""What the engine has to know of a foreign model, kept as a file: later starts import nothing of transformers.
+"""The description of a foreign model, kept as a file: later starts do not import transformers.
 
-The file's name is a digest of all that it follows from: config.json, dtype, versions, and the source of this room.
+The file's name is a digest of everything that it depends on: config.json, dtype, versions, and the source of this
+package.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Of one layer: heads, how many keys a query sees (None: all), and soft cap and sinks as in attention.inputs."""
+    """Attention of one layer: heads, visible keys per query (None: all), and soft cap and sinks as in
+    attention.inputs.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -81,7 +84,7 @@ class Skeleton(nn.Module):
 
 
 def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Path | None:
-    """Where the description is kept; None if nothing is."""
+    """The path of the description; None if none is kept."""
     if cache_dir is None:
         return None
     source = [path.read_bytes() for path in sorted(_SOURCE.glob("*.py"))]
@@ -91,12 +94,12 @@ def description_file(config_json: str, dtype: torch.dtype, cache_dir: Path | Non
 
 
 def transformers_version() -> str:
-    """Of the package that is there, which is not imported."""
+    """The version of the installed package, which is not imported."""
     return version_of("transformers")
 
 
 def write_file(path: Path | None, text: str) -> None:
-    """Write a file whole or not at all; one that cannot be written is made again next time."""
+    """Write a file atomically; a file that cannot be written is made again next time."""
     if path is None:
         return
     try:

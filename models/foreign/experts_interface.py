@@ -13,13 +13,13 @@ NAME = "compiled_engine"
 
 
 class UnknownExpertsError(ValueError):
-    """Experts that are more than gated MLPs; the message says what they have."""
+    """Experts that are more than gated MLPs; the message names the difference."""
 
 
 def all_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """[T, D] of tokens [T, D], whose experts and their weights are [T, X]; `module` has the experts' parameters.
+    """Compute [T, D] from tokens [T, D] with experts and weights [T, X]; `module` has the experts' parameters.
 
     Every expert computes every token; see models/textbook/experts.py. Raises UnknownExpertsError.
     """

@@ -15,7 +15,7 @@ log = logging.getLogger("compiled_engine")
 
 
 def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | None) -> Description:
-    """Of the model that config.json's text states: from the file if there is one, else from transformers.
+    """Describe the model of config.json's text: from the file if it exists, otherwise with transformers.
 
     Raises ValueError for a model that cannot be run, or without a supported version of transformers.
     """

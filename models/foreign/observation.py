@@ -1,6 +1,6 @@
-"""What a foreign model does, seen in one forward on the meta device: how each layer attends, and which are alike.
+"""Observe a foreign model in one forward on the meta device: each layer's attention, and equal layers.
 
-Everything that the engine does not know is found here, and refused, before a weight is read.
+Unsupported features are found here, and refused, before a weight is read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class _Mask:
 
     @cached_property
     def window(self) -> int | None:
-        """How many keys it leaves; None for all. Raises UnsupportedModelError."""
+        """The number of keys that the mask leaves; None for all. Raises UnsupportedModelError."""
         return _window_of(self.function)
 
 
@@ -142,7 +142,7 @@ class _Observer(TorchDispatchMode):
             raise UnsupportedModelError("its attention is not causal, or its mask is made in a way of its own")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
-        self._records = False  # what a mask hides is no concern of the layer that asks first
+        self._records = False  # the mask does not matter to the first layer that requests it
         window = found[0].window
         self._records = True
         if sliding_window is not None and sliding_window != window:
@@ -208,7 +208,7 @@ def _watched(observer: _Observer, layers: nn.ModuleList) -> Iterator[None]:
 
 
 def _window_of(mask_function: Callable[..., Any]) -> int | None:
-    """Of a causal mask None, of one with a sliding window that. Raises UnsupportedModelError for another."""
+    """The sliding window of a causal mask, or None. Raises UnsupportedModelError for another mask."""
     keys = torch.arange(_POSITIONS + 2)
 
     def seen_by(query: int) -> torch.Tensor:

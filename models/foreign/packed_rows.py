@@ -1,4 +1,4 @@
-"""What stands side by side in the packed parameters of models of transformers, for those that ranks divide."""
+"""Sections of packed parameters of transformers' models, for division among ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 
 def mark_packed(model: nn.Module, config: ModelConfig) -> None:
-    """Give modules whose parameters are packed the attribute `packed`, as textbook modules have it.
+    """Give modules with packed parameters the attribute `packed`, like textbook modules.
 
-    Linears named qkv_proj have the rows of q, k and v; what is named gate_up_proj, those of gate and of up, also where
-    it has them of every expert. Whether a family's forward takes them apart so, equal answers have to show.
+    Linears named qkv_proj have the rows of q, k and v; modules named gate_up_proj those of gate and up, also for every
+    expert. That a family's forward splits them like this is verified by equal log-probabilities.
     """
     for path, module in model.named_modules():
         packed: dict[str, Any] = {}

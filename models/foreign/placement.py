@@ -1,7 +1,7 @@
-"""Where each tensor of a checkpoint goes in a model: plain data, so that a later start need not ask transformers.
+"""Placement of each tensor of a checkpoint in a model: plain data, so that later starts do not need transformers.
 
-A checkpoint may store what the model has as one tensor in several (an expert each), or the other way round. Either way
-a part of one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
+A checkpoint may store one tensor of the model as several (one per expert), or the other way round. In both cases a part
+of one tensor is a part of the other, so each byte is read once and written to its place, packed or not.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Placement:
         return (self.source, *self.beside)
 
     def cut(self, dim: int, places: Sequence[Place]) -> list[Placement]:
-        """What of it belongs in a rank's parameter, which has these places along `dim`.
+        """The part of the placement in a rank's parameter, which has these places along `dim`.
 
         Raises ValueError where the part of the source is not one along that dimension.
         """
@@ -64,7 +64,7 @@ class Placement:
         return found
 
     def view(self, source: torch.Tensor) -> torch.Tensor:
-        """The part of the source, as the parameter has it but for dimensions of one."""
+        """The part of the source in the parameter's layout, up to dimensions of one."""
         part = _part(source, self.taken)
         return part.mT if self.transposed else part
 
@@ -81,7 +81,7 @@ def whole(source: str, target: str, shape: Sequence[int]) -> Placement:
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Where the tensors of a checkpoint go; `unexpected` names those that go nowhere."""
+    """Placements of a checkpoint's tensors; `unexpected` names tensors without a place."""
 
     placements: tuple[Placement, ...]
     unexpected: tuple[str, ...]

@@ -10,10 +10,10 @@ from compiled_engine.attention.inputs import AttentionInputs
 
 
 class Step:
-    """Each attention module of a model has this one object; the model's forward fills it in but for the windows, which
-    layers have forever.
+    """All attention modules of a model share this object; the model's forward fills it in, except the windows, which
+    are constant.
 
-    Keyword arguments would be the way, but not all families hand theirs on to their attention.
+    Keyword arguments would be simpler, but not all families pass them to their attention.
     """
 
     def __init__(self, sliding_windows: Sequence[int | None]) -> None:

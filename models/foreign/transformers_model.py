@@ -64,7 +64,7 @@ class CausalLM:
 
 
 class Decoder:
-    """Mixed into the class of the family's decoder: asked to, it hands its input on as its output."""
+    """A mixin of the family's decoder class, which can return its input as its output."""
 
     def forward(self, *arguments: Any, hand_on: bool = False, **keywords: Any) -> Any:
         if hand_on:
@@ -73,7 +73,7 @@ class Decoder:
 
 
 class HandedOn:
-    """What the family's code takes for the output of its decoder."""
+    """The decoder output that the family's code receives."""
 
     cache = past_key_values = hidden_states = attentions = cross_attentions = router_logits = None
 
@@ -85,10 +85,10 @@ class HandedOn:
 
 
 def read_hf_config(config_json: str) -> PreTrainedConfig:
-    """The configuration that the text of a config.json states.
+    """The configuration in the text of a config.json.
 
-    Raises UnknownArchitectureError for one that transformers does not have as a causal LM in its own code, ValueError
-    for values that it cannot have.
+    Raises UnknownArchitectureError for an architecture without a causal LM in transformers' code, ValueError for
+    invalid values.
     """
     supported_version()
     values = json.loads(config_json)
@@ -136,7 +136,9 @@ def build_foreign_model(config_json: str, dtype: torch.dtype) -> tuple[Any, Obse
 
 
 def _require_fixed_angles(config: PreTrainedConfig) -> None:
-    """Raises UnsupportedModelError where the code asks how long a request is, as no graph for all lengths can."""
+    """Raises UnsupportedModelError if the code reads a request's length, which a graph for all lengths cannot
+    provide.
+    """
     ropes: Any = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
@@ -183,7 +185,7 @@ def _require_head_alone(model: Any) -> None:
 
 
 def describe_model(config_json: str, dtype: torch.dtype) -> Description:
-    """Build the model and say what the engine has to know of it. Raises what build_foreign_model raises."""
+    """Build and describe the model. Raises what build_foreign_model raises."""
     model, observation = build_foreign_model(config_json, dtype)
     config = model.config.get_text_config(decoder=True)
     first: dict[int, str] = {}

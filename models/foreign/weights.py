@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors go in a model of transformers: from a file beside its description, or found out."""
+"""Placements of a checkpoint's tensors in a model of transformers, from a file beside its description or computed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ log = logging.getLogger("compiled_engine")
 def find_weight_plan(
     model: TransformersModel, dtype: torch.dtype, shapes: Mapping[str, tuple[int, ...]], cache_dir: Path | None
 ) -> WeightPlan:
-    """For the checkpoint's tensors (name -> shape).
+    """Placements of the checkpoint's tensors (name -> shape).
 
-    Raises ValueError for a conversion that is not supported, or that makes another shape than the model has.
+    Raises ValueError for an unsupported conversion, or one with another shape than the model's.
     """
     beside = description_file(model.config, dtype, cache_dir)
     digest = hashlib.sha256(json.dumps(sorted(shapes.items())).encode()).hexdigest()[:16]

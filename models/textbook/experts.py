@@ -25,10 +25,10 @@ class Experts(nn.Module):
         self.packed = {"gate_up_proj": (I, I)}
 
     def forward(self, x_TD: torch.Tensor, weights_TE: torch.Tensor) -> torch.Tensor:
-        """The sum over the experts of what each makes of a token, times its weight.
+        """The weighted sum over experts of their outputs for each token.
 
-        Every expert computes every token, since nothing here may depend on the values of weights_TE; those that were
-        not chosen count with a weight of 0. The compiler leaves them out.
+        Every expert computes every token, since the code must not depend on the values of weights_TE; unchosen experts
+        have a weight of 0. The compiler leaves them out.
         """
         x_ETD = x_TD.expand(self.gate_up_proj.shape[0], -1, -1)
         gate_ETI, up_ETI = torch.bmm(x_ETD, self.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)

@@ -21,7 +21,7 @@ class Attention(llama.Attention):
 
 
 class Gemma3Model(gemma2.Gemma2Model):
-    """Its layers get both pairs of angles, global and local, and take theirs."""
+    """The stack passes both pairs of angles, global and local, and each layer takes its own."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config, Attention)

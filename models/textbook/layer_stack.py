@@ -1,4 +1,4 @@
-"""Decoder layers one after another, for models and for the compiler, which knows that they are treated alike."""
+"""A stack of decoder layers, which are all applied in the same way; the compiler relies on that."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from compiled_engine.attention.inputs import AttentionInputs
 
 
 class LayerStack(nn.ModuleList):
-    """Decoder layers, each applied to what the one before it returned.
+    """Decoder layers, each applied to the previous layer's result.
 
-    The compiler traces few of the layers that are alike (graphs/compiler/traced_layers.py): `only` says which, while
-    it does. An attribute that differs from layer to layer, such as its number, makes them unlike: all are traced.
+    The compiler traces few of the identical layers (graphs/compiler/traced_layers.py), selected by `only` during a
+    trace. An attribute that differs from layer to layer, such as a number, makes the layers differ: then all are
+    traced.
     """
 
     only: Sequence[int] | None = None

@@ -49,11 +49,11 @@ class Attention(nn.Module):
         return self.o_proj(out_THd.flatten(-2))
 
     def normalise_heads(self, q_THd: torch.Tensor, k_TKd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For Qwen3, whose heads have norms; those of these families stay as they are."""
+        """Norm of heads, which Qwen3 overrides; the identity here."""
         return q_THd, k_TKd
 
 
-# A module of a layer, whose number it is given.
+# Builds a module of the layer with this number.
 MakeModule = Callable[[ModelConfig, int], nn.Module]
 
 

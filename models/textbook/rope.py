@@ -1,6 +1,6 @@
 """Rotary position embedding: the angle of every pair of elements at every position, for each kind of scaling.
 
-The frequencies are those that transformers computes, so that a checkpoint means the same here as there.
+The frequencies are those of transformers, so that checkpoints give the same results.
 """
 
 from __future__ import annotations
