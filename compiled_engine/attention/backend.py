@@ -24,7 +24,7 @@ PACKAGES = {"torch": "torch", "cpp": "torch", "triton": "triton", "flash_attn": 
 class AttentionBackend(Protocol):
     """Stateless; all methods may be called inside a CUDA graph capture that `accept` allows.
 
-    A backend that derives from this class plans nothing and has no kernels for unrotated queries unless it says so.
+    By default a backend plans nothing and has no kernels for unrotated queries.
     """
 
     name: str
@@ -35,7 +35,7 @@ class AttentionBackend(Protocol):
         ...
 
     def work_length(self, num_tokens: int, num_requests: int, case: AttentionCase) -> int:
-        """Return the length of `work_W` for batches of up to so many tokens and rows; 0 if nothing is planned."""
+        """Return the length of `work_W` for batches up to these numbers of tokens and rows; 0 if nothing is planned."""
         return 0
 
     def plan(self, inputs: AttentionInputs, case: AttentionCase) -> None:
@@ -62,7 +62,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Causal attention over the cache into `out_THd` (every element written).
 
-        There may be more tokens in q and out than the requests have: padding, whose output nobody reads.
+        q and out may have more tokens than the requests: padding, whose output is not read.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The description of what a layer asks of attention, and the answer of a backend: what it offers, or why it refuses."""
+"""The description of a layer's attention, and a backend's answer: its support, or the reason for refusal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names_of(values: Sequence[object]) -> str:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How keys and values are kept: elements of a dtype, in blocks of so many tokens."""
+    """Storage of keys and values: dtype, and tokens in a block."""
 
     dtype: torch.dtype
     block_size: int
@@ -36,11 +36,11 @@ class KVFormat:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a layer asks of attention on a kind of device.
+    """A layer's attention on a kind of device.
 
     device: "cpu" or "cuda". dtype: of queries and results. head_dim: elements of a query and of a key; value_dim those
-    of a value, None for as many. cache: None where keys and values are those of the step alone. sliding_window,
-    soft_cap, sinks: see Scoring. queries: how many each request has, None where that is ragged.
+    of a value, None for as many. cache: None if keys and values are only those of the step. sliding_window,
+    soft_cap, sinks: see Scoring. queries: number per request, None if ragged.
     """
 
     device: str
@@ -111,7 +111,7 @@ def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
 
 
 class GraphSupport(Enum):
-    """In which CUDA graphs a backend's kernels may be captured, from the fewest to the most."""
+    """CUDA graphs in which a backend's kernels may be captured, from the fewest to the most."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -125,11 +125,11 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend offers for a case that it accepts.
+    """A backend's support for a case that it accepts.
 
-    records_decodes: whether, on a CPU, what it calls for decodes follows from their number alone. short_contexts: up to
-    which contexts, ascending, so many decodes have kernels of their own in `attend_unrotated`; a captured graph does
-    not know how long contexts are, so such batches have graphs of their own.
+    records_decodes: whether, on a CPU, the calls for decodes depend only on their number. short_contexts: context
+    lengths, ascending, up to which a number of decodes uses special kernels in `attend_unrotated`; a captured graph
+    does not know context lengths, so such batches have separate graphs.
     """
 
     graphs: GraphSupport

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# A forward's arguments in their order; behind them comes each step tensor that a pass asks for.
+# A forward's arguments in order, followed by the step tensors that passes declare.
 FORWARD_ARGUMENTS = ("input_ids_T", "positions_T", "attention_inputs", "kv_caches")
 ForwardArguments = tuple[Any, ...]
 # The sizes that differ from step to step, with the least and the most that each can be. The compile range bounds the
@@ -47,9 +47,9 @@ class AttentionInputs:
     block_table_RB: int32 [R, B], block numbers of each request, in order; entries past the end are 0.
     slot_mapping_T: int64 [T], block * block_size + offset where each token's K and V go; -1 writes nothing.
     host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
-        an upper bound of seq_lens_R. Whatever a captured kernel used of these is part of its GraphKey.
+        an upper bound of seq_lens_R. All values that a captured kernel used are part of its GraphKey.
     backend: name of the attention backend.
-    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nobody planned: a backend that wants a
+    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty without a plan: a backend that needs a
         plan then makes one at each call.
     """
 
@@ -70,11 +70,11 @@ FIELDS = tuple(field.name for field in fields(AttentionInputs))
 
 
 class Scoring(NamedTuple):
-    """How a layer turns products of queries and keys into weights.
+    """A layer's conversion of products of queries and keys to weights.
 
-    scale: of the products. sliding_window: how many keys a query sees, itself included; 0 means all. soft_cap: scores
-    are soft_cap * tanh(score / soft_cap) (Gemma 2); 0 means none. sinks_H: for each query head the score of a further
-    key without a value (GPT-OSS), any float dtype.
+    scale: of the products. sliding_window: number of keys visible to a query, itself included; 0 means all. soft_cap:
+    scores are soft_cap * tanh(score / soft_cap) (Gemma 2); 0 means none. sinks_H: for each query head the score of a
+    further key without a value (GPT-OSS), any float dtype.
     """
 
     scale: float
@@ -84,10 +84,10 @@ class Scoring(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What is left to do to q and k before attention: a norm where there are weights, and the rotation.
+    """Norm (if there are weights) and rotation of q and k before attention.
 
-    cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is rounded
-    after its weight alone. rotary_dim, interleaved, wide and norm_last: other forms, see RopeForm.
+    cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is only rounded
+    after its weight. rotary_dim, interleaved, wide and norm_last: other forms, see RopeForm.
     """
 
     q_norm_weight_d: torch.Tensor | None
@@ -104,17 +104,17 @@ class Rotation(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether whole heads are rotated, after their norm, elements half a head apart, in their own dtype."""
+        """Return whether whole heads are rotated, after their norm, elements half a head apart, in their own dtype."""
         return not (self.rotary_dim or self.interleaved or self.wide or self.norm_last)
 
 
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
-    """From the arguments of an attention op."""
+    """Make inputs from the arguments of an attention op."""
     return AttentionInputs(*arguments[-len(FIELDS) :])
 
 
 def without_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments of an attention op before those that `inputs_of` reads."""
+    """The arguments of an attention op before the ones that `inputs_of` reads."""
     return arguments[: -len(FIELDS)]
 
 
@@ -122,12 +122,12 @@ def without_inputs(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 class StepTensor:
     """An argument of a forward. `name` is its path: input_ids_T, attention_inputs.seq_lens_R, kv_caches.3.
 
-    dims: numbers, and names of SIZES where a size differs from step to step. padding: the value for padding tokens and
-    padding rows. on_host: it is a tensor on the CPU.
+    dims: numbers, or names of SIZES for sizes that differ from step to step. padding: the value for padding tokens and
+    padding rows. on_host: the tensor is on the CPU.
 
-    fill: for a tensor that a pass asks for, whose first dimension is tokens or requests: computes the values of a
-    padded batch on the device. What it returns for padding is replaced by `padding`. It may be captured in a CUDA
-    graph, so its launches follow from shapes alone, and it reads fixed memory.
+    fill: for a pass's tensor, whose first dimension is tokens or requests: computes the values of a padded batch on the
+    device. Its values for padding are replaced by `padding`. It may be captured in a CUDA graph, so its launches must
+    depend only on shapes, and it must read fixed memory.
     """
 
     name: str
@@ -188,8 +188,9 @@ def arguments_of(
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Where a forward's arguments are on the device. Caches are replaced together: the first and the last stand for
-    all."""
+    """Device addresses of a forward's arguments. Caches are only replaced together: the first and the last represent
+    all.
+    """
     found: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, AttentionInputs):

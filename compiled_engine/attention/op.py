@@ -17,7 +17,7 @@ import torch
 from compiled_engine.attention.backend import get_backend
 from compiled_engine.attention.inputs import AttentionInputs, Rotation, Scoring
 
-# Both ops end in these arguments: the fields of Scoring, then those of AttentionInputs.
+# The last arguments of both ops: the fields of Scoring, then those of AttentionInputs.
 SCORING_AND_INPUTS = "float scale, SymInt sliding_window, float soft_cap, Tensor? sinks_H, " + ", ".join(
     f"{'str' if field.type == 'str' else 'Tensor'} {field.name}" for field in fields(AttentionInputs)
 )
@@ -28,7 +28,7 @@ _TYPES: dict[Any, str] = {
     int: "int",
     bool: "bool",
 }
-# What is left to do to q and k, for ops that do it: the fields of Rotation.
+# Arguments of ops that norm and rotate q and k: the fields of Rotation.
 ROTATION = ", ".join(f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Rotation).items())
 # Called in place of an attention op, with its function and its arguments.
 OnAttention = Callable[[Callable[..., None], tuple[Any, ...]], None]
@@ -83,7 +83,7 @@ def write_and_attend(
 
 
 def _returns_nothing(*args: object) -> None:
-    """All that a trace sees of the ops."""
+    """Fake implementation of the ops for tracing."""
 
 
 attend_op = torch.library.custom_op(
@@ -166,7 +166,7 @@ def attention_or_value(
     soft_cap: float | None = None,
     sinks_H: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention`, or where it is traced the op that stands for it; see there."""
+    """Call `attention`, or while tracing the op that replaces it."""
     if torch.compiler.is_compiling():
         scoring = scale, sliding_window or 0, soft_cap or 0.0, sinks_H
         return torch.ops.compiled_engine.attention_value(q_THd, k_TKd, v_TKd, kv_cache_N2PKd, *scoring, *inputs.flat())

@@ -17,7 +17,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 def weighted(
     x: tl.tensor, weight: tl.tensor, OFFSET: tl.constexpr, WIDE: tl.constexpr, dtype: tl.constexpr
 ) -> tl.tensor:
-    """What is normed times the weight, rounded as rms_norm has it."""
+    """Normed values times the weight, rounded as in rms_norm."""
     if OFFSET != 0:
         weight += OFFSET
     if not WIDE:
@@ -40,8 +40,9 @@ def turned(
     WIDE: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
-    """Elements d of heads, normed where there are weights, and rotated. x: these elements; y: those that they are
-    rotated with, half a head apart; all in fp32, but for the weights."""
+    """Elements d of heads, normed where there are weights, and rotated. x: these elements; y: their partners in the
+    rotation, half a head apart; all in fp32, except the weights.
+    """
     if x_weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, len(x.shape) - 1, keep_dims=True) / HEAD_DIM + eps)
         x = weighted(x * scale, x_weight.to(tl.float32), OFFSET, WIDE, dtype)

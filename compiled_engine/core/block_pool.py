@@ -145,7 +145,7 @@ class BlockPool:
 
 @dataclass(slots=True)
 class BlockTable:
-    """A request's blocks in order. num_registered: leading ones that were offered to the prefix cache. hashes: see
+    """A request's blocks in order. num_registered: leading blocks offered to the prefix cache. hashes: see
     Request.block_hashes."""
 
     block_ids: list[int]
@@ -184,7 +184,7 @@ class BlockGroup:
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
         wanted = self._blocks_for(num_tokens) + reserve
-        if num_cached:  # those that others hold take nothing from the free ones
+        if num_cached:  # blocks held by other requests do not reduce the free ones
             wanted -= sum(not self.pool.is_free(block) for block in self._prefix(request, num_cached))
         return wanted <= self.pool.num_free
 
@@ -198,7 +198,7 @@ class BlockGroup:
         self._tables[request] = BlockTable(cached + fresh, len(cached), self._hashes(request, len(cached)))
 
     def can_grow(self, request: Request, num_tokens: int) -> bool:
-        """Whether there are the blocks that a request with a table lacks for `num_tokens` tokens."""
+        """Return whether the pool has the blocks that a request with a table still needs for `num_tokens` tokens."""
         return self._missing(request, num_tokens) <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> tuple[int, ...]:
@@ -265,7 +265,7 @@ class BlockGroup:
         return hashes
 
     def _cached(self, request: Request, count: int) -> Iterator[int | None]:
-        """For each of the request's first `count` blocks a block with the same contents, or None."""
+        """Look up a block with the same contents for each of the request's first `count` blocks, or None."""
         return map(self.pool.find, self._hashes(request, count)[:count])
 
     def _prefix(self, request: Request, num_cached: int) -> list[int]:

@@ -1,6 +1,6 @@
 """Resources that a request occupies while it runs: blocks of a KV group (block_pool.py), a row of the runner.
 
-`KVCacheManager` asks all resources together and takes from all or from none.
+`KVCacheManager` checks all resources and takes from all or from none.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ from compiled_engine.core.request import Request
 
 
 class CacheResource(Protocol):
-    """Knows which request holds how much of it. A request is identified by the object, not by its id."""
+    """Tracks the share of each request, identified by the object, not by its id."""
 
     def longest_prefix(self, request: Request, most: int) -> int:
-        """Return how many of the request's first `most` tokens need not be computed, as far as this resource goes.
+        """Return how many of the request's first `most` tokens this resource already has.
 
-        Asked again for what it returned, it returns the same.
+        A second call with the returned number returns the same number.
         """
         ...
 
     def has_room(self, request: Request, num_tokens: int, num_cached: int, reserve: int) -> bool:
-        """Whether a request without a share can have what `num_tokens` tokens need, the first `num_cached` of them from
-        the prefix cache. reserve: how many requests are to have room to grow afterwards."""
+        """Return whether a request without a share can get `num_tokens` tokens, the first `num_cached` of them from the
+        prefix cache. reserve: number of requests that must be able to grow afterwards.
+        """
         ...
 
     def take(self, request: Request, num_tokens: int, num_cached: int) -> None:
-        """Give a request without a share what `has_room` was asked for."""
+        """Give a request without a share the tokens that `has_room` confirmed."""
         ...
 
     def free(self, request: Request) -> None:

@@ -126,9 +126,9 @@ class MaskMaker:
         self._failures: Future[dict[int, str]] | None = None
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Have the masks made of those that have not ended; all their tokens are known.
+        """Start computing the masks of requests that have not ended; all their tokens are known.
 
-        Masks that were begun and never taken are dropped.
+        Earlier masks that were never taken are dropped.
         """
         if self._words_NW is None:
             self._words_NW = np.zeros(self._shape, np.int32)
@@ -139,7 +139,7 @@ class MaskMaker:
         self._failures = fill_masks([_with_new_tokens(request) for request in self._asked], words_MW, self._thread)
 
     def take(self) -> TokenMasks:
-        """Those begun last, once they are made. Valid until the next call of `begin`.
+        """Wait for and return the masks of the last `begin`. Valid until the next `begin`.
 
         A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
         """
@@ -157,7 +157,7 @@ class MaskMaker:
 
 
 def _with_new_tokens(request: Request) -> tuple[Constraint, list[int]]:
-    """Its constraint, and the output tokens that this has not been told of."""
+    """The request's constraint, and the output tokens not yet passed to it."""
     assert request.constraint is not None
     start = request.num_prompt_tokens + request.num_accepted
     token_ids = request.token_ids[start:]

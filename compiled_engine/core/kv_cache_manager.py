@@ -1,16 +1,16 @@
-"""What requests hold of the cache, and how they share the blocks of a common prefix.
+"""Allocation of cache resources to requests, and sharing of the blocks of a common prefix.
 
 Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
-are known. Requests that are admitted to that same step (copies of one prompt, for example) find the blocks that shares
-of several tokens fill, and no others: a step with such a share writes the K and V of all its tokens before any of its
-queries attends, but a step of single tokens may write and attend in one kernel, whose order among requests is open. So
-a block that a single token completes can be found from the next step on. `Scheduler.schedule` keeps this rule.
+are known. Requests that are admitted to that same step (copies of one prompt, for example) find only the blocks filled
+by shares of several tokens: a step with such a share writes the K and V of all its tokens before any of its queries
+attends, but a step of single tokens may write and attend in one kernel, in any order of requests. So a block completed
+by a single token can be found from the next step on. `Scheduler.schedule` keeps this rule.
 
 Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
-scheduled, so whoever gets such a block writes to it later, and reads only what it wrote. Nor can a write in flight
-spoil a registered block, held or not: all its tokens are known, so what is written is the very token that its hash
-covers. A token that is still unknown lies beyond all registered blocks of its request; if the request ends before it
-is known, its block is never registered.
+scheduled, so the next holder of such a block writes to it later, and reads only its own writes. A write in flight
+cannot corrupt a registered block either, held or not: all tokens of the block are known, so the written values are
+those that its hash covers. A token that is still unknown is beyond all registered blocks of its request; if the request
+ends before it is known, its block is never registered.
 """
 
 from __future__ import annotations
@@ -82,10 +82,9 @@ class KVCacheManager:
         return True
 
     def allocate(self, request: Request, num_tokens: int) -> BlockIds | None:
-        """Give the request blocks for `num_tokens` more tokens, and return those that it did not have yet, () if it has
-        enough.
+        """Give the request blocks for `num_tokens` more tokens, and return the new ones, () if it has enough.
 
-        All or nothing: None, and no change, if a group has too few free blocks.
+        Returns None and changes nothing if a group has too few free blocks.
         """
         end = request.num_computed_tokens + num_tokens
         if end <= request.num_slots:
@@ -124,7 +123,7 @@ class KVCacheManager:
             group.unregister(blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Make every block unfindable; who holds one keeps it."""
+        """Remove every block from the prefix cache; holders keep theirs."""
         for group in self.groups:
             group.pool.unregister_all()
 
@@ -145,7 +144,7 @@ class KVCacheManager:
             resource.check_integrity(holders)
 
     def _common_prefix(self, request: Request, most: int) -> int:
-        """The longest cached prefix, of at most so many tokens, on which all resources agree."""
+        """The longest prefix of at most this many tokens that all resources have cached."""
         found, num_agreeing = most, 0
         for resource in cycle(self.resources):
             shorter = resource.longest_prefix(request, found)

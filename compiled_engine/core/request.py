@@ -27,7 +27,7 @@ class Finish(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """What ends one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
+    """Stop conditions of one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
 
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
@@ -36,7 +36,7 @@ class StopRule:
 
     @classmethod
     def of(cls, params: SamplingParams, eos_token_ids: frozenset[int], room: int) -> StopRule:
-        """`room`: how many output tokens the model's length and the KV cache leave the request."""
+        """`room`: most output tokens within the model's length and the KV cache."""
         return cls(
             eos_token_ids=frozenset() if params.ignore_eos else eos_token_ids,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
@@ -46,9 +46,9 @@ class StopRule:
 
 
 def check_stop(rule: StopRule, token_id: int, num_output_tokens: int) -> Finish | None:
-    """Whether a request ends with `token_id`, the last of its `num_output_tokens` output tokens.
+    """Return whether a request ends with `token_id`, the last of its `num_output_tokens` output tokens.
 
-    A stop token that comes before `min_tokens` ends nothing; the limit on length always holds.
+    A stop token before `min_tokens` is ignored; the limit on length always holds.
     """
     if num_output_tokens >= rule.min_tokens:
         if token_id in rule.eos_token_ids:
@@ -79,10 +79,10 @@ class Request:
 
     order: (priority, arrival number); the smaller one is served first.
     token_ids: the prompt, then what was generated, as far as it is known.
-    max_num_tokens: the length, prompt included, at which it ends.
-    ending_ids: the tokens that may end it sooner, and what comes in place of a token.
-    constraint: says which tokens may come; None for any. num_accepted: output tokens that it has been told of.
-    failure: why its constraint gives no mask; it ends with the next step that is taken in.
+    max_num_tokens: the length at which it ends, prompt included.
+    ending_ids: the tokens that may end it sooner, and the error codes.
+    constraint: restricts the next token; None allows any. num_accepted: output tokens passed to the constraint.
+    failure: error of its constraint; the request ends with the next processed step.
     prefix_root: see EngineRequest.
     num_tokens: how many tokens there are, counting those that steps in flight sample. An upper bound as long as such a
     step may yield fewer than most_new_tokens; exact when all are taken in.
@@ -167,24 +167,24 @@ class Request:
         return made
 
     def start(self) -> None:
-        """It is admitted to a step, for the first time or again."""
+        """Record the admission to a step, first or repeated."""
         self.status = RequestStatus.RUNNING
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
     def set_steady_limits(self) -> None:
-        """To be called after anything but a steady share or a steady token, which nearly all are: for those, the
-        scheduler makes one comparison.
+        """Set the limits of the scheduler's fast path. Call this after any share or token that is not ordinary
+        ("steady"); for ordinary ones the scheduler only makes one comparison.
 
-        While fewer than `steady_until_computed` tokens are computed, its share of a step is steady: one that samples as
-        many tokens as others may, in blocks that it has, neither the first such nor one that may reach the length.
-        While fewer than `steady_until_known` are known, the next one is steady: neither the first that it generates nor
-        the last, unless by being one of ending_ids.
+        While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
+        samples the usual number of tokens, in blocks that the request has, is not the first such share, and cannot
+        reach the length. While fewer than `steady_until_known` tokens are known, the next token is ordinary: it is not
+        the first, and only the last if it is one of ending_ids.
         """
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
     def steady_limits(self) -> tuple[int, int]:
-        """What the two have to be."""
+        """Compute both limits."""
         if self.failure is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
@@ -202,24 +202,24 @@ class Request:
 
     @property
     def num_unknown_tokens(self) -> int:
-        """How many of its tokens steps in flight sample; none that counts once it has ended."""
+        """The number of its tokens that steps in flight sample; 0 once it has ended."""
         return 0 if self.status is RequestStatus.FINISHED else self.num_tokens - len(self.token_ids)
 
     @property
     def awaits_token(self) -> bool:
-        """Whether a step in flight samples one of its tokens."""
+        """Return whether a step in flight samples one of its tokens."""
         return self.num_tokens > len(self.token_ids)
 
     @property
     def owes_prompt_logprobs(self) -> bool:
-        """Whether prompt tokens have to be computed for their log-probabilities, cached or not."""
+        """Return whether prompt tokens must be computed for their log-probabilities, even if cached."""
         wanted = self.sampling_params.prompt_logprobs is not None
         return wanted and self.next_prompt_logprob < self.num_prompt_tokens
 
     def take_prompt_logprobs(self, first: int, rows: LogprobRows) -> tuple[int, LogprobRows] | None:
-        """Those of the rows for positions `first`, `first` + 1, ... that are not delivered yet, or None.
+        """Select the undelivered rows among those for positions `first`, `first` + 1, ..., or None.
 
-        A request that was preempted computes its prompt again and so produces rows a second time.
+        A preempted request computes its prompt again and so produces rows a second time.
         Raises RuntimeError if positions before `first` are missing.
         """
         position = self.next_prompt_logprob
@@ -245,8 +245,9 @@ class Request:
 
 
 def check_requests(requests: Collection[Request], running: Sequence[Request], num_waiting: int) -> None:
-    """Raise RuntimeError unless those that run are in order, and every request runs, waits or awaits its last token,
-    and knows how far it is steady."""
+    """Raise RuntimeError unless running requests are in order, every request runs, waits or awaits its last token, and
+    its fast-path limits are right.
+    """
     if [request.order for request in running] != sorted({request.order for request in running}):
         raise RuntimeError(f"running requests are not in order: {[request.request_id for request in running]}")
     ending = sum(request.status is RequestStatus.ENDING for request in requests)

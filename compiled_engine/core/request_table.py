@@ -44,8 +44,9 @@ class WaitingQueue:
 
 
 class RequestTable:
-    """running: sorted by order. removed: whose rows the runner is to free, as the next step tells it. num_constrained:
-    requests that have a constraint."""
+    """running: sorted by order. removed: requests whose rows the runner frees in the next step. num_constrained:
+    requests with a constraint.
+    """
 
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
@@ -65,13 +66,13 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """It waits."""
+        """Put the request into the queue."""
         self._requests[request.request_id] = request
         self.num_constrained += request.constraint is not None
         self.waiting.push(request)
 
     def start_next(self) -> Request:
-        """The first of those that wait, which has its blocks, runs from now on."""
+        """Move the first waiting request, which has its blocks, to the running ones."""
         request = self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))
@@ -86,7 +87,7 @@ class RequestTable:
         return request
 
     def retire(self, requests: Sequence[Request]) -> None:
-        """Let those go, as far as they run, whose last token is in flight."""
+        """Release running requests whose last token is in flight."""
         retired = [request for request in requests if request.status is RequestStatus.RUNNING]
         for request in retired:
             self.release(request)
@@ -101,7 +102,7 @@ class RequestTable:
         self.end(request)
 
     def end(self, request: Request) -> None:
-        """Forget a request and free what it holds; `sweep` takes it off those that run."""
+        """Forget a request and free its resources; `sweep` removes it from the running ones."""
         if request.status is RequestStatus.RUNNING:
             self.release(request)
         elif request.status is not RequestStatus.ENDING:
@@ -116,7 +117,7 @@ class RequestTable:
         self.running = [request for request in self.running if request.status is RequestStatus.RUNNING]
 
     def release(self, request: Request) -> None:
-        """Free what a running request holds; why at once, says kv_cache_manager."""
+        """Free a running request's resources at once; kv_cache_manager explains why that is safe."""
         self._kv_cache.free(request)
         request.lane = None
         request.set_steady_limits()

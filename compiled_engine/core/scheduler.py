@@ -1,15 +1,14 @@
 """The scheduler: which tokens of which requests the next step computes.
 
-Prefill and decode are the same to it: every request has tokens that are known but not computed, and each step
-shares a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310).
-Running requests come first, then waiting ones are admitted strictly in order. When the blocks run out, the
-request that is last in order is preempted, to be computed again later.
+Prefill and decode are treated equally: every request has tokens that are known but not computed, and each step divides
+a token budget among them (chunked prefill as in Sarathi-Serve; Agrawal et al., arXiv:2403.02310). Running requests come
+first, then waiting ones are admitted strictly in order. When the blocks run out, the last request in order is
+preempted, and computed again later.
 
 With several steps in flight a step is scheduled before the tokens of the one before it are known. Scheduling needs only
-their number: a length limit is foreseen, and what a step samples for a request that a stop token has ended is dropped.
-Where a step may yield several tokens for a request (`most_new_tokens`), the device alone knows their number until the
-step is taken in. The scheduler counts as many as there may be, gives blocks for these, and corrects the counts in
-`update`.
+their number: length limits are known in advance, and tokens sampled for a request that has ended are dropped. If a step
+may yield several tokens for a request (`most_new_tokens`), only the device knows their number until the step is
+processed. The scheduler assumes the maximum, allocates blocks for it, and corrects the counts in `update`.
 
 The masks of requests with a constraint are made while their step runs: only its sampling waits for them. Where the
 stages of a pipeline work at steps side by side, steps.Lanes says which requests a step has.
@@ -47,14 +46,14 @@ from compiled_engine.messages import (
 )
 from compiled_engine.sampling.token_mask import Constraint
 
-# Prompts have their part of a step once for each so many waiting requests, and once for fewer: from twice as many on
-# they have more, since the queue delays them more than they delay others.
+# `max_prefill_tokens` is multiplied by the number of waiting requests divided by this, at least by 1: with a long queue
+# the queue delays prompts more than they delay others.
 FEW_WAITING = 4
 
 
 @dataclass(slots=True)
 class SchedulerCounts:
-    """Requests and steps, but for `least_free`: the fewest free blocks that there were after a step was scheduled."""
+    """Counts of requests and steps; `least_free` is the lowest number of free blocks after a step was scheduled."""
 
     least_free: int
     arrived: int = 0
@@ -64,7 +63,7 @@ class SchedulerCounts:
     aborted: int = 0
 
     def begin_step(self, num_free: int) -> int:
-        """A step is scheduled, which leaves so many blocks free; its number."""
+        """Count a scheduled step that leaves this many blocks free; returns its number."""
         self.least_free = min(self.least_free, num_free)
         self.steps += 1
         return self.steps
@@ -127,7 +126,7 @@ class Scheduler:
         self._requests = RequestTable(self._kv_cache)
         self._in_flight = StepsInFlight(steps_in_flight)
         self._lanes = Lanes(num_lanes, most, steps_in_flight)
-        self._last_share: list[Request] = []  # those whose length ends them with the newest step
+        self._last_share: list[Request] = []  # requests that reach their length with the newest step
         self._masks = MaskMaker(scheduler.max_num_seqs, vocab_size)
         self._counts = SchedulerCounts(least_free=num_blocks)
 
@@ -162,7 +161,7 @@ class Scheduler:
         return EngineOutput(request_id, (), finish_reason="abort", num_cached_tokens=request.num_cached_tokens or 0)
 
     def has_unfinished(self) -> bool:
-        """Whether a request runs or waits."""
+        """Return whether a request runs or waits."""
         return len(self._requests) > 0
 
     def schedule(self) -> SchedulerOutput | None:
@@ -191,8 +190,9 @@ class Scheduler:
         return step.output
 
     def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
-        """A step of the lane; it may be empty. Nobody is admitted if blocks have run out, as they would be next to go:
-        if there are more preemptions than that."""
+        """Draft a step of the lane; it may be empty. After a preemption (more than `num_preemptions`) no request is
+        admitted, since it would be preempted next.
+        """
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
         draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), self._most_new_tokens)
@@ -222,7 +222,7 @@ class Scheduler:
                 continue
             num_tokens = request.num_tokens - start
             if num_tokens > 1:
-                # Those behind it keep a decode's tokens each, so that no long prompt holds up a decode.
+                # Tokens for a decode of each request behind are reserved, so that no long prompt delays a decode.
                 kept = (len(running) - index) * most_new_tokens
                 num_tokens = min(num_tokens, budget - kept, request.max_step_tokens)
                 if len(running) > 1 and (num_tokens := min(num_tokens, draft.room_for_prompts(budget))) < 1:
@@ -242,11 +242,11 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
-        """At most `room` requests."""
+        """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
         while waiting and budget > 0 and len(draft.new) < room:
             request = waiting.peek()
-            # Each running request keeps room to grow by a block, lest this one be preempted right away.
+            # A block is reserved for each running request, so that the new one is not preempted at once.
             if request.awaits_token or not self._kv_cache.admit(request, reserve=len(running)):
                 break
             self._requests.start_next()
@@ -256,7 +256,9 @@ class Scheduler:
             self._schedule_tokens(draft, request, num_tokens, bound=1)
 
     def _schedule_tokens(self, draft: StepDraft, request: Request, num_tokens: int, bound: int) -> None:
-        """bound: how many tokens may be sampled if the share reaches the last one; so many less one are guesses."""
+        """bound: most tokens sampled if the share reaches the last known token; all but one of them are draft
+        tokens.
+        """
         start = request.num_computed_tokens
         end = request.num_computed_tokens = start + num_tokens
         samples = end >= request.num_tokens
@@ -278,22 +280,23 @@ class Scheduler:
         request.set_steady_limits()
 
     def knows_tokens_before(self, step: SchedulerOutput) -> bool:
-        """Whether all tokens are known that the masks of a step in flight need."""
+        """Return whether all tokens needed for the masks of a step in flight are known."""
         return not any(request.num_unknown_tokens > 1 for request in self._in_flight.find(step).constrained)
 
     def begin_masks(self, step: SchedulerOutput) -> None:
-        """Have the masks of a step made; meanwhile another one may be scheduled. Raises RuntimeError unless
-        `knows_tokens_before`."""
+        """Start making the masks of a step; another step may be scheduled in the meantime. Raises RuntimeError unless
+        `knows_tokens_before`.
+        """
         if not self.knows_tokens_before(step):
             raise RuntimeError(f"step {step.step} has masks that need the tokens of a step in flight")
         self._masks.begin(self._in_flight.find(step).constrained)
 
     def masks(self) -> TokenMasks:
-        """Those begun last. A constraint that fails ends its request in `update`, which comes later."""
+        """Return the masks started last. A failing constraint ends its request in the later `update`."""
         return self._masks.take()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
-        """Take in what a step produced: outputs of the requests that it gave something or ended.
+        """Process a step's result and return outputs of the requests that got tokens or ended.
 
         Raises RuntimeError if `step` is not the oldest one in flight, or if it yields more tokens than it may.
         """
@@ -353,7 +356,7 @@ class Scheduler:
         return every.part(columns, others)
 
     def _take_tokens(self, request: Request, tokens: slice, result: RunnerOutput) -> EngineOutput | None:
-        """Give a request its tokens of a step, up to the one that ends it. None if there is nothing to tell."""
+        """Give a request its tokens of a step, up to the one that ends it. Returns None if there is no output."""
         if request.status is RequestStatus.FINISHED:
             return None
         end = tokens.start
@@ -376,13 +379,13 @@ class Scheduler:
         return output if output.new_token_ids or output.prompt_logprobs is not None or finish is not None else None
 
     def fail_step(self) -> None:
-        """Take back the steps in flight, whose results will not come: who runs ends, removals are sent again."""
+        """Drop the steps in flight after a failure: running requests end, removals are sent again."""
         self._kv_cache.unregister(self._kv_cache.take_registered())
         removed: list[str] = []
         for step in self._in_flight:
             self._kv_cache.unregister(step.registered_blocks)
             removed += step.output.removed
-        # A step that failed to be scheduled is not in flight yet, but whoever has a share of it runs.
+        # A step that failed to be scheduled is not in flight yet, but the requests with a share of it run.
         affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]
         self._in_flight.clear()
         for request in affected:

@@ -30,7 +30,7 @@ class Lanes:
         self._newest = count - 1
 
     def in_turn(self, in_flight: Iterable[int]) -> Iterator[int]:
-        """The lanes that a step may be of, the one whose turn it is first. in_flight: those of the steps in flight."""
+        """The lanes available to a step, the next in turn first. in_flight: lanes of the steps in flight."""
         busy = list(in_flight)
         for number in range(1, self._count + 1):
             lane = (self._newest + number) % self._count
@@ -38,11 +38,11 @@ class Lanes:
                 yield lane
 
     def took(self, lane: int) -> None:
-        """It was its turn."""
+        """Record that the lane had its turn."""
         self._newest = lane
 
     def of_step(self, running: list[Request], lane: int) -> list[Request]:
-        """Those of the running requests that a step of the lane may have, in their order."""
+        """The running requests that a step of the lane may include, in order."""
         if self._count == 1:
             return running
         found = [request for request in running if request.lane is None or request.lane == lane]
@@ -53,7 +53,7 @@ class Lanes:
         return found
 
     def room(self, of_step: Sequence[Request], lane: int, num_running: int, num_waiting: int) -> int:
-        """How many waiting requests a step may admit: lanes are to be equally full once all have been admitted."""
+        """The number of waiting requests that a step may admit: lanes should be equally full once all are admitted."""
         if self._count == 1:
             return num_waiting  # the runner's rows are the bound
         room = self._most_requests - len(of_step)
@@ -67,7 +67,7 @@ class Lanes:
 
 
 def all_but(indices: Iterable[int], count: int) -> list[bool]:
-    """For each of `count` entries whether it is none of those at `indices`."""
+    """A mask of `count` entries, False at `indices`."""
     chosen = [True] * count
     for index in indices:
         chosen[index] = False
@@ -86,13 +86,13 @@ class Shares:
 
 @dataclass(slots=True)
 class StepDraft:
-    """A step of a lane that is being put together.
+    """A step of a lane under construction.
 
-    decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, but for those
-    whose index is in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
+    decodes: requests with a share of `decode_tokens` tokens, which starts at `decode_starts` and samples, except
+    indices in `unsampled`. longer: other shares; those of prompts have `num_prefill_tokens` together, at most
     `max_prefill_tokens` where others run. completed: requests whose share of as many tokens as a decode completes a
-    block, which no request of this step may read. bounds: how many tokens may be sampled of those that sample fewer
-    than decode_tokens.
+    block, which no request of this step may read. bounds: most sampled tokens of requests that sample fewer than
+    decode_tokens.
     """
 
     lane: int = 0
@@ -122,7 +122,7 @@ class StepDraft:
         longer.samples.append(samples)
 
     def room_for_prompts(self, budget: int) -> int:
-        """How much of `budget` tokens prompts may still have where others run."""
+        """The part of `budget` that prompts may still use if other requests run."""
         most = self.max_prefill_tokens
         return budget if most is None else min(budget, most - self.num_prefill_tokens)
 
@@ -140,13 +140,11 @@ class StepDraft:
 
 @dataclass(slots=True)
 class StepInFlight:
-    """`output` as the runner has it, and the scheduler's side of it.
+    """The `output` sent to the runner, and the scheduler's data about it.
 
-    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: those of them that sample.
-    constrained: those that sample and have a constraint.
-    registered_blocks: by KV group, those that are in the prefix cache only because this step, or one before it, fills
-    them.
-    lane: whose step it is. bounds: see StepDraft.
+    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample. constrained:
+    requests that sample and have a constraint. registered_blocks: by KV group, blocks in the prefix cache that are only
+    filled by this step or an earlier one. lane: of the step. bounds: see StepDraft.
     """
 
     output: SchedulerOutput
@@ -273,6 +271,6 @@ def no_token(request: Request, token_id: int) -> Finish | None:
 
 
 def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:
-    """What of the request's prompt log-probabilities is new, if anything."""
+    """The new part of the request's prompt log-probabilities, or None."""
     found = result.prompt_logprobs.get(request.request_id)
     return None if found is None else request.take_prompt_logprobs(*found)

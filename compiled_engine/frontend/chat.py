@@ -13,7 +13,7 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 Message: TypeAlias = "Mapping[str, Any]"
 Conversation: TypeAlias = "Sequence[Message]"
 
-# What a template is given by arguments of their own.
+# Variables of a template that have separate arguments.
 SETTINGS = {
     *("messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
 }
@@ -106,7 +106,7 @@ def _check_conversation(name: str, conversation: Any, template: str) -> list[dic
         if not isinstance(message, Mapping):
             raise TypeError(f"{where} must be a dict with 'role' and 'content', got {message!r}")
         role, content = message.get("role"), message.get("content")
-        # A template may have roles of its own; one that it never names would be dropped without a word.
+        # A template may have special roles; a role that it never names would be dropped silently.
         if not isinstance(role, str) or (role not in ROLES and role not in template):
             raise ValueError(f"{where}['role'] must be one of {', '.join(ROLES)}, got {role!r}")
         if content is None and not message.get("tool_calls"):

@@ -55,10 +55,10 @@ def render_template(
     continue_final_message: bool | str,
     variables: Mapping[str, Any],
 ) -> str:
-    """The text of a conversation.
+    """Render the text of a conversation.
 
     tools: JSON schemas, or functions whose schemas transformers makes. continue_final_message: end the text within
-    the last message; a name is that of the field to continue. variables: what the template sees besides.
+    the last message; a name is that of the field to continue. variables: further variables of the template.
     Raises jinja2.TemplateError, ValueError or TypeError.
     """
     messages = [_with_reasoning(_plain(message)) for message in conversation]
@@ -74,7 +74,7 @@ def render_template(
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Without fields that are None; reasoning under the names by which templates read it."""
+    """Drop fields that are None; give reasoning the names that templates read."""
     message = {name: value for name, value in message.items() if value is not None}
     for name in REASONING_FIELDS:
         if name in message:
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
     """The value in JSON's types; of any other object only the name of its type."""
     if value is None or isinstance(value, bool):
         return value
-    if isinstance(value, str):  # what derives from it may have methods that the sandbox knows nothing about
+    if isinstance(value, str):  # subclasses may have methods that the sandbox does not check
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)

@@ -12,10 +12,10 @@ from compiled_engine.sampling.params import SamplingParams
 
 
 class Completion:
-    """Collects what the engine core says of one request. `finish_reason` is None until it ends.
+    """Collects the engine core's outputs of one request. `finish_reason` is None until it ends.
 
-    A token that comes with nothing else may be appended to `token_ids`, and its log-probabilities added to `logprobs`,
-    from outside; `look` then has to be called at each if there are stop strings.
+    A plain token may be appended to `token_ids`, and its log-probabilities to `logprobs`, from outside; with stop
+    strings `look` must then be called for each.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Completion:
             self._decode()
 
     def update(self, output: EngineOutput) -> None:
-        """Take in whatever a step added; a stop string may end the completion before the core does."""
+        """Add a step's output; a stop string may end the completion before the core does."""
         last = len(output.new_token_ids) - 1
         for position, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
@@ -83,7 +83,7 @@ class Completion:
         )
 
     def delta(self) -> CompletionOutput | None:
-        """What is new since the last call: text, tokens, their log-probabilities; None if nothing is."""
+        """Changes since the last call: text, tokens, their log-probabilities; None if there are none."""
         self._decode()
         tokens, chars, ended = self._num_given_tokens, self._num_given_chars, self.finish_reason is not None
         if tokens == len(self.token_ids) and chars == len(self._text) and ended == self._end_is_given:
@@ -101,7 +101,7 @@ class Completion:
         )
 
     def _decode(self) -> None:
-        """Bring the text up to the tokens: at each token for stop strings, else when someone wants to see it."""
+        """Detokenise new tokens: at each token with stop strings, otherwise when the text is read."""
         end = len(self.token_ids) - self._num_textless
         if self._detokenizer is not None and end > self._num_decoded:
             self._add_text(self._detokenizer.push(self.token_ids[self._num_decoded : end]))

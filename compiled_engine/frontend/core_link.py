@@ -1,4 +1,4 @@
-"""Between the requests of an API process and its engine core: outputs one way, ends the other."""
+"""The connection of an API process's requests to its engine core: outputs in, aborts out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXIT_S = 30.0
 
 
 def connect(core: RunningCore, connection: Connection[ToApi], streams: RequestStreams) -> CoreClient:
-    """A client whose steps go to `streams`, and whose death ends them."""
+    """A client that passes steps to `streams`, and ends them when the core dies."""
     client: CoreClient
 
     def on_outputs(outputs: StepOutputs) -> None:

@@ -58,7 +58,7 @@ class Detokenizer:
         return text + self._emit(decoded)
 
     def flush(self) -> str:
-        """What was held back, at the end of generation; an incomplete character becomes U+FFFD."""
+        """Return the text held back, at the end of generation; an incomplete character becomes U+FFFD."""
         return self._emit(self._tokenizer.decode(self._window))
 
     def peek(self, token_id: int) -> str:
@@ -67,11 +67,11 @@ class Detokenizer:
         return "" if decoded.endswith(REPLACEMENT) else decoded[len(self._emitted_text) :]
 
     def leaves_no_text(self, token_id: int) -> bool:
-        """Whether a token is skipped, or not known to the tokenizer."""
+        """Return whether a token is skipped, or unknown to the tokenizer."""
         return token_id in self._skipped or not self._tokenizer.knows(token_id)
 
     def _joins_last(self, token_id: int) -> bool:
-        """Whether the token is special like the one before it, and no space may come between them."""
+        """Return whether this and the previous token are special, with no space between them."""
         if not self._join_specials:
             return False
         after_special, self._last_is_special = self._last_is_special, token_id in self._tokenizer.special_ids
@@ -83,7 +83,7 @@ class Detokenizer:
         return new_text
 
     def _start(self, emitted: list[int]) -> None:
-        """Begin a window with tokens whose text is out."""
+        """Begin a window with tokens whose text was already returned."""
         self._window = emitted
         self._num_emitted = len(emitted)
         self._emitted_text = self._tokenizer.decode(emitted)

@@ -19,7 +19,7 @@ AT_A_TIME = 32
 
 
 class Core(Protocol):
-    """What the loop asks of the engine core."""
+    """The methods of the engine core that the loop calls."""
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None: ...
 
@@ -33,11 +33,12 @@ class Core(Protocol):
 class EngineLoop:
     """Runs requests on the core in the caller's thread.
 
-    Several runs may be under way, each an iterator: whichever is asked steps the core for all, and every run
-    gives out what happened to its own requests. A run that ends early, by an exception, an interrupt or
-    because its iterator is closed, aborts its requests, so that the core stays usable.
+    Several runs may be active, each an iterator: advancing any of them steps the core for all, and every run yields the
+    outputs of its own requests. A run that ends early, by an exception, an interrupt or because its iterator is closed,
+    aborts its requests, so that the core stays usable.
 
-    One iterator moves at a time. RuntimeError for a second thread, or for a token mask that calls the engine it serves.
+    Only one iterator may advance at a time: RuntimeError for a second thread, or for a token mask that calls its own
+    engine.
     """
 
     def __init__(self, core: Core, outputs: OutputProcessor) -> None:
@@ -87,7 +88,7 @@ class EngineLoop:
             self._in_use.release()
 
     def _close_abandoned(self) -> None:
-        """Nothing stays behind for a next turn: until then the engine could not be freed."""
+        """Keep no references between iterations: they would keep the engine alive."""
         while self._abandoned:
             self._abandoned.pop().close()
 

@@ -1,4 +1,4 @@
-"""What sampling does when no SamplingParams are given: the checkpoint's own defaults."""
+"""Default sampling parameters: the checkpoint's generation_config.json."""
 
 from __future__ import annotations
 

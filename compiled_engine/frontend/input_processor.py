@@ -69,8 +69,9 @@ class InputProcessor:
 
     @cached_property
     def vocabulary(self) -> GrammarVocabulary:
-        """What the core has to have before the first request with a grammar. Raises ValueError without a tokenizer, or
-        for one of which the library `tokenizers` knows nothing."""
+        """The vocabulary that the core needs before the first request with a grammar. Raises ValueError without a
+        tokenizer, or for one that the library `tokenizers` cannot read.
+        """
         if self._tokenizer is None:
             raise ValueError("structured_outputs needs a tokenizer, and there is none")
         return GrammarVocabulary(self._tokenizer.to_json(), self._limits.vocab_size, self._eos_token_ids)
@@ -129,7 +130,7 @@ class InputProcessor:
         return list(values)
 
     def _encode(self, prompt: Prompt, params: SamplingParams) -> tuple[int, ...]:
-        """The prompt's token ids, truncated if that is asked for, and checked."""
+        """Tokenise, truncate if requested, and check a prompt."""
         token_ids = prompt.token_ids if prompt.token_ids is not None else self._tokenize(prompt, params)
         if not token_ids:
             given: object = prompt.text if prompt.token_ids is None else []

@@ -1,4 +1,4 @@
-"""Log-probabilities as users see them, made when someone looks at them: a token's are kept as a few numbers."""
+"""Log-probabilities as users see them, built on access from a few numbers per token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Entry = TypeVar("Entry")
 
 
 class GrowingLogprobs:
-    """Those of one completion, or of one prompt; grows by a row a token.
+    """Log-probabilities of one completion, or of one prompt; grows by a row a token.
 
-    num_top: most likely tokens that were asked for; -1 for the whole vocabulary. context: the tokens that come before,
-    which decide how the first one reads. first: entries that come before the rows.
+    num_top: requested number of most likely tokens; -1 for the whole vocabulary. context: the preceding tokens, on
+    which the text of the first one depends. first: entries before the rows.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class GrowingLogprobs:
             self.add_row(rows.data, index * rows.row_bytes, rows.row_bytes)
 
     def add_row(self, data: bytes, start: int, row_bytes: int) -> None:
-        """The next token's row, of which only what was asked for is kept."""
+        """Append the next token's row, keeping only the requested entries."""
         size = self._row_bytes = self._row_bytes or row_bytes
         self._data += data[start : start + size]
 
@@ -64,12 +64,12 @@ class GrowingLogprobs:
         self._ended = True
 
     def sum_of_chosen(self) -> float:
-        """Of the chosen tokens' log-probabilities."""
+        """The sum of the chosen tokens' log-probabilities."""
         values_R = np.frombuffer(self._data, np.float32)[2 :: max(1, self._row_bytes // 4)]
         return float(values_R.sum(dtype=np.float64))
 
     def snapshot(self) -> LogprobList[Any]:
-        """What there is now."""
+        """The entries so far, as a sequence that does not grow."""
         return LogprobList(self, len(self))
 
     def since(self, first: int) -> list[Any]:
@@ -77,7 +77,7 @@ class GrowingLogprobs:
         return list(self.entries(first, len(self)))
 
     def entries(self, start: int, stop: int) -> Iterator[Any]:
-        """Those from `start` to before `stop`, made anew each time: nearly always they are looked at once."""
+        """Build the entries from `start` to before `stop`; not cached, since most are read once."""
         yield from self._first[start:stop]
         start, stop = (max(0, index - len(self._first)) for index in (start, stop))
         if start >= stop:

@@ -1,4 +1,4 @@
-"""The engine's figures as a list of named metrics, in the form that monitoring knows."""
+"""The engine's metrics as a list of named gauges and counters for monitoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a step produced to what a user gets: one RequestOutput for all completions of a prompt."""
+"""Conversion of steps' outputs to users' outputs: one RequestOutput for all completions of a prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RunningRequest:
         return completion.finish_reason
 
     def update(self, output: EngineOutput, now: float) -> str | None:
-        """Take in whatever a step gave one completion; give the finish reason that the completion has now."""
+        """Add a step's output to one completion; return its finish reason."""
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
@@ -79,9 +79,9 @@ class RunningRequest:
         return self._output(completions, prompt_logprobs, self._metrics())
 
     def delta(self) -> RequestOutput:
-        """What is new since the last call: of each completion that has grown, and of the prompt's log-probabilities.
+        """Changes since the last call: of each completion that has grown, and of the prompt's log-probabilities.
 
-        Times come with the end alone: there are many deltas, and they should cost little.
+        Only the last delta has times: there are many deltas, and they should be cheap.
         """
         new = None
         if self._prompt_logprobs is not None:
@@ -125,7 +125,8 @@ class OutputProcessor:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._states: dict[str, RunningRequest] = {}
-        # By engine request: where a token goes that comes with nothing else; its logprobs; who looks at each token.
+        # By engine request: the destination of plain tokens; of their log-probabilities; the completion, if it checks
+        # each token.
         self._token_sinks: dict[str, Callable[[int], None]] = {}
         self._logprob_sinks: dict[str, GrowingLogprobs] = {}
         self._watched: dict[str, RunningRequest] = {}
@@ -143,14 +144,14 @@ class OutputProcessor:
         return state
 
     def forget(self, engine_request_id: str) -> None:
-        """Stop following an engine request: what the core still says of it is dropped."""
+        """Forget an engine request: later outputs of the core for it are dropped."""
         for by_id in (self._states, self._token_sinks, self._logprob_sinks, self._watched):
             by_id.pop(engine_request_id, None)
 
     def process(self, outputs: StepOutputs) -> tuple[list[RunningRequest], list[str]]:
-        """Take in a step's outputs; give the states that changed, and the engine requests to abort.
+        """Process a step's outputs; return the states that changed, and the engine requests to abort.
 
-        Those to abort ended by a stop string, which the core knows nothing of.
+        Requests to abort ended by a stop string, which the core does not handle.
         """
         now = time.perf_counter()
         changed: dict[int, RunningRequest] = {}
@@ -168,7 +169,7 @@ class OutputProcessor:
     def _take_single_tokens(
         self, outputs: StepOutputs, now: float, changed: dict[int, RunningRequest], aborts: list[str]
     ) -> None:
-        """Take in columns with a token for each request."""
+        """Process columns with a token for each request."""
         sinks = self._token_sinks
         for request_id, token_id in zip(outputs.request_ids, outputs.token_ids, strict=True):
             if (sink := sinks.get(request_id)) is not None:
@@ -187,7 +188,7 @@ class OutputProcessor:
                         aborts.append(request_id)
 
     def _take(self, output: EngineOutput, now: float, changed: dict[int, RunningRequest], aborts: list[str]) -> None:
-        """Take in whatever a step gave one request, token by token."""
+        """Process a step's output of one request, token by token."""
         if (state := self._states.get(output.request_id)) is not None:
             changed[id(state)] = state
             if state.update(output, now) is not None:

@@ -1,4 +1,4 @@
-"""What `LLM` returns: plain values with vLLM's names and shapes."""
+"""The outputs of `LLM`: plain values with vLLM's names and shapes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely. All of the engine's
-    have one.
+    """One token's log-probability; `rank` is its place in the vocabulary, 1 for the most likely. The engine always sets
+    it.
 
-    `decoded_token` is None when the engine has no tokenizer, and with detokenize=False. Those of consecutive tokens
-    join to the text: a token that ends within a character has "", and the one that completes it the character; a
-    special token has its own text.
+    `decoded_token` is None when the engine has no tokenizer, and with detokenize=False. Texts of consecutive tokens
+    join to the whole text: a token that ends within a character has "", and the token that completes it has the
+    character; a special token has its own text.
     """
 
     logprob: float
@@ -42,13 +42,13 @@ class CompletionOutput:
     stop_reason: str | int | None
 
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Return whether the completion has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds of a clock whose zero means nothing; None: not yet, or never.
+    """Times of a request's events, in seconds of a clock with arbitrary zero; None: not yet, or never.
 
     arrival_time: it was added to the engine. first_scheduled_time: a step with its first tokens was scheduled; until
     then it waits in the queue. first_token_time, last_token_time: the first and the newest token of any of its
@@ -67,7 +67,7 @@ class RequestMetrics:
 
     @property
     def time_in_queue(self) -> float | None:
-        """From its arrival until it was first scheduled, in seconds."""
+        """Seconds from arrival until first scheduled."""
         return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
 
     @property

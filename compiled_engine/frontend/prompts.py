@@ -1,4 +1,4 @@
-"""The forms in which prompts may be given, turned into one: text or token ids."""
+"""Conversion of all accepted prompts to text or token ids."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _parse(name: str, prompt: Any) -> Prompt:
 
 
 def _as_list(value: Any) -> str:
-    """What to do with an array, a tensor or a generator."""
+    """Advice for an array, a tensor or a generator."""
     if hasattr(value, "tolist"):
         return "; its tolist() is a list"
     return "; list() makes one of it" if isinstance(value, Iterable) and not isinstance(value, bytes) else ""
@@ -103,12 +103,12 @@ def _is_integer(value: Any) -> bool:
 
 
 def has_long_text(value: Any) -> bool:
-    """Whether a prompt or conversation has so much text that tokenising it would hold up an event loop."""
+    """Return whether tokenising a prompt or conversation would block an event loop for long."""
     return _num_characters(value) >= LONG_TEXT
 
 
 def _num_characters(value: Any) -> int:
-    """Of all texts within lists and dicts."""
+    """Total length of all texts within lists and dicts."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):

@@ -14,7 +14,7 @@ OUTPUT_KINDS: tuple[str, ...] = get_args(OutputKind)
 
 
 class RequestStream:
-    """Steps arrive whether or not anybody reads: a reader that is behind gets all since its last output in one."""
+    """Steps arrive independently of the reader: a slow reader gets everything since its last output at once."""
 
     def __init__(self, state: RunningRequest, output: OutputKind) -> None:
         self.state = state

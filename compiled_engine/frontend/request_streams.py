@@ -11,7 +11,7 @@ from compiled_engine.messages import EngineOutput, StepOutputs
 
 
 class RequestStreams:
-    """By request id. Belongs to one event loop at a time."""
+    """Streams by request id. Belongs to one event loop at a time."""
 
     def __init__(self, outputs: OutputProcessor) -> None:
         self._outputs = outputs
@@ -51,7 +51,7 @@ class RequestStreams:
         return unfinished
 
     def process(self, outputs: StepOutputs) -> list[str]:
-        """Take in a step and wake the readers; engine requests to end, whose output is complete by a stop string."""
+        """Process a step and wake the readers; return engine requests to abort, which ended by a stop string."""
         changed, complete = self._outputs.process(outputs)
         for state in changed:
             self._streams[state.request.request_id].wake()
@@ -65,7 +65,7 @@ class RequestStreams:
         return unfinished
 
     def fail_all(self, make_error: Callable[[], Exception]) -> list[str]:
-        """Raise an error in every reader whose request has not ended; engine requests that still run."""
+        """Raise an error in every reader of an unfinished request; return the engine requests that still run."""
         unfinished = []
         for stream in list(self._streams.values()):
             unfinished += self.remove(stream)

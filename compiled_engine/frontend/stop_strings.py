@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Watches text that arrives in pieces for the first of several stop strings.
+    """Finds the first of several stop strings in text that arrives in pieces.
 
-    The first is the one that is complete first; of two that end together, the longer. So the result does not
-    depend on how the text is cut into pieces. Without `include_in_output`, text that may be the beginning of
-    a stop string is held back until it is known not to be.
+    The first is the string that is complete first; of two that end together, the longer. So the result does not
+    depend on how the text is cut into pieces. Without `include_in_output`, text that may be the beginning of a stop
+    string is held back until it is not.
     """
 
     def __init__(self, stops: Sequence[str], *, include_in_output: bool = False) -> None:
@@ -39,11 +39,11 @@ class StopStrings:
         return self._release(start + len(stop) if self._include else start), stop
 
     def flush(self) -> str:
-        """What is held back, when no more text comes."""
+        """Return the text held back, at the end of the text."""
         return self._release(len(self._text))
 
     def _find(self) -> tuple[int, str] | None:
-        """Where the first stop string begins, and which it is, among those that end after `_searched`."""
+        """The first stop string that ends after `_searched`, and its start."""
         for end in range(self._searched + 1, len(self._text) + 1):
             if self._text.endswith(self._stops, 0, end):
                 stop = max((stop for stop in self._stops if self._text.endswith(stop, 0, end)), key=len)
@@ -51,10 +51,10 @@ class StopStrings:
         return None
 
     def _possible_beginning(self) -> int:
-        """Where the longest end of the text begins that a stop string begins with."""
+        """Start of the longest suffix of the text that is a prefix of a stop string."""
         if self._include:
             return len(self._text)
-        # Nothing before what is held back: more text makes no beginning of what was none. So each place is left once.
+        # Search only the held-back text: more text cannot make a prefix of earlier text. So each place is passed once.
         for start in range(max(self._released, len(self._text) - self._longest + 1), len(self._text)):
             ending = self._text[start:]
             place = bisect_right(self._stops, ending)  # sorted: of the longer ones that begin with it, the first

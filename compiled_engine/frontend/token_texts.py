@@ -9,10 +9,10 @@ from compiled_engine.frontend.tokenizer import Tokenizer
 
 
 class TokenTexts:
-    """Follows a completion, or a prompt, token by token; arguments are those of Detokenizer.
+    """Texts of the tokens of a completion or a prompt, one by one; arguments are those of Detokenizer.
 
-    A token that ends within a character has the text "", and the one that completes it has the character. A special
-    token has its own text, whether or not it is left out of the whole.
+    A token that ends within a character has the text "", and the token that completes it has the character. A special
+    token has its own text, even if it is left out of the whole.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class TokenTexts:
         return [self._detokenizer.push([chosen]), *texts]
 
     def flush(self) -> str:
-        """What belongs to the last token besides, when no more come: U+FFFD for an incomplete character, say."""
+        """Remaining text of the last token at the end: U+FFFD for an incomplete character, for example."""
         return self._detokenizer.flush()
 
     def _as_next(self, token_id: int) -> str:

@@ -55,7 +55,7 @@ class Tokenizer:
 
     @classmethod
     def of_transformers(cls, hf: PreTrainedTokenizerBase) -> Tokenizer:
-        """What transformers has loaded."""
+        """The object loaded by transformers."""
         words: Words
         if hf.is_fast:
             hf.backend_tokenizer.no_truncation()  # as hf itself does whenever it is called
@@ -79,7 +79,7 @@ class Tokenizer:
         return None if end is None else self._words.token_to_id(end)
 
     def knows(self, token_id: int) -> bool:
-        """Whether a token has this id; a model's vocabulary may be padded beyond those of its tokenizer."""
+        """Return whether a token has this id; a model's vocabulary may be padded beyond its tokenizer's."""
         if token_id in self._known_ids:
             return True
         if self._words.id_to_token(token_id) is None:
@@ -88,11 +88,11 @@ class Tokenizer:
         return True
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`, with those that the tokenizer puts around a prompt unless told otherwise."""
+        """Token ids of `text`, by default with the tokenizer's special tokens around it."""
         return self._words.encode(text, add_special_tokens)
 
     def fewest_tokens(self, text: str) -> int:
-        """As many tokens the text has at least, found without tokenising it."""
+        """A lower bound of the text's number of tokens, found without tokenising it."""
         longest = self._words.longest_token()
         return 0 if longest is None else -(-len(text) // longest)
 
@@ -109,7 +109,7 @@ class Tokenizer:
         return self._words.to_json()
 
     def entry(self, token_id: int) -> str:
-        """What the vocabulary has for a token, such as Ġdef; empty for an unknown one."""
+        """The vocabulary's entry of a token, such as Ġdef; empty for an unknown one."""
         return self._words.id_to_token(token_id) or ""
 
     def decode_token(self, token_id: int) -> str:
@@ -127,7 +127,7 @@ class Tokenizer:
 
 
 def has_tokenizer(path: Path) -> bool:
-    """Whether the folder holds a file that a tokenizer is loaded from."""
+    """Return whether the folder has a tokenizer's file."""
     return any((path / name).is_file() for name in TOKENIZER_FILES)
 
 
@@ -150,7 +150,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def load_by_transformers(path: Path) -> PreTrainedTokenizerBase:
-    """What AutoTokenizer makes of the folder. Raises ValueError as load_tokenizer does."""
+    """Load the folder with AutoTokenizer. Raises ValueError as load_tokenizer does."""
     from transformers import AutoTokenizer
 
     try:
@@ -165,9 +165,9 @@ def _not_loaded(path: Path, error: Exception) -> ValueError:
 
 
 def _damage(path: Path, *, vocabularies: bool = True) -> str:
-    """What is wrong with a file of a tokenizer; empty if none is damaged for itself.
+    """Describe the defect of a tokenizer's file; empty if each file by itself is sound.
 
-    vocabularies: read the large files as a whole, whatever their ends look like.
+    vocabularies: read the large files completely, not only their ends.
     """
     for file in (path / name for name in TOKENIZER_FILES if (path / name).is_file()):
         if is_lfs_pointer(file):
@@ -185,7 +185,7 @@ def _damage(path: Path, *, vocabularies: bool = True) -> str:
 
 
 def _ends_as_object(file: Path) -> bool:
-    """Whether the last character is that of an object, which it is not in a file that was cut off."""
+    """Return whether the last character closes an object, unlike in a truncated file."""
     with file.open("rb") as content:
         content.seek(max(0, file.stat().st_size - 1024))
         return content.read().rstrip().endswith(b"}")
@@ -197,9 +197,9 @@ def read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def find_tokenizer_folder(given: Path | None, model_path: Path) -> Path | None:
-    """The folder `given`, else the checkpoint's; None if that has no tokenizer.
+    """The folder `given`, otherwise the checkpoint's; None if that has no tokenizer.
 
-    Raises as `load_tokenizer`, for all that can be told without reading the vocabulary.
+    Raises as `load_tokenizer`, for defects found without reading the vocabulary.
     """
     if given is None and not has_tokenizer(model_path):
         return None

@@ -1,7 +1,7 @@
-"""Which class transformers takes for a tokenizer, and what that class makes of tokenizer.json.
+"""The class that transformers chooses for a tokenizer, and the class's changes of tokenizer.json.
 
-A class of transformers 5 either takes tokenizer.json as it is, or keeps its vocabulary, merges and post-processor and
-has normalizer, pre-tokenizer and decoder of its own. Those of the supported model families are here.
+A class of transformers 5 either uses tokenizer.json unchanged, or keeps its vocabulary, merges and post-processor and
+replaces normalizer, pre-tokenizer and decoder. This file has the replacements of the supported model families.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class TokenizerClass:
 
 
 def class_of(model_type: str | None, declared: str | None, has_byte_level: bool) -> TokenizerClass | None:
-    """The class for a checkpoint; None if it is not one of those known here.
+    """The class for a checkpoint; None if this file does not have it.
 
     model_type: of config.json, None where that file is missing. declared: tokenizer_class of tokenizer_config.json,
-    else of config.json. has_byte_level: whether tokenizer.json says ByteLevel anywhere.
+    else of config.json. has_byte_level: whether ByteLevel occurs in tokenizer.json.
     """
     takes_the_file = TokenizerClass()
     qwen2 = TokenizerClass(_rebuild_qwen2, dict.fromkeys(("eos_token", "unk_token", "pad_token"), END_OF_QWEN2))
@@ -60,7 +60,7 @@ def class_of(model_type: str | None, declared: str | None, has_byte_level: bool)
 
 
 def can_be_rebuilt(tokenizer: Tokenizer) -> bool:
-    """Whether its model is BPE without marks at the borders of words, as the classes that rebuild have it."""
+    """Return whether the model is BPE without word-boundary marks, as the rebuilding classes need."""
     model: Any = tokenizer.model
     return isinstance(model, models.BPE) and not model.continuing_subword_prefix and not model.end_of_word_suffix
 

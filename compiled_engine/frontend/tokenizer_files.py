@@ -1,6 +1,6 @@
-"""tokenizer.json and tokenizer_config.json to a tokenizer: the one that transformers 5 makes, without importing it.
+"""Load the same tokenizer from tokenizer.json and tokenizer_config.json as transformers 5, without importing it.
 
-What a folder asks for beyond this is named by `NotReadHere`; transformers then has to read it.
+`NotReadHere` names an unsupported feature of a folder; transformers then reads it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Templates: TypeAlias = "str | dict[str, str] | None"
 
 
 class NotReadHere(Exception):
-    """Says what of a tokenizer only transformers can read."""
+    """A feature of a tokenizer that only transformers can read."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _class(path: Path, config: Mapping[str, Any]) -> TokenizerClass:
 
 
 def _added_tokens(config: Mapping[str, Any], in_file: dict[int, AddedToken]) -> dict[int, AddedToken]:
-    """Those that tokenizer_config.json lists by id, in the order of their ids; else those of tokenizer.json."""
+    """Added tokens of tokenizer_config.json, in the order of their ids; otherwise those of tokenizer.json."""
     if "added_tokens_decoder" not in config:
         return in_file
     found = {int(index): _token(value) for index, value in config["added_tokens_decoder"].items()}

@@ -19,12 +19,12 @@ LONG_TEXT, HUGE_TEXT = 8192, 1 << 20
 
 
 class Words(Protocol):
-    """What turns text into token ids and back."""
+    """The protocol of conversion of text to token ids and back."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
 
     def encode_as_text(self, text: str) -> list[int]:
-        """Without special tokens: what looks like one is text."""
+        """Encode without special tokens: their text is plain text."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -45,7 +45,7 @@ class Words(Protocol):
 
 
 class FastWords:
-    """By the library `tokenizers`."""
+    """Conversion by the library `tokenizers`."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend = backend
@@ -67,7 +67,7 @@ class FastWords:
 
     def encode_as_text(self, text: str) -> list[int]:
         with self._lock:
-            if self._as_text is None:  # a copy: the setting would hold for texts that others encode meanwhile
+            if self._as_text is None:  # a copy: the setting would also affect concurrent calls
                 self._as_text = Tokenizer.from_str(self._backend.to_str())
                 self._as_text.encode_special_tokens = True
         return _ids(self._as_text, text, False)
@@ -92,7 +92,7 @@ def _ids(backend: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
 
 
 class SlowWords:
-    """By the Python code that transformers has for some tokenizers."""
+    """Conversion by transformers' Python code of some tokenizers."""
 
     def __init__(self, hf: PreTrainedTokenizerBase) -> None:
         self._hf = hf

@@ -9,7 +9,7 @@ import torch
 def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
     """A copy on the device, made in the current stream's order; `values` may be changed at once.
 
-    The pinned memory in between is fresh: PyTorch's allocator gives it to nobody else before the copy is done.
+    The pinned memory in between is fresh: PyTorch's allocator does not reuse it before the copy is done.
     """
     if device.type != "cuda":
         return torch.from_numpy(np.array(values, order="C"))

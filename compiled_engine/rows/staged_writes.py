@@ -16,10 +16,10 @@ from compiled_engine.rows.async_copies import upload
 
 # The host may be one step ahead of the device: with this many buffers none is written while it is read.
 NUM_BUFFERS = 4
-# One launch makes at most so many writes, of so many words of 4 bytes together.
+# Most writes of one launch, and most 4-byte words of these together.
 MAX_WRITES = 1 << 14
 MAX_WORDS = 1 << 16
-# A longer write is a copy: the buffers are few, and a launch that wants one that is in use waits for the device.
+# A longer write is a copy: there are few buffers, and a launch that needs a buffer in use waits for the device.
 LONG_WORDS = 1 << 13
 WORD = 4
 
@@ -160,7 +160,7 @@ class _Writes:
 
 
 class StagedField:
-    """Memory on the device whose first dimension is rows; `tensor` is what kernels read."""
+    """Device memory whose first dimension is rows; kernels read `tensor`."""
 
     def __init__(self, writes: StagedWrites, tensor: torch.Tensor, initial: float):
         # Staged writes refer to fields: a reference back would keep all of it until the next garbage collection.
@@ -185,7 +185,9 @@ class StagedField:
         self._writes.write(self, row, values, offset)
 
     def lengthen(self, length: int) -> None:
-        """Have rows of at least `length` values from the next `apply` on; those that a row has become its last."""
+        """Make rows hold at least `length` values from the next `apply` on; a row's present values become its last
+        ones.
+        """
         self._writes.lengthen(self, length)
 
     def forget(self, row: int) -> None:
@@ -193,7 +195,7 @@ class StagedField:
         self._writes.forget(self, row)
 
     def start(self, row: int, offset: int) -> int:
-        """Where an element of a row is among all elements."""
+        """Index of a row's element among all elements."""
         return row * self._row_size + (offset if offset >= 0 else self._row_size + offset)
 
     def part(self, row: int, offset: int, count: int) -> torch.Tensor:

@@ -38,10 +38,10 @@ POOL_SHARE = 0.125
 
 
 class PaddedStep:
-    """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be filled anew until the first capture.
+    """Implements `GraphStep`. kv_caches: one tensor a layer; the list may be refilled until the first capture.
 
-    attention_case: what attention's work is planned for; None where each layer plans its own. samples: whether there
-    are logits at the end of it, not what the next stage of a pipeline goes on with.
+    attention_case: the case for which attention's work is planned; None if each layer plans its own. samples: whether
+    the result is logits, not the input of the next pipeline stage.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from compiled_engine.runner.request_states import RequestStates
 
 # Steps of which tokens may wait to be read by the host: two for each stage and for what is launched ahead.
 RING = 64
-# Steps are numbered up to here, then from 0 again: int32 holds it, and the ring goes on as before.
+# Steps are numbered up to here, then from 0 again: the number fits into int32, and the ring buffer stays in order.
 LAST_NUMBER = (1 << 30) - 1
 NO_GENERATION = -1
 
@@ -52,13 +52,13 @@ class StagedDecodes:
 
 
 class InputBuffers:
-    """Room for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
+    """Buffers for the largest step: max_num_tokens tokens, max_num_rows rows (requests and one for padding).
 
     Written by the host, as part of the staged writes, int32: rows_R, the state row of each request, -1 for padding,
-    and query_start_loc_R1. Made by kernels from these and the states: all else; logits_index_R is each request's last
-    token. `step` has the step tensors that are made on the device, with their names and first dimensions; among them
-    are those in `asked`, which passes ask for. work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned
-    on the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
+    and query_start_loc_R1. Computed by kernels from these and the states: all others; logits_index_R is each request's
+    last token. `step` has the step tensors that are computed on the device, with their names and first dimensions,
+    including `asked`, which passes declare. work_length: of work_W. tokens_KR1 is int32 [RING, rows + 1] and pinned on
+    the host: the sampled tokens of the last steps by request (-1 for none), after the number of the step.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class InputBatch:
 def make_batch(step: SchedulerOutput, states: RequestStates, buffers: InputBuffers, key: GraphKey | None) -> InputBatch:
     """Make the batch of a step, padded to `key`, and stage what the device has to know of it.
 
-    Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Where
-    attention is not captured it gets the requests as they are, with the padding tokens behind theirs. Decodes come with
-    the longest context first: its attention takes the longest, so it should not be the last to start.
+    Padding tokens have no slot and belong to rows with an empty context: they write nothing and read nothing. Attention
+    that is not captured gets the real requests, followed by the padding tokens. Decodes are ordered longest context
+    first: its attention takes the longest, so it should not start last.
     """
     count, lens = len(step.request_ids), step.counts
     request_ids, order = step.request_ids, None
@@ -293,8 +293,8 @@ def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
     """Where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens each,
     two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
 
-    They must be alike: for a request without keys flash-attn 2 takes each to have the most tokens of any, and two at
-    least, and writes beyond its memory if that is more than there are.
+    They must be equal: for requests without keys flash-attn 2 assumes the largest length for each, at least two, and
+    writes out of bounds if the total exceeds the tokens.
     """
     each = 1 if num_tokens == num_rows else max(2, num_tokens // num_rows)
     return np.minimum(np.arange(num_rows + 1) * each, num_tokens // each * each).astype(np.int32)
@@ -337,7 +337,7 @@ def prepare(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> 
 
 
 def _fill(batch: InputBatch, states: RequestStates, buffers: InputBuffers) -> None:
-    """Make the step tensors that passes have asked for. Raises ValueError for values of another shape."""
+    """Fill the step tensors that passes declare. Raises ValueError for values of another shape."""
     step = step_of_batch(batch, buffers)
     step["rows_R"] = buffers.rows_R[: batch.num_rows]
     real = {"tokens": step["attention_inputs.slot_mapping_T"] >= 0, "requests": step["rows_R"] >= 0}

@@ -1,4 +1,4 @@
-"""How many KV cache blocks fit, and their tensors."""
+"""The number of KV cache blocks, and their tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ CPU_LIMIT_BYTES = 4 * GIB
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How large the KV cache is and why, in bytes.
+    """Sizes in bytes that determine the KV cache.
 
-    left_bytes: of gpu_memory_utilization's share of the device, what is there before the cache taken off: weights, the
-    CUDA context, other processes; None without CUDA. activation_bytes: the measured peak of a step beyond that.
-    graph_bytes: what CUDA graphs are predicted to take.
+    left_bytes: gpu_memory_utilization's share of the device, less weights, the CUDA context and other processes; None
+    without CUDA. activation_bytes: the measured peak of a step beyond that. graph_bytes: predicted memory of CUDA
+    graphs.
     """
 
     num_blocks: int
@@ -32,7 +32,7 @@ class CacheSize:
     graph_bytes: int
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
-        """What it takes, and what there would be for it had everything else been known beforehand."""
+        """The size of the cache, and its budget if all other sizes had been known in advance."""
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
@@ -44,13 +44,13 @@ def block_bytes(config: EngineConfig, layers: range | None = None) -> int:
 
 
 def blocks_wanted(config: EngineConfig) -> int:
-    """Blocks that would let all running requests reach max_model_len: more are of no use but for the prefix cache."""
+    """Blocks that would let all running requests reach max_model_len: more only help the prefix cache."""
     per_request = -(-config.scheduler.max_model_len // config.cache.block_size)
     return per_request * config.max_running
 
 
 def bytes_left(config: EngineConfig) -> int | None:
-    """Of gpu_memory_utilization's share of the device, what nothing has taken; None without CUDA."""
+    """Free part of gpu_memory_utilization's share of the device; None without CUDA."""
     if config.device.type != "cuda":
         return None
     free, total = _free_and_total(config.device)
@@ -66,9 +66,9 @@ def _free_and_total(device: torch.device) -> tuple[int, int]:
 def size_cache(
     config: EngineConfig, activation_bytes: int, graph_bytes: int, set_aside_bytes: int, layers: range | None = None
 ) -> CacheSize:
-    """Blocks to allocate: what was asked for, or what the memory budget leaves.
+    """Blocks to allocate: the requested number, or what the memory budget allows.
 
-    set_aside_bytes: for what is allocated later. layers: see block_bytes. Others: see CacheSize.
+    set_aside_bytes: reserved for later allocations. layers: see block_bytes. Others: see CacheSize.
     Raises InsufficientMemoryError when not even one request of max_model_len tokens fits; a `num_blocks` that the user
     gave may be smaller, since requests that cannot fit are then refused one by one, or larger, as long as the device
     has the memory.

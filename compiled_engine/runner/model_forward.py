@@ -39,8 +39,9 @@ def compile_in_turn(
     progress: Progress,
     timeline: Timeline,
 ) -> CompiledModel:
-    """See compile_model. The first rank builds what is new to the cache, and has its kernels compiled meanwhile; the
-    others load it then. Without a cache each builds it."""
+    """See compile_model. The first rank builds a missing cache entry, with its kernels compiled in parallel; then the
+    others load it. Without a cache each builds it.
+    """
     finds = group.rank > 0 and config.compile.cache_dir is not None
     if finds:
         group.least(1)
@@ -132,7 +133,7 @@ class ModelForward:
         self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
 
     def ends_at_logits(self, num_tokens: int) -> bool:
-        """Whether the forward for so many tokens returns logits unless it is told otherwise."""
+        """Return whether the forward for this many tokens returns logits by default."""
         return self._whole.for_logits(num_tokens) is not None
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
@@ -153,8 +154,9 @@ class ModelForward:
         around_attention: bool = False,
         distinct: bool = False,
     ) -> ForwardOutput:
-        """The forward of a batch of num_tokens tokens. hidden_wanted: logits will not do. distinct: one call of each
-        kind where the model is compiled, see `distinct_calls`; its values mean nothing."""
+        """The forward of a batch of num_tokens tokens. hidden_wanted: return hidden states, not logits. distinct: one
+        call of each kind where the model is compiled, see `distinct_calls`; its values mean nothing.
+        """
         if distinct:
             forwards = self._distinct_parts if around_attention else self._distinct_whole
         else:
@@ -165,7 +167,7 @@ class ModelForward:
         return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
 
     def recording_counts(self) -> list[RecordingCounts]:
-        """Of each forward whose calls are recorded."""
+        """Counts of each recorded forward."""
         return [forward.counts for _, forward in self._whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:

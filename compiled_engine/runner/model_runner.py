@@ -40,9 +40,9 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class Runner:
-    """Everything on the device. `submit` and `sample` are the only ways in once it stands; it is not thread-safe.
+    """The state and steps of the device. After construction use only `submit` and `sample`; not thread-safe.
 
-    runs_begun, runs_ended: of the model with its collectives, how many were begun and launched to their end.
+    runs_begun, runs_ended: runs of the model with its collectives that were started, and completely launched.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class Runner:
         self._group.least(1)  # all wait for the kernels
         with self._timeline.span("warm up"):
             activation_bytes = warm_up(self._config, self.step, progress)
-        # What the first request with penalties allocates is set aside for it.
+        # Memory that the first request with penalties allocates is reserved.
         set_aside = penalty_bytes(self._config.max_running, self.sampler.vocabulary.size) * self._samples
         graph = affordable(self._config, activation_bytes, kv_cache.bytes_left(self._config), self._group.least)
         self.captured = CapturedSteps(self._config, graph, self.step, self._capture)
@@ -230,8 +230,8 @@ class Runner:
     def run(self, batch: InputBatch, hidden_wanted: bool, *, awaits_masks: bool = False) -> PendingStep | UnsampledStep:
         """Launch all of a step that the device does, in its order; `submit` has prepared it.
 
-        Every row is sampled by temperature and seed; those that ask for more are sampled again (step_sampling.py). So
-        one set of graphs of decodes serves all.
+        Every row is sampled by temperature and seed; rows with further parameters are sampled again (step_sampling.py).
+        So one set of decode graphs serves all.
         """
         self.runs_begun += 1
         self.states.writes.apply()

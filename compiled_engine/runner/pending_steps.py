@@ -25,7 +25,7 @@ def advance(
     decodes_only: bool,
     again: bool = False,
 ) -> None:
-    """Take a step's tokens into the states, and write them to the ring that the host reads.
+    """Store a step's tokens in the states, and write them to the ring buffer that the host reads.
 
     token_ids_R: int64, for all rows but those of padding; negative values are error codes read by the host.
     A row gets its token only if the step reached the last known token. again: the states have advanced, with other
@@ -72,7 +72,7 @@ def advance_reference(
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of one request: the position of the first row, and the chunks that they come in, see logprob_rows."""
+    """Prompt log-probabilities of one request: position of the first row, and chunks of rows, see logprob_rows."""
 
     first: int
     chunks: list[torch.Tensor]
@@ -82,9 +82,9 @@ class PromptLogprobs:
 
 
 class PendingSteps:
-    """Counts what was launched, as the device does: a step's tokens lie in the ring under its number.
+    """Counts launched steps, as the device does: a step's tokens are in the ring buffer under its number.
 
-    Fewer steps may be pending than the ring holds, as a step may write to it twice.
+    Fewer steps may be pending than the ring buffer holds, since a step may write to it twice.
     """
 
     def __init__(self, buffers: InputBuffers, device: torch.device, clock: StepClock):
@@ -161,9 +161,9 @@ class PendingStep:
 
 @dataclass
 class UnsampledStep:
-    """A launched step whose sampling awaits masks: its logits [R, V], valid until the next step is launched.
+    """A launched step that waits for masks: its logits [R, V], valid until the next step is launched.
 
-    sampled: the step as it is pending afterwards.
+    sampled: the pending step after sampling.
     """
 
     batch: InputBatch

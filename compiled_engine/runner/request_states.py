@@ -1,4 +1,4 @@
-"""The rows of requests: one fixed row for each, from its admission until it is removed, and what steps read of it.
+"""The rows of requests: one fixed row each, from admission until removal, with the state that steps read.
 
 A preempted request is removed like a finished one and comes back as a new one, so rows never move and nothing is
 kept twice. What steps read and advance lives on the device (row_fields.py); the host writes it only when a request
@@ -16,18 +16,17 @@ from compiled_engine.sampling.sampler import Sampler
 
 
 class RequestStates:
-    """Gives out the rows of `fields`, where others declare fields as well. Suffix S: rows. On the device, int32:
+    """Assigns the rows of `fields`, in which other modules declare fields too. Suffix S: rows. On the device, int32:
 
     num_computed_S: tokens whose keys and values are in the cache, counting the steps that were launched.
     num_known_S: tokens that the host knew when the request came; from there on each step samples.
     last_token_S: the newest sampled token. block_table_SB: KV blocks in order.
-    known_row_S: which of known_ids_KL is the row's.
+    known_row_S: index of the row's prompt in known_ids_KL.
 
-    On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens that were known when the request
-    came. Kernels read them there (pinned, unified addressing), so that prompts are not kept on the device as well. A
-    row has as many places for them, in turn, as steps may be in flight, since one may still have to read those of the
-    request before; so many steps back, none is in flight. prompt_logprobs: how many are wanted, by row, where any are.
-    generation: as long as it is the same, no request got or lost a row.
+    On the host: known_ids_KL, int32 [places * rows, max_model_len + 1], the tokens known at admission. Kernels read
+    them there (pinned, unified addressing), so prompts take no device memory. A row has one place per step in flight,
+    used in turn, since a step may still read the prompt of the row's previous request. prompt_logprobs: number
+    requested, by row. generation: changes when a request gets or loses a row.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class RequestStates:
 
 
 def update_rows(step: SchedulerOutput, states: RequestStates, sampler: Sampler | None) -> None:
-    """Before the step is prepared. sampler: None in a stage of a pipeline that does not sample. Raises what
+    """Update rows before the step is prepared. sampler: None in a pipeline stage that does not sample. Raises what
     Sampler.add_row raises."""
     for request_id in step.removed:
         row = states.remove(request_id)

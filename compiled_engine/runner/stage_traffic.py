@@ -1,7 +1,7 @@
 """Exchange a pipeline stage's values and tokens with the other stages, in the order of its launches.
 
-Values go from each stage to the next one, tokens from the last to the first, which needs them to embed: it takes them
-in before the first step that depends on them.
+Values go from each stage to the next, tokens from the last to the first, which embeds them: it receives them before the
+first step that depends on them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from compiled_engine.runner.request_states import RequestStates
 
 @dataclass(frozen=True)
 class _ExpectedTokens:
-    """For rows_S of the states, of the requests that a step samples: a later chunk of a prompt needs none of them."""
+    """Sampled tokens in flight, for rows_S of the states; a later chunk of a prompt does not need them."""
 
     request_ids: frozenset[str]
     rows_S: torch.Tensor
 
 
 class StageTraffic:
-    """Of one stage, whose request states are `states`."""
+    """Transfers of one stage with request states `states`."""
 
     def __init__(self, link: StageLink, states: RequestStates, device: torch.device):
         self._stage, self._link, self._states, self._device = link.stage, link, states, device

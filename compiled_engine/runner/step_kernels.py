@@ -172,7 +172,7 @@ def advance_kernel(
         tl.store(num_computed_ptr + row_R, computed_R, mask=real_R)
     samples_R = real_R & (computed_R >= tl.load(num_known_ptr + row_R, mask=real_R, other=0))
     token_R = tl.load(token_ids_ptr + request_R, mask=samples_R, other=-1).to(tl.int32)
-    # What is no token ends its request, but a step with it may be under way.
+    # An error code ends its request, but a step with it may be in flight.
     tl.store(last_token_ptr + row_R, tl.maximum(token_R, 0), mask=samples_R)
     number = (tl.load(num_steps_ptr) + 1) & LAST_NUMBER
     ring_row_ptr = ring_ptr + (number % RING) * ring_stride

@@ -1,13 +1,13 @@
-"""From a step's hidden states to its tokens: all that is launched for it, here alone and in this order.
+"""Launch everything from a step's hidden states to its tokens, in this order.
 
 1. The log-probabilities of prompts, from hidden states (`prompt_logprobs`).
 2. The logits of the rows that sample, and a token for each by temperature and seed; the states advance, and the tokens
    go to the host (`first`). The graph of a batch of decodes ends with this, see PaddedStep (`every_row`). A step that
    samples nothing (a chunk of a prompt, or a stage of a pipeline before the last) only advances (`without_tokens`).
-3. Once masks are there, if the step awaits any: other tokens for the rows that ask for more than temperature and seed,
-   in the order of sampler.py. They replace the first ones in the states and on the host (`finish`).
-4. In a pipeline, the tokens on their way to the first stage.
-5. The log-probabilities of the tokens, where they are asked for.
+3. After the masks arrive, if the step has any: new tokens for rows with more than temperature and seed, in the order of
+   sampler.py. They replace the first tokens in the states and on the host (`finish`).
+4. In a pipeline, the transfer of tokens to the first stage.
+5. The log-probabilities of the tokens, if requested.
 
 Where the vocabulary is divided among ranks, 1, 2, 3 and 5 exchange a few numbers. Nothing waits for the device.
 """
@@ -28,12 +28,12 @@ from compiled_engine.sampling.edits import StepMasks
 from compiled_engine.sampling.logprobs import BatchLogprobs, batch_logprobs, logprob_rows
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 
-# Positions of a prompt whose logits are there at once.
+# Positions of a prompt whose logits are computed at once.
 CHUNK = 256
 
 
 def owes_prompt_logprobs(step: SchedulerOutput, states: RequestStates) -> bool:
-    """Whether a request of the step is in its prompt and wants the log-probabilities of the prompt's tokens."""
+    """Return whether a request of the step computes its prompt and needs log-probabilities of the prompt's tokens."""
     rows = states.prompt_logprobs
     return bool(rows) and any(
         (row := states.row(request_id)) in rows and start < states.num_prompt_tokens[row] - 1
@@ -115,7 +115,7 @@ class StepSampling:
         advance(self._states, self._buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
 
     def finish(self, step: UnsampledStep, masks: TokenMasks | None = None) -> PendingStep:
-        """Launch 3 to 5 for a step after 2. masks: those that it awaits, if any."""
+        """Launch 3 to 5 for a step after 2. masks: the step's masks, if any."""
         batch, logits_RV = step.batch, step.logits_RV
         rows_R = np.where(batch.samples, batch.rows, -1)
         if self.sampler.sampler_class(rows_R) is SamplerClass.GENERAL:
@@ -127,7 +127,7 @@ class StepSampling:
     def _sample_generally(
         self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor, masks: TokenMasks | None
     ) -> None:
-        """Choose other tokens for those that sample, rows_R."""
+        """Sample new tokens for rows_R."""
         count, device = batch.num_requests, logits_RV.device
         row_index_R = self._buffers.rows_R[:count]
         if not batch.samples.all():
@@ -142,7 +142,7 @@ class StepSampling:
         self._pending.launched()
 
     def _logprobs(self, batch: InputBatch, rows_R: np.ndarray, logits_RV: torch.Tensor) -> BatchLogprobs | None:
-        """Log-probabilities of the tokens that the states have now, where they are asked for."""
+        """Log-probabilities of the tokens now in the states, if requested."""
         num_logprobs_R = self.sampler.num_logprobs(rows_R)
         if num_logprobs_R is None:
             return None

@@ -60,7 +60,7 @@ WAYS = (
     SamplingParams(bad_words_token_ids=((0, 0),)),
     SamplingParams(bad_words_token_ids=((0, 0),), repetition_penalty=1.1),
 )
-# What takes the most memory, but for penalties, whose counts are set aside.
+# Sampling with the most memory, except penalties, whose counts are reserved.
 MOST_MEMORY = SamplingParams(top_k=20, top_p=0.9, logit_bias={0: 0.0}, logprobs=1)
 
 
@@ -123,7 +123,7 @@ def warm_up(config: EngineConfig, step: PaddedStep, progress: Progress) -> int:
     before = torch.cuda.memory_allocated(config.device) if on_gpu else 0
     with progress.stage("warm up", total=len(shapes)) as progressed:
         for shape in shapes:
-            # On a GPU the first is the largest, whose peak is measured.
+            # On a GPU the largest batch comes first; its peak memory is measured.
             _run_empty(step, shape, distinct=shape != shapes[0])
             progressed(1)
     if not on_gpu:
@@ -159,9 +159,9 @@ def _run_empty(step: PaddedStep, shape: BatchShape, *, distinct: bool) -> None:
 def ways_of_sampling(
     vocabulary: VocabularySlice, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Callable[[], object]]:
-    """Each samples once, from one row of such logits; what takes the longest to compile comes first.
+    """Functions that each sample once from one row of logits; the longest compilations come first.
 
-    Filters of float32 logits are those of edited ones, which would ask for them last.
+    Edited logits are float32: the kernels of their filters are included here, so that they compile early.
     """
     yield from (
         partial(_sample_zeros, FILTERED, vocabulary, each, device) for each in dict.fromkeys((torch.float32, dtype))
@@ -205,13 +205,13 @@ def sample_once(
 
 
 def compile_kernels_ahead(config: EngineConfig, group: Group, workers: KernelWorkers) -> None:
-    """Go through sampling and attention once, beside the trace. Raises what a part raises; leaves only kernels."""
+    """Dry-run sampling and attention during the trace. Raises the exceptions of each part; leaves only kernels."""
     if config.device.type == "cuda":
         torch.cuda.set_device(config.device)  # it has a thread of its own
     with _asked(config, workers) as kernels:
         sampling = _sampling(config, VocabularySlice.of(config.model.vocab_size, group), kernels)
-        for shape in start_up_batches(config):  # what takes the longest to compile is for the first, the largest
-            if not workers.closed:  # else the start has failed meanwhile
+        for shape in start_up_batches(config):  # the largest batch has the longest compilations
+            if not workers.closed:  # closed if the start has failed
                 _attention(config, shape)
         for job in as_completed([*sampling, *kernels.load()]):
             job.result()
@@ -235,7 +235,7 @@ def compile_kernels(config: EngineConfig, step: PaddedStep, workers: KernelWorke
 
 @contextmanager
 def _asked(config: EngineConfig, workers: KernelWorkers) -> Iterator[KernelCollector]:
-    """The kernels that are asked for in this context. What raises does not wait for what is left."""
+    """Collect the kernels that are launched in this context. On an exception, do not wait for the rest."""
     with ThreadPoolExecutor(initializer=torch.cuda.set_device, initargs=(config.device,)) as threads:
         try:
             with compiled_by(workers, threads) as kernels:
@@ -255,7 +255,7 @@ def _sampling(config: EngineConfig, vocabulary: VocabularySlice, kernels: Kernel
 def _attention(config: EngineConfig, shape: BatchShape) -> None:
     """Go through attention of each kind of layer, on tensors of its own."""
     model, backend, block_size = config.local_model, get_backend(config.attention_backend), config.cache.block_size
-    num_blocks = -(-shape.max_seq_len // block_size)  # each of them is the one that there is
+    num_blocks = -(-shape.max_seq_len // block_size)  # ranks share the same kernels
     inputs = attention_inputs_of(_empty_step(config, shape, num_blocks), config.attention_backend)
     for case in cases_of(model, block_size, config.device):
         q_THd = torch.zeros(shape.num_tokens, case.num_heads, case.head_dim, dtype=case.dtype, device=config.device)

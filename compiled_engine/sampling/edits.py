@@ -1,17 +1,16 @@
-"""Edits of logits before a token is chosen: what a row keeps for them, and the edits on the CPU.
+"""Edits of logits before sampling: their row state, and the edits on the CPU.
 
-edits_triton.py has the kernels. In their order:
+edits_triton.py has the kernels. The edits in order:
 
-Additions: logit_bias, bad_words and min_tokens, each a list of (token, value, condition). A bias holds always;
-min_tokens adds minus infinity to the tokens that end generation before some position; a bad word adds it to its last
-token where its other tokens have just been generated. So a step needs nothing from the host: which conditions hold is
-seen on the device.
+Additions: logit_bias, bad_words and min_tokens, each a list of (token, value, condition). A bias always applies;
+min_tokens adds minus infinity to the ending tokens before some position; a bad word adds it to its last token if its
+other tokens have just been generated. So a step needs nothing from the host: the device evaluates the conditions.
 
-Masks: allowed_token_ids, a mask that stays on the device, and token masks, which come with a step.
+Masks: allowed_token_ids, a mask that stays on the device, and token masks, which are sent with a step.
 
-Penalties, from counts of the row's tokens. Repetition penalty: Keskar et al., "CTRL" (2019), in the form of
-transformers: the logit of a token in the prompt or the output is divided if positive, multiplied if negative. Frequency
-and presence penalties: those of OpenAI's API, for tokens in the output.
+Penalties, from counts of the row's tokens. Repetition penalty: Keskar et al., "CTRL" (2019), as in transformers: the
+logit of a token in the prompt or the output is divided if positive, multiplied if negative. Frequency and presence
+penalties: those of OpenAI's API, for tokens in the output.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MAX_COUNT = 2**15 - 1
 
 
 def counts_field(vocab_size: int) -> RowField:
-    """How often each token came, by column of the logits."""
+    """Counts of each token, by column of the logits."""
     return RowField("counts", torch.int16, (vocab_size,))
 
 
@@ -57,7 +56,7 @@ def penalty_bytes(max_num_rows: int, vocab_size: int) -> int:
 
 
 class RowEdits(NamedTuple):
-    """Which edits a row has. remembered: whether its tokens have to be recorded."""
+    """The edits of a row. remembered: whether its tokens are recorded."""
 
     added_to: bool
     limited: bool
@@ -144,7 +143,7 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Those to a rank's columns, tokens counted from its first; prefixes stay as they are."""
+        """Additions to a rank's columns, with tokens counted from its first; prefixes do not change."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first
@@ -160,7 +159,7 @@ NO_ADDITIONS = RowAdditions(np.zeros((0, NUM_COLUMNS), np.int32), np.zeros((0, 1
 def row_additions(
     params: SamplingParams, num_prompt_tokens: int, eos_token_ids: Iterable[int], vocab_size: int
 ) -> RowAdditions:
-    """The additions that a request asks for, if any."""
+    """The additions of a request, if any."""
     entries, prefixes = [], list[int]()
     forbidden = _bits(-np.inf)
     for token_id, bias in (params.logit_bias or {}).items():
@@ -231,7 +230,7 @@ class StepMasks:
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
-        """Those of some rows (int64 [R], on the device)."""
+        """Edits of some rows (int64 [R], on the device)."""
         return replace(self, mask_index_S=self.mask_index_S.index_select(0, index_R))
 
 

@@ -152,7 +152,7 @@ def record_kernel(
             slots = tl.arange(0, TILE_L)
             tail = tail_ptr + row * tail_length
             later = tl.load(tail + slots + 1, mask=slots + 1 < tail_length, other=0)
-            # What a thread overwrites another has to have read.
+            # All threads must have read before any overwrites.
             tl.debug_barrier()
             shifted = tl.where(slots + 1 < tail_length, later, token_id.to(tl.int32))
             tl.store(tail + slots, shifted, mask=slots < tail_length)

@@ -1,10 +1,9 @@
 """top-k, top-p and min-p as one threshold a row: a token may be sampled if its logit is not below it.
 
 Each of the three keeps the most likely tokens down to some logit, so together they keep those down to the
-highest of the three. A threshold treats equal logits alike, so what is kept never depends on how a sort
-orders them, and noise is needed for the kept tokens alone. The order is that of vLLM: temperature, min-p,
-top-k, and top-p of the probabilities that remain. This is for the CPU; filters_triton.py has the
-kernel.
+highest of the three. A threshold treats equal logits equally, so the kept set does not depend on a sort's order, and
+noise is only needed for kept tokens. The order is that of vLLM: temperature, min-p, top-k, and top-p of the
+probabilities that remain. This file serves the CPU; filters_triton.py has the kernel.
 """
 
 from __future__ import annotations
@@ -89,9 +88,9 @@ def _by_maximum(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
-    """All three, from the row's largest logits in ascending order: as many as top-k needs, or all for top-p.
+    """Apply all three to the row's largest logits in ascending order: as many as top-k needs, or all for top-p.
 
-    Each filter says from which index on it keeps tokens; the last of these indices counts.
+    Each filter gives the index from which it keeps tokens; the largest index applies.
     """
     vocab_size = logits_RV.shape[1]
     top_k = np.where(filters.top_k > 0, np.minimum(filters.top_k, vocab_size), vocab_size)
@@ -106,7 +105,7 @@ def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
         by_min_p_R1 = torch.searchsorted(weights_RK, _column(filters.min_p))
         first_R1 = torch.maximum(first_R1, by_min_p_R1)
     if has_top_p:
-        # Of the tokens that remain, leave out the least likely as long as they sum to 1 - top_p at most.
+        # Remove the least likely of the remaining tokens as long as they sum to at most 1 - top_p.
         sums_RK = weights_RK.cumsum_(dim=1)
         before_R1 = sums_RK.gather(1, (first_R1 - 1).clamp_(0, k - 1)).masked_fill_(first_R1 == 0, 0)
         limit_R1 = torch.lerp(before_R1, sums_RK[:, -1:], _column(1 - filters.top_p))
@@ -116,7 +115,7 @@ def _by_largest(logits_RV: torch.Tensor, filters: Filters) -> torch.Tensor:
 
 
 def _largest(logits_RV: torch.Tensor, k: int) -> torch.Tensor:
-    """Each row's k largest elements in ascending order: [R, k]; by numpy, whose sort takes far less than torch's."""
+    """Each row's k largest elements in ascending order: [R, k]; by numpy, whose sort is much faster than torch's."""
     values, vocab_size = logits_RV.numpy(), logits_RV.shape[-1]
     if k < vocab_size:
         values = np.partition(values, vocab_size - k, axis=-1)[:, vocab_size - k :]

@@ -1,9 +1,9 @@
 """The thresholds of filters.py without a sort: bisection, by counts for top-k and by probability mass for top-p.
 
-The sets {logit >= threshold} shrink as the threshold rises, so the threshold is the largest one whose set still
-holds k tokens, or the mass that top-p asks for. Each pass over a row halves the interval that it lies in; as soon as
-no more than CANDIDATES logits lie in there they are put aside, and the rest is done in registers. A row is one
-program's: sums are made in one order, whatever else is in the batch, and rows without filters end at once.
+The sets {logit >= threshold} shrink as the threshold rises, so the threshold is the largest one whose set still holds k
+tokens, or top-p's probability mass. Each pass over a row halves the interval of the threshold; once at most CANDIDATES
+logits are in the interval, the rest is done in registers. One program handles a row: sums have a fixed order, whatever
+else is in the batch, and rows without filters end at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _ordered(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _value(ordered: tl.tensor) -> tl.tensor:
-    """The float32 of such an integer."""
+    """Convert such an integer back to float32."""
     bits = ordered.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
 
@@ -47,7 +47,7 @@ def _middle(low: tl.tensor, high: tl.tensor, step: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _weights(logits: tl.tensor, top: tl.tensor, inverse_temperature: tl.tensor, BY_MASS: tl.constexpr) -> tl.tensor:
-    """What a token adds to the sum that is searched: its probability relative to the most likely one's, or 1."""
+    """A token's weight in the searched sum: its probability relative to the most likely one, or 1."""
     if BY_MASS:
         return tl.exp((logits - top) * inverse_temperature)
     return tl.full(logits.shape, 1.0, tl.float32)
@@ -63,7 +63,7 @@ def _at_least(
     VOCAB_SIZE: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many logits are not below the pivot (above minus infinity), int32, and the sum of their weights, float32."""
+    """The number of logits not below the pivot (above minus infinity), int32, and the sum of their weights, float32."""
     counts = tl.zeros([BLOCK_V], dtype=tl.int32)
     sums = tl.zeros([BLOCK_V], dtype=tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK_V):
@@ -197,7 +197,7 @@ def threshold_kernel(
                 if _value(kth) >= threshold:
                     threshold = _value(kth)
                     if top_p < 1:
-                        # Of logits equal to the k-th only as many count as top-k needs, though all are kept.
+                        # Logits equal to the k-th count only as often as top-k needs, although all are kept.
                         _, remaining = _at_least(
                             row_ptr, _value(kth + 1), top, inverse_temperature, True, VOCAB_SIZE, BLOCK_V
                         )
@@ -224,10 +224,10 @@ def thresholds(
     top_p_N: torch.Tensor,
     min_p_N: torch.Tensor,
 ) -> torch.Tensor:
-    """The smallest logit of each row that is kept, or a value that keeps the same tokens: float32 [S].
+    """The smallest kept logit of each row, or a value that keeps the same tokens: float32 [S].
 
-    logits_SV: any floating dtype, consecutive within a row. row_index_S: int32 [S], where a row's parameters stand
-    in the tensors [N] (top_k int32, the others float32); -1 is padding. Minus infinity keeps all.
+    logits_SV: any floating dtype, consecutive within a row. row_index_S: int32 [S], index of a row's parameters in the
+    tensors [N] (top_k int32, the others float32); -1 is padding. Minus infinity keeps all.
     """
     num_samples, vocab_size = logits_SV.shape
     threshold_S = torch.empty(num_samples, dtype=torch.float32, device=logits_SV.device)

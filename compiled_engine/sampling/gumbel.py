@@ -1,7 +1,7 @@
 """Gumbel-max sampling on the CPU, with numpy and as one C++ loop; gumbel_triton.py must agree with it.
 
 Noise is a pure function of seed, position and token id. So a request's noise does not depend on its row, its batch,
-padding, or on how often it was preempted.
+padding, or preemptions.
 
 The hash is SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014): its i-th
 output is a function of its seed and i alone. It is used twice: the request's seed gives a 64-bit key for each position,
@@ -33,7 +33,7 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 SMALLEST_UNIFORM = 2.0**-63
 LARGEST_UNIFORM = 1.0 - 2.0**-24
-# Noise is made for so many logits at a time: 0.25 MB of hashes, which stay in a core's cache.
+# Noise is computed for this many logits at a time: 0.25 MB of hashes, which fit into a core's cache.
 MAX_NOISE_ELEMENTS = 1 << 15
 SOURCE = Path(__file__).with_name("gumbel_cpp.cpp")
 
@@ -141,7 +141,7 @@ def _choose(
 
 
 def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int) -> np.ndarray:
-    """Where in `scores` [N] the largest of each segment stands; `segments` [N] ascends, none is missing."""
+    """Index in `scores` [N] of the largest of each segment; `segments` [N] ascends without gaps."""
     lengths = np.bincount(segments, minlength=num_segments)
     starts = np.cumsum(lengths) - lengths
     padded = np.full((num_segments, lengths.max()), -np.inf, dtype=np.float32)
@@ -168,7 +168,7 @@ def sample_in_cpp(
     token_ids_S: torch.Tensor,
     best: Best | None = None,
 ) -> None:
-    """See sample. The tokens are the same, but for scores that differ by the rounding of a logarithm alone."""
+    """See sample. The tokens are the same, unless scores differ only by the rounding of a logarithm."""
     num_samples, vocab_size = logits_SV.shape
     _kernel()(
         logits_SV.data_ptr(),

@@ -63,7 +63,7 @@ def best_of_ranks_kernel(
     in_row = blocks < tl.where(is_row, NUM_BLOCKS, 0)
     scores = tl.load(best_score_ptr + first_block + blocks, in_row, other=-float("inf"))
     score, best = tl.max(scores, axis=0, return_indices=True)
-    token_id = tl.load(best_token_ptr + first_block + best)  # of padding anything, and nobody reads it
+    token_id = tl.load(best_token_ptr + first_block + best)  # arbitrary for padding, which is not read
     bits = tl.where(score == 0, 0.0, score).to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ _SIGN_MASK, bits)
     key = (ordered.to(tl.int64) << 32) | (token_id ^ _SIGN_MASK).to(tl.int64)
@@ -92,7 +92,7 @@ def best_of_ranks(
     token_ids_S: torch.Tensor,
     group: Group,
 ) -> None:
-    """Write the tokens that all ranks agree on, from what block_best_kernel has found in this rank's columns."""
+    """Write the best tokens over all ranks, from block_best_kernel's results for this rank's columns."""
     if group.pushed is not None and len(row_index_S) <= group.pushed.num_slots:
         push_best(best_score_SB, best_token_SB, row_index_S, token_ids_S, group.pushed)
         return
@@ -248,8 +248,8 @@ def sample(
     masks: StepMasks | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> None:
-    """As gumbel.sample, but logits_SV may be of any floating dtype and may have a row stride. masks: what they forbid
-    is not drawn, nor is it read. vocabulary: whose columns these are; None for all. The ranks choose together.
+    """Like gumbel.sample, but logits_SV may have any floating dtype and a row stride. masks: forbidden tokens are
+    neither drawn nor read. vocabulary: the columns of this rank; None for all. The ranks choose together.
 
     Nothing depends on values on the host, so this may be captured in a CUDA graph.
     """

@@ -18,23 +18,23 @@ ALLOWED = f"objects with {', '.join(METHODS)}, classes or functions that make on
 
 
 class LogitsProcessor(Protocol):
-    """Edits logits on the device, for the requests that it applies to.
+    """A protocol of objects that edit logits on the device, for the requests that they apply to.
 
     Every running request has a row, a number from 0 to max_num_rows - 1 that it keeps until it is finished, aborted or
-    preempted; a preempted request later gets a row again. Steps are launched before the tokens of the one before them
-    are known to the host, so a processor gets none in `apply`: what it needs of a request it learns in `add_row`, and
-    where a request stands it sees on the device in `positions_R`.
+    preempted; a preempted request later gets a row again. Steps are launched before the host has the previous step's
+    tokens, so `apply` gets none: `add_row` gives the request, and `positions_R` on the device gives the position of its
+    next token.
 
-    An exception in any of the methods fails the step: it is raised to the caller, and the requests that run are
-    aborted. The engine stays usable.
+    An exception in any of the methods fails the step: it is raised to the caller, and running requests are aborted. The
+    engine stays usable.
     """
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """A request takes a row; whether the processor applies to it.
+        """Handle a request that takes a row; return whether the processor applies to it.
 
-        params: what the request asked for; `params.extra_args` is there for processors. token_ids: the prompt, then
-        what was generated before a preemption. Writes to the device belong on the current stream: they come after the
-        steps that were launched.
+        params: the request's parameters; `params.extra_args` is meant for processors. token_ids: the prompt, then
+        what was generated before a preemption. Write to the device on the current stream, which orders writes after
+        launched steps.
         """
         ...
 
@@ -65,17 +65,17 @@ class LogitsProcessorFactory(Protocol):
 
 
 def is_processor(value: Any) -> bool:
-    """Whether it has the methods of a LogitsProcessor; a class is not its instance."""
+    """Return whether the object has the methods of a LogitsProcessor; False for a class."""
     return not isinstance(value, type) and has_methods(value)
 
 
 def has_methods(value: Any) -> bool:
-    """Those of a LogitsProcessor, also where it is a class that has them."""
+    """Return whether the object or class has the methods of a LogitsProcessor."""
     return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
 def processor_name(value: Any) -> str:
-    """Of a processor, its class; of a factory, its own name."""
+    """The name of a processor's class, or of a factory."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -144,7 +144,7 @@ class ProcessedRows:
         self._processors = [(each, np.zeros(num_rows, dtype=bool)) for each in processors]
 
     def add_row(self, row: int, params: SamplingParams, token_ids: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Whether some processor applies to the row. If one fails, none knows of the row any more."""
+        """Return whether any processor applies to the row. If one fails, the row is removed from all."""
         try:
             for processor, applies_N in self._processors:
                 answer = _call(processor, "add_row", row, params, token_ids, num_prompt_tokens)
@@ -157,7 +157,7 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Tell those that the row concerns, all of them even if one fails."""
+        """Call all processors that the row concerns, even if one fails."""
         failure = None
         for processor, applies_N in self._processors:
             if applies_N[row]:
@@ -177,9 +177,9 @@ class ProcessedRows:
         positions_R: torch.Tensor,
         vocabulary: VocabularySlice,
     ) -> None:
-        """Have the logits of each row edited in place; arguments are those of Sampler.sample, without padding.
+        """Edit the logits of each row in place; arguments are those of Sampler.sample, without padding.
 
-        vocabulary: whose columns these are. Processors edit whole rows, which are gathered for them.
+        vocabulary: the columns of this rank. Processors edit whole rows, which are gathered for them.
         """
         if vocabulary.is_divided:
             whole_RV = vocabulary.gathered(logits_RV)

@@ -19,9 +19,9 @@ from compiled_engine.rows.async_copies import download, upload
 from compiled_engine.sampling.ranks import VocabularySlice, row_chunks
 from compiled_engine.sampling.sampled_tokens import row_width
 
-# In `num_logprobs` of a batch; -1 asks for the whole vocabulary.
+# Values of `num_logprobs` of a batch; -1 is the whole vocabulary.
 NO_LOGPROBS = -2
-# Rows that want more tokens than this are computed apart: all others get as many as the one that wants most.
+# Rows with more tokens than this are computed separately; the others are computed together, with their maximum.
 FEW_TOKENS = 64
 
 
@@ -32,7 +32,7 @@ def logprob_rows(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> torch.Tensor:
-    """Rows as in LogprobRows, int32 [R, 3 + 2 * num_top], to be read once the current stream has come this far.
+    """Rows as in LogprobRows, int32 [R, 3 + 2 * num_top], readable once the current stream has reached this point.
 
     logits_RV: of any floating dtype, consecutive within a row; computed with in float32. token_ids_R: the chosen
     tokens, int32 [R]. triton: whether to launch kernels, by default on CUDA. Temporary memory is bounded (see
@@ -92,7 +92,7 @@ def _fill_of_ranks(
     found = gather(torch.cat(parts, 1)).unflatten(1, (num_ranks, -1)).split([1, 1, count, count], dim=2)
     above_Rr, sums_Rr, values_RC, ids_RC = (each.flatten(1).contiguous() for each in found)
     logsumexp_R1 = sums_Rr.view(torch.float32).logsumexp(-1, keepdim=True)
-    # Stable: of equal logits that of the lower rank, whose ids are lower, comes first.
+    # Stable: equal logits are ordered by rank, and so by token id.
     values_RC, order_RC = values_RC.view(torch.float32).sort(dim=1, descending=True, stable=True)
     ids_RC = ids_RC.gather(1, order_RC)
     rows_RW[:, 0] = above_Rr.sum(1, dtype=torch.int32) + 1
@@ -102,10 +102,10 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Of a batch, on the way to the host: see `logprob_rows`.
+    """Log-probabilities of a batch in transfer to the host, see `logprob_rows`.
 
-    few_SW: a row for each row of the batch, with as many tokens as those want that do not want many, or None.
-    many: those that want more than FEW_TOKENS, by their number in the batch: [1, 3 + 2 * k].
+    few_SW: a row for each row of the batch, with the most tokens of any row up to FEW_TOKENS, or None. many: rows with
+    more than FEW_TOKENS, by their number in the batch: [1, 3 + 2 * k].
     """
 
     few_SW: torch.Tensor | None
@@ -119,7 +119,7 @@ def batch_logprobs(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> BatchLogprobs:
-    """Of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
+    """Log-probabilities of the rows that request them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
 
     Other arguments: see `logprob_rows`.
     """

@@ -107,7 +107,7 @@ OTHER_PARAMS: dict[str, Settle] = {
     "early_stopping": _refused(_BEAM_SEARCH, _NO_BEAMS, False),
 }
 
-# What transformers' names are here.
+# This engine's names for transformers' names.
 OF_TRANSFORMERS = {
     "max_new_tokens": "use max_tokens",
     "min_new_tokens": "use min_tokens",
@@ -125,10 +125,10 @@ OF_TRANSFORMERS = {
 
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """What becomes of a parameter that is none of the `known` fields; nothing, if it is without effect.
+    """Handle a parameter that is none of the `known` fields; do nothing if it has no effect.
 
-    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with our name
-    where it is one of transformers'. For the warning's place, called from what the user calls.
+    Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with this
+    engine's name if transformers has it. Call it directly from the user's call, for the warning's location.
     """
     settle = OTHER_PARAMS.get(name)
     if name in OF_TRANSFORMERS:
@@ -194,14 +194,14 @@ def _checked_when_made(cls: type[_Params]) -> type[_Params]:
 @_checked_when_made
 @dataclass
 class SamplingParams:
-    """How the tokens of a request are chosen, when generation ends, and what is returned.
+    """Parameters of sampling, stopping and output of a request.
 
     Fields have vLLM's names, defaults and meaning; its other parameters are settled by OTHER_PARAMS. Fields
     may be assigned to, checked like arguments; a request has a copy of its own. Lists and dicts are copies too, None
     for a list is an empty one, and numbers of numpy are stored as Python's.
 
     Raises TypeError or ValueError, naming the field, its value and what is allowed; AttributeError for an assignment to
-    a field that there is not. What an assignment refuses leaves the object as it was.
+    an unknown field. A refused assignment changes nothing.
     """
 
     n: int = declare(1, integer(1, MAX_COMPLETIONS), "completions of each prompt", "1 when greedy")
@@ -315,7 +315,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Return whether the most likely token is taken."""
         return self.temperature < SMALLEST_TEMPERATURE
 
     def clone(self) -> SamplingParams:
@@ -331,7 +331,7 @@ SamplingParams.__doc__ = documented(SamplingParams)
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:
-    """Of values that were checked."""
+    """Make parameters from checked values."""
     made = object.__new__(SamplingParams)
     vars(made).update(values)
     return made
@@ -372,7 +372,7 @@ def _check_together(values: Mapping[str, Any]) -> None:
 
 
 def validate_for_model(params: SamplingParams, vocab_size: int, max_model_len: int) -> None:
-    """Raise ValueError if a model of this vocabulary and length (in tokens) cannot do what `params` asks."""
+    """Raise ValueError if a model of this vocabulary and length (in tokens) cannot satisfy `params`."""
 
     def check_tokens(name: str, token_ids: Sequence[int]) -> None:
         if max(token_ids, default=0) >= vocab_size:

@@ -19,7 +19,7 @@ from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER, NOTHING_ALLOWE
 from compiled_engine.sampling.token_mask import BITS, num_words
 from compiled_engine.sampling.value_checks import FLOAT32_MAX
 
-# Of float32: 16 MB for each temporary tensor.
+# float32 elements: 16 MB for each temporary tensor.
 MAX_ELEMENTS = 1 << 22
 
 
@@ -35,10 +35,10 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """What the choice of a rank begins with and leaves: its tokens are those from `first_token` on.
+    """A rank's input and result of the choice: its tokens start at `first_token`.
 
-    scores_S: float32 [S], written: the score of each row's best token, NaN if one of them is, minus infinity if none
-    may be chosen.
+    scores_S: float32 [S], written: the score of each row's best token, NaN if any score is NaN, minus infinity if no
+    token is allowed.
     """
 
     first_token: int
@@ -55,7 +55,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
-        """Of the rank that `group` is, which divides the vocabulary; None has all of it."""
+        """The slice of the rank of `group`; None has the whole vocabulary."""
         group = group or StandIn()
         size = vocab_size // group.size
         return cls(group.rank * size, size, group)
@@ -69,7 +69,7 @@ class VocabularySlice:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Those of these tokens that are here, int64, counted from the first one here."""
+        """The tokens in this slice, int64, relative to its first token."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 
@@ -90,7 +90,7 @@ class VocabularySlice:
         return self.group.gather_columns(logits_RV) if self.is_divided else logits_RV
 
     def of_whole(self, logits_RV: torch.Tensor) -> torch.Tensor:
-        """This rank's columns of gathered ones, a view."""
+        """A view of this rank's columns of gathered logits."""
         return logits_RV[:, self.first : self.first + self.size]
 
 
@@ -100,7 +100,7 @@ def choose_of_ranks(
     row_index_S: torch.Tensor,
     token_ids_S: torch.Tensor,
 ) -> None:
-    """Write the tokens that all ranks agree on. choose: see gumbel.sample, but for the last argument, a Best."""
+    """Write the best tokens over all ranks. choose: see gumbel.sample, with a Best as last argument."""
     scores_S = torch.empty(len(token_ids_S), dtype=torch.float32, device=token_ids_S.device)
     choose(Best(vocabulary.first, scores_S))
     marked_S = torch.where(scores_S.isnan(), torch.inf, scores_S.clamp(max=FLOAT32_MAX))
@@ -109,7 +109,7 @@ def choose_of_ranks(
 
 
 def keys_of(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """int64. Infinity stands for a score that is NaN."""
+    """Keys as int64. Infinity represents a NaN score."""
     bits = (scores + 0.0).view(torch.int32)  # minus zero equals zero
     ordered = torch.where(bits < 0, bits ^ _SIGN_MASK, bits).long()
     return (ordered << 32) | (_SIGN_MASK - token_ids.clamp(min=0).long())

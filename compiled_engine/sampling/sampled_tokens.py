@@ -80,7 +80,7 @@ class LogprobRows:
         return self.num_rows
 
     def columns(self) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        """Of each row the chosen token's rank, the token ids, and their log-probabilities."""
+        """The chosen token's rank, the token ids, and their log-probabilities, of each row."""
         rows_RW = self.array()
         return rows_RW[:, 0].tolist(), rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
 

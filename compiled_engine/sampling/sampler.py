@@ -1,11 +1,11 @@
-"""The sampler: what persists for each row, and the way from logits to tokens, which stays on the device.
+"""The sampler: the state of each row, and the steps from logits to tokens, which stay on the device.
 
 The order is that of vLLM: log-probabilities of the raw logits; logit bias, bad words, min_tokens; the user's logits
 processors, which greedy rows have as well; penalties; temperature, min-p, top-k, top-p; Gumbel-max. Allowed tokens and
-token masks come before the penalties, so that no processor lets through what they forbid. Only what some row of the
-batch asks for is computed. The host never waits for the device, nor does it have to know what was sampled before.
+token masks come before the penalties, so that no processor can allow forbidden tokens. Only steps that some row of the
+batch needs are computed. The host never waits for the device, and does not need earlier tokens.
 
-Where the vocabulary is divided, each rank does all of this with its own columns, and few numbers a row are exchanged.
+With a divided vocabulary each rank does all of this with its own columns, and ranks exchange a few numbers per row.
 Whole rows are gathered for logits processors, and for the thresholds of top-p without a top-k.
 """
 
@@ -34,8 +34,8 @@ from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, fil
 
 @dataclass(frozen=True)
 class SamplingOperations:
-    """In the order of sampling. Arguments are those of edits.py and gumbel.sample; `choose` may take a Best as well on
-    the CPU, and a VocabularySlice on a GPU, where it ends with the choice of all ranks.
+    """The operations in the order of sampling. Arguments are those of edits.py and gumbel.sample; `choose` may also
+    take a Best on the CPU, and a VocabularySlice on a GPU, where it includes the choice over all ranks.
     """
 
     add_: Callable[..., None]
@@ -85,7 +85,7 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 class SamplerClass(enum.Enum):
-    """What a batch needs.
+    """Sampling steps that a batch needs.
 
     TEMPERATURE_ONLY: temperature and seed, greedy included; may be sampled in a CUDA graph.
     """
@@ -95,12 +95,12 @@ class SamplerClass(enum.Enum):
 
 
 class Sampler:
-    """Rows are added and removed as requests come and go; `sample` serves any subset of them in any order.
+    """Rows are added and removed with requests; `sample` serves any subset of them in any order.
 
-    A row's tokens depend on its own logits, parameters, seed and positions alone. rows: where the rows' parameters are
-    kept, and on whose device the logits are; it says whether kernels are launched, or the same is done in numpy.
-    processors: the user's, in the order of their calls. group: the ranks among which the vocabulary is divided; None if
-    it is not. `vocabulary`: the columns that logits have here.
+    A row's tokens depend only on its own logits, parameters, seed and positions. rows: the store of the rows'
+    parameters, on the logits' device, which determines whether kernels or numpy are used. processors: the user's, in
+    the order of their calls. group: the ranks among which the vocabulary is divided; None if it is not. `vocabulary`:
+    the columns of this rank.
     """
 
     def __init__(
@@ -181,11 +181,11 @@ class Sampler:
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
-        """What these rows need together; -1 is padding and needs nothing."""
+        """Steps that these rows need; -1 is padding and needs none."""
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
-        """How many each row wants, as batch_logprobs takes it, if any does; -1 is padding and wants none."""
+        """Number of log-probabilities per row, for batch_logprobs, if any row has them; -1 is padding and has none."""
         wanted = self._num_logprobs_N[rows]
         return None if (wanted == NO_LOGPROBS).all() else wanted
 
@@ -211,15 +211,15 @@ class Sampler:
         positions_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> torch.Tensor:
-        """Choose the next token of each of these rows, and take it into their history. The host does not wait.
+        """Choose the next token of each of these rows, and add it to their history. The host does not wait.
 
         Returns int64 [S] on the device, a token for each row of logits, or why there is none (sampled_tokens.py).
 
-        logits_SV: [S, V], the columns of `vocabulary`, of any floating dtype, left as they are. rows_S: int [S], on the
+        logits_SV: [S, V], the columns of `vocabulary`, of any floating dtype, not changed. rows_S: int [S], on the
         host: logits_SV[i] belongs to rows_S[i]; -1 is padding, whose token is 0. row_index_S: the same as int32 on the
-        device. positions_S: int64 [S] on the device, the position that each token will have in its request. masks:
-        for rows that are masked. A row may come repeatedly unless it has penalties or bad words, whose history takes
-        one token a step. Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
+        device. positions_S: int64 [S] on the device, the position of each new token in its request. masks: for masked
+        rows. A row may occur repeatedly unless it has penalties or bad words, whose history takes one token a step.
+        Raises ValueError if the shapes disagree, RuntimeError if a logits processor fails.
         """
         num_samples = len(rows_S)
         lengths = (len(row_index_S), len(positions_S))
@@ -283,7 +283,7 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        """masks: to be applied meanwhile; on a CPU they have been."""
+        """masks: applied here on a GPU; already applied on a CPU."""
         threshold_S = None
         if self._filtered_N[rows_S].any():
             filtered = rows_S[self._filtered_N[rows_S]]

@@ -14,27 +14,27 @@ MAX_DEPTH = 64
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
-# One that does not end goes to the end of the text, so that no part of it is read again.
+# An unterminated string extends to the end of the text, so that no part is read twice.
 _STRINGS = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _BRACKETS = re.compile(r"[\[\]{}]")
 
 
 @dataclass(frozen=True)
 class StructuredOutputs:
-    """One of five forms. Fields have vLLM's names. The text ends by itself where its form is complete.
+    """A constraint of one of five kinds. Fields have vLLM's names. The text ends when it is complete.
 
-    json: a JSON schema, as a dict or as text; stored as text. Keywords that are not supported are refused.
+    json: a JSON schema, as a dict or as text; stored as text. Unsupported keywords are refused.
     regex: a regular expression (Rust's syntax, without look-around) for the whole text.
     choice: texts, one of which is generated.
     grammar: a context-free grammar: Lark as llguidance reads it, or GBNF.
     json_object: True: any JSON object.
     disable_any_whitespace: JSON without whitespace. disable_additional_properties: objects of the JSON schema that have
         `properties` have no others, unless the schema says additionalProperties. whitespace_pattern: a regular
-        expression for whitespace; by default a space, or a line end and up to 24 characters of indentation, so that no
-        model writes whitespace without end.
+        expression for whitespace; by default a space, or a line end and up to 24 characters of indentation, which
+        prevents endless whitespace.
 
-    Raises TypeError or ValueError, naming the field and what is allowed. Whether a schema, expression or grammar can be
-    compiled is found out when a request with it is made.
+    Raises TypeError or ValueError, naming the field and what is allowed. Schemas, expressions and grammars are compiled
+    when a request is made.
     """
 
     json: str | dict[str, Any] | None = None
@@ -133,7 +133,7 @@ def _closed(schema: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Of arrays and objects within each other, where the text is JSON."""
+    """Depth of nested arrays and objects, if the text is JSON."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
         depth += 1 if bracket in "[{" else -1

@@ -1,4 +1,4 @@
-"""Which tokens may come next, as a request says it token by token: a grammar, or a user's token mask."""
+"""Constraints of a request on its next token: a grammar, or a user's token mask."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ BITS = 32
 
 
 class TokenMask(Protocol):
-    """Decides before each token of a request which ones are allowed, from those that it has already: a grammar, say.
+    """A protocol of objects that decide which tokens may come next, given the tokens so far.
 
-    It is given as `SamplingParams.token_mask` and called on the host, once a token, so it should be quick. The answer
-    should depend on its argument alone: then one object serves any number of requests and all completions of `n`, and
-    preemption changes nothing. (Who keeps a parser's state can key it by the tokens.)
+    It is given as `SamplingParams.token_mask` and called on the host, once a token, so it should be quick. The result
+    should depend only on the argument: then one object serves any number of requests and all completions of `n`, and
+    preemption changes nothing. (A parser's state can be keyed by the tokens.)
 
-    It is called while the device computes the logits that it is for: only the choice of the token waits for it.
+    It is called while the device computes the logits: only sampling waits for it.
 
-    What other parameters forbid stays forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
-    Generation ends as ever, so a mask should allow an end-of-sequence token where its text may end.
+    Tokens forbidden by other parameters stay forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
+    Generation ends as usual, so a mask should allow an end-of-sequence token where its text may end.
 
-    If it raises, allows nothing that remains, or returns what is not a mask, its request ends with finish_reason
-    "error", and stop_reason says why. Other requests go on.
+    If it raises, allows no remaining token, or returns no mask, its request ends with finish_reason "error" and the
+    reason in stop_reason. Other requests continue.
     """
 
     def allowed(self, output_token_ids: Sequence[int]) -> np.ndarray:
@@ -67,14 +67,14 @@ def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int)
 
 
 class Constraint(Protocol):
-    """The state of one request: the tokens that it has been told of.
+    """The state of one request's constraint after the accepted tokens.
 
-    It outlives a preemption, and no token is ever taken back. Called on the host while the step that computes the
+    It is kept over a preemption, and no token is ever taken back. Called on the host while the step that computes the
     logits runs on the device.
     """
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Take in the next output tokens. Raises ValueError, saying what is wrong: the request ends with it."""
+        """Accept the next output tokens. Raises ValueError with the reason, which ends the request."""
         ...
 
     def fill(self, words_W: np.ndarray) -> None:
@@ -86,7 +86,7 @@ class Constraint(Protocol):
 
 
 class MaskConstraint:
-    """A token mask as a Constraint: keeps the tokens that it has to be asked with."""
+    """A token mask as a Constraint: keeps the tokens that it is called with."""
 
     def __init__(self, token_mask: TokenMask, vocab_size: int) -> None:
         self._token_mask, self._vocab_size = token_mask, vocab_size

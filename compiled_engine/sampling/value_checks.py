@@ -10,8 +10,7 @@ from typing import Any
 from compiled_engine.schema import JsonSchema, Kind
 
 FLOAT32_MAX = 3.4028234663852886e38
-# What a row's parameters are in float32: such values and their reciprocals are normal numbers, so that nothing becomes
-# zero or infinite there.
+# Bounds of a row's parameters in float32: values and their reciprocals stay normal numbers, neither zero nor infinite.
 SMALLEST_SCALE, LARGEST_SCALE = 1e-37, 1e37
 
 
@@ -67,7 +66,7 @@ def number(low: float, high: float, *, above_low: bool = False) -> Kind:
 
 
 def optional(kind: Kind) -> Kind:
-    """None, or what `kind` allows."""
+    """Allow None in addition to `kind`."""
 
     def check_unless_none(name: str, value: Any) -> Any:
         return None if value is None else kind.check(name, value)
@@ -133,7 +132,7 @@ def _arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """What JSON can say, as a copy. An integer of more than 64 bits becomes a float, as it does in most languages."""
+    """Check and copy a JSON value. An integer of more than 64 bits becomes a float, as in most languages."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         try:
             return float(value)

@@ -1,6 +1,6 @@
-"""Attention on a CPU by C++: a kernel for decodes, and for float32 one that norms, rotates and writes K and V before.
+"""Attention on a CPU in C++: a kernel for decodes, and for float32 a kernel that norms, rotates and writes K and V.
 
-Prompts attend in plain torch. The default on a CPU with a C++ compiler.
+Attention of prompts is plain torch. The default on a CPU with a C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from compiled_engine.kernels.launch_arguments import require_dense
 ATTENTION = Path(__file__).with_name("cpp_attention.cpp")
 ROTATION = Path(__file__).with_name("cpp_rotation.cpp")
 DTYPES = (torch.float32, torch.bfloat16)
-# Those that the kernel is compiled for.
+# Head sizes that the kernel is compiled for.
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 192, 256)
 
 

@@ -1,4 +1,4 @@
-"""Between how many programs a decode splits the keys of each request."""
+"""The number of programs among which a decode splits the keys of each request."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from dataclasses import dataclass
 from compiled_engine.attention.inputs import AttentionInputs
 
 MAX_SPLITS = 64
-# The same where the work list knows the contexts.
+# The same if the work list has the contexts.
 MAX_LISTED_SPLITS = 16
 # A split is a multiple of this many keys.
 GRAIN = 32
 # The fewest keys of a listed split: of a mixed batch with few rows, times K/V heads, and of any other.
 FEW_HEADS = 1024
 FEW_ROWS_SPLIT, MANY_ROWS_SPLIT = 128, 256
-# So many programs fit on a multiprocessor where they are small.
+# Small programs per multiprocessor.
 SMALL = 4
 # The host's bound of contexts up to which rotation, KV write and attention are one kernel.
 MOST_CONTEXT_IN_ONE_KERNEL = 8192
-# Contexts whose keys one program reads, where a Hopper has as many multiprocessors as there are requests and K/V heads.
+# Context lengths whose keys one program reads, if a Hopper has a multiprocessor for each request and K/V head.
 SHORT_CONTEXTS = (256, 512)
 MOST_SHORT_REQUESTS = 16
-# Up to so many requests the longer of them are split into so many.
+# Up to this many requests, the longer contexts are split into this many parts.
 FEW_REQUESTS, FEW_SPLITS = 2, 16
-# The most keys that one program reads when a few long contexts stand among many short ones.
+# Most keys read by one program if a few long contexts are among many short ones.
 LONG_SPLIT = 16384
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Between how many programs a request's keys are split at most, and the fewest keys that one of them takes.
+    """The largest number of splits of a request's keys, and the smallest number of keys in a split.
 
-    programs: how many of them should fit on a multiprocessor: 1, 2 or SMALL.
+    programs: intended number per multiprocessor: 1, 2 or SMALL.
     """
 
     count: int
@@ -62,8 +62,9 @@ def plan_splits(num_requests: int, num_kv_heads: int, max_seq_len: int, num_sms:
 
 
 def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tuple[int, ...]:
-    """Contexts up to which so many decodes have kernels of their own on a Hopper, ascending: a few whose keys a program
-    can hold, and many that are not split."""
+    """Context lengths, ascending, up to which this many decodes use special kernels on Hopper: few decodes whose keys
+    fit into a program, and many that are not split.
+    """
     num_programs = num_requests * num_kv_heads
     if num_programs > 4 * num_sms:
         return (LONG_SPLIT,)
@@ -75,7 +76,7 @@ def short_contexts_of(num_requests: int, num_kv_heads: int, num_sms: int) -> tup
 
 
 def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[int]) -> Splits | None:
-    """How decodes of up to one of these contexts are split; None for longer ones.
+    """The splits of decodes up to one of these contexts; None for longer ones.
 
     A program reads all keys of its request, unless requests are so few that the longer of the contexts are split.
     """
@@ -87,17 +88,17 @@ def short_splits(num_requests: int, max_seq_len: int, short_contexts: Sequence[i
 
 
 def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
-    """Whether rotation and KV write belong into the kernel of attention: where programs are small, and contexts short.
+    """Return whether rotation and KV write are fused into attention: for small programs and short contexts.
 
-    A single request waits for the norm in each of its programs; where contexts are long, registers that hold the first
-    tile are missed.
+    With a single request each program waits for the norm; with long contexts the registers of the first tile are
+    missing later.
     """
     return splits.programs == SMALL and max_seq_len <= MOST_CONTEXT_IN_ONE_KERNEL
 
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What the launches of a batch follow from: a captured graph's key and the device, never the lengths.
+    """Parameters of a batch's launches: they depend on a captured graph's key and the device, never on the lengths.
 
     listed: whether the kernels take their items from the work list, each split being of min_keys keys or more.
     """
@@ -114,7 +115,7 @@ class BatchFacts:
         num_decodes, _, max_seq_len = inputs.host_3.tolist()
         num_tokens, num_requests = inputs.slot_mapping_T.shape[0], inputs.seq_lens_R.shape[0]
         num_heads = num_requests * num_kv_heads
-        # Of decodes alone, fewer are split evenly, and more even each other out.
+        # Without prompts, fewer programs are split evenly, and more balance each other.
         listed = num_decodes < num_requests or num_sms < num_heads <= 2 * num_sms
         min_keys = FEW_ROWS_SPLIT if num_heads <= FEW_HEADS and num_decodes < num_requests else MANY_ROWS_SPLIT
         return cls(num_tokens, num_requests, num_decodes, max_seq_len, listed, min_keys)

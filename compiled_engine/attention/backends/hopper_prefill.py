@@ -36,7 +36,7 @@ ROWS = gl.constexpr(128)
 HALF = gl.constexpr(64)
 KEYS = gl.constexpr(128)
 STAGES = gl.constexpr(2)
-# What 128 bytes hold, by which shared memory is swizzled. A tile stands there by columns of this width.
+# Elements in 128 bytes, the width of shared memory's swizzle. Tiles are stored in columns of this width.
 WIDTH = gl.constexpr(64)
 SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 # Triton 3.9 has other names for both.
@@ -47,7 +47,7 @@ OUTSIDE = gl.constexpr(1 << 30)
 
 
 class Batch(NamedTuple):
-    """Where a kernel finds its items and their lengths."""
+    """Tensors from which a kernel reads its items and their lengths."""
 
     num_items: Any
     tiles_ptr: Any
@@ -95,7 +95,7 @@ def tile_of(batch, item, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def lengths_of(batch, request):  # type: ignore[no-untyped-def]
-    """Where a request's tokens start, how many there are, and the length of its context."""
+    """Start and number of a request's tokens, and the length of its context."""
     query_start = gl.load(batch.query_start_loc_ptr + request)
     query_len = gl.load(batch.query_start_loc_ptr + request + 1) - query_start
     return query_start, query_len, gl.load(batch.seq_lens_ptr + request)
@@ -196,15 +196,16 @@ def copy_tiles(cache_desc, block_table_ptr, table_stride, batch, rings, HEADS: g
 
 @gluon.jit
 def _hide(scores_MN, positions_M, key_tile, HEADS: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """-inf for keys after a query, and for those that its window has left behind."""
+    """-inf for keys after a query, and for keys outside its window."""
     keys_N = key_tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     return gl.where(seen(keys_N, positions_M, HEADS.window), scores_MN, float("-inf"))
 
 
 @gluon.jit
 def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zero the rows of values from `end` on in the box that has this row: nobody has written them, and zero times a NaN
-    is no zero."""
+    """Zero the rows of values from `end` on in the box with this row: they are uninitialised, and zero times NaN is
+    NaN.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     height: gl.constexpr = HEADS.box
     boxes: gl.constexpr = KEYS // height
@@ -223,7 +224,7 @@ def _clear_from(stage, end, HEADS: gl.constexpr):  # type: ignore[no-untyped-def
 def _rows_of(  # type: ignore[no-untyped-def]
     kv_head, first_query, query_start, query_len, rows_M, token_stride, head_stride, HEADS: gl.constexpr
 ):
-    """Where an item's rows stand in queries and results, and which there are."""
+    """Offsets of an item's rows in queries and results, and a mask of valid rows."""
     queries_M = first_query + rows_M // HEADS.group
     there_M = (rows_M < ROWS // HEADS.group * HEADS.group) & (queries_M < query_len)
     heads_M = kv_head * HEADS.group + rows_M % HEADS.group
@@ -243,8 +244,9 @@ def compute_items(  # type: ignore[no-untyped-def]
     HEADS: gl.constexpr,
     GROUP_OF_WARPS: gl.constexpr,
 ):
-    """One group of warps: the online softmax of its half of each item's rows. Queries are read while the last product
-    of the item before runs; they stand in shared memory, where results pass through as well."""
+    """One group of warps: the online softmax of its half of each item's rows. Queries are read during the last product
+    of the previous item, into shared memory, which results also pass through.
+    """
     dim: gl.constexpr = HEADS.dim
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, dim, 16])
@@ -360,7 +362,7 @@ def compute_items(  # type: ignore[no-untyped-def]
 HEAD_DIMS = (64, 128)
 # With fewer in a step its start takes longer than it saves.
 FEWEST_TOKENS = 2048
-# Of a thread that computes, and of one that copies.
+# Registers of a computing and of a copying thread.
 COMPUTING_REGISTERS, COPYING_REGISTERS = gl.constexpr(240), gl.constexpr(24)
 
 
@@ -437,7 +439,7 @@ def hopper_prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def on_hopper(q_THd: torch.Tensor, kv_cache_N2PKd: torch.Tensor, tile_rows: int, scoring: Scoring) -> bool:
-    """Whether the kernel serves a batch whose list has tiles of so many rows."""
+    """Return whether the kernel serves a batch with tiles of this many rows."""
     return (
         tile_rows == ROWS.value
         and q_THd.shape[0] >= FEWEST_TOKENS

@@ -1,8 +1,8 @@
-"""Gluon kernel: decodes whose keys are not split. One program has all keys of a request and a K/V head, so nothing is
-left to combine; it norms, rotates and writes as well.
+"""Gluon kernel: decodes whose keys are not split. One program handles all keys of a request and K/V head, so there are
+no splits to combine; it also norms, rotates and writes.
 
 Keys of earlier steps do not depend on the kernels just before this one (programmatic dependent launch): the first ones
-are asked for before the wait.
+are loaded before the wait.
 
 Few keys and values are read at once: keys into the registers that the tensor cores take them from, values into shared
 memory. Otherwise tiles of both pass through a ring of stages in shared memory, which leaves registers for more
@@ -159,7 +159,7 @@ def fill_ring(  # type: ignore[no-untyped-def]
     ROW: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):
-    """Begin to copy all tiles but one that the ring holds; returns the blocks of the one after them."""
+    """Start copying all tiles that the ring buffer holds except one; returns the blocks of the next tile."""
     key_N = first_key + gl.arange(0, KEYS, layout=gl.SliceLayout(1, layout))
     block_N = blocks_of(table_ptr, key_N, end_key, BLOCK_SIZE)
     for stage in gl.static_range(STAGES - 1):
@@ -215,7 +215,7 @@ def attend_ring(  # type: ignore[no-untyped-def]
     return acc_MD, max_M, sum_M
 
 
-# Of these a tile fits the registers and the shared memory; query heads that share a K/V head are rows of a tile.
+# With these sizes a tile fits into registers and shared memory; query heads that share a K/V head are rows of a tile.
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 16
 
@@ -234,8 +234,9 @@ def short_contexts(
 
 @dataclass(frozen=True)
 class ShortTiles:
-    """Keys of a tile; warps of a program; stages of a ring that tiles pass through, or 0 where a program holds the keys
-    of one; the most registers of a thread, so that more programs share a multiprocessor, or 0 for all."""
+    """Keys of a tile; warps of a program; stages of the ring buffer of tiles, or 0 if a program keeps keys in
+    registers; most registers of a thread, so that more programs share a multiprocessor, or 0 for no limit.
+    """
 
     keys: int
     warps: int = 8
@@ -244,11 +245,11 @@ class ShortTiles:
 
     @classmethod
     def of(cls, num_programs: int, num_sms: int, max_seq_len: int) -> ShortTiles:
-        """For so many programs, and contexts of up to so many tokens.
+        """Choose tiles for this many programs and contexts up to this many tokens.
 
-        A program that has a multiprocessor to itself asks for all of a few keys at once. Up to four share one: if
-        contexts may differ widely, that with the longest must not be slow, so there are two at a time, of more warps.
-        Many more of them even each other out, and each waits less for its first keys than for the next program.
+        A program that has a multiprocessor to itself loads all of a few keys at once. Up to four programs share one: if
+        contexts may differ widely, the longest must not be slow, so two run at a time, with more warps. Many programs
+        balance each other, and each waits less for its first keys than for the next program.
         """
         if num_programs <= num_sms:
             return cls(next(context for context in SHORT_CONTEXTS if max_seq_len <= context))
@@ -313,7 +314,8 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr,
 ):
     """One program per (K/V head, request). The strides without HEAD are those of tokens. KEYS: of a tile; STAGES: of
-    the ring that tiles pass through, or 0 where keys are held in registers."""
+    the ring buffer of tiles, or 0 if keys are kept in registers.
+    """
     kv_head = gl.program_id(0)
     request = gl.program_id(1).to(gl.int64)
     # Lengths, block table and slots were written before the kernels that this one may overlap with.
@@ -330,7 +332,7 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
     row_layout: gl.constexpr = gl.BlockedLayout([1, WIDTH], [256 // HEAD_DIM, HEAD_DIM // WIDTH], [WARPS, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(WIDTH, 1, 8, [1, 0])
     k_layout: gl.constexpr = gl.DotOperandLayout(1, layout, WIDTH)
-    # Of keys in registers a thread has neighbours, which it loads at once; the order is the same for queries.
+    # A thread keeps neighbouring elements of keys in registers, and loads them at once; queries have the same order.
     q_width: gl.constexpr = 2 if STAGES > 0 else WIDTH
     table_ptr = block_table_ptr + request * table_stride
     head_cache_ptr = cache_ptr + kv_head * HEAD_DIM
@@ -368,10 +370,10 @@ def short_decode_kernel(  # type: ignore[no-untyped-def]
         k_weight_1D = gl.load(k_weight_ptr + d_1D)
         other_k_weight_1D = gl.load(k_weight_ptr + other_1D)
     gdc_wait()
-    # Not before: weights that the next kernels ask for would come between this one and its keys.
+    # Not earlier: the next kernels' weights would be loaded before this kernel's keys.
     gdc_launch_dependents()
 
-    # Everything is asked for before any of it is waited for.
+    # All loads are issued before the first wait.
     row_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, row_layout))
     q_ptr += gl.multiple_of(request * q_stride, STRIDE_MULTIPLE)
     k_ptr += gl.multiple_of(request * k_stride, STRIDE_MULTIPLE) + kv_head * K_HEAD_STRIDE

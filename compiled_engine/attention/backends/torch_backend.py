@@ -12,7 +12,8 @@ from compiled_engine.attention.backend import AttentionBackend
 from compiled_engine.attention.case import AttentionCase, GraphSupport, Support
 from compiled_engine.attention.inputs import AttentionInputs, Scoring
 
-# Keys gathered at a time for a group of decodes: a CPU wants them in its cache, a GPU wants few launches.
+# Keys gathered at a time for a group of decodes: on a CPU they should fit into its cache, on a GPU launches should be
+# few.
 CPU_GATHER_BYTES = 4 << 20
 GPU_GATHER_BYTES = 256 << 20
 QUERIES_PER_CHUNK = 256
@@ -26,7 +27,7 @@ class TorchBackend(AttentionBackend):
 
     def accept(self, case: AttentionCase) -> Support:
         case.require_paged()
-        # Of decodes nothing waits for device data on CUDA.
+        # On CUDA decodes do not wait for device data.
         return Support(GraphSupport.UNIFORM_DECODE)
 
     def write_kv(
@@ -94,7 +95,7 @@ def _decode_in_groups(
     longest: int,
     scoring: Scoring,
 ) -> None:
-    """The first num_decodes requests, so many at a time that the keys gathered stay few.
+    """Attention of the first num_decodes requests, in groups that keep the gathered keys few.
 
     `longest` bounds the contexts; where reading seq_lens costs nothing, their true maximum replaces it.
     """
@@ -134,7 +135,7 @@ def _decode(
     ragged: bool,
     scoring: Scoring,
 ) -> None:
-    """One query per request, all padded to the longest context; not `ragged` says that none is padded."""
+    """One query per request, all padded to the longest context; not `ragged`: none is padded."""
     num_requests, num_heads, head_dim = q_RHd.shape
     block_size, num_kv_heads = kv_cache_N2PKd.shape[2:4]
     sliding_window = scoring.sliding_window
@@ -156,7 +157,7 @@ def _decode(
         if windowed:
             hidden_RL |= positions_L < first_R1
         hidden_R1L = hidden_RL.unsqueeze(1)
-        # A hidden position reads the first key instead: whatever stands in unused slots must not matter.
+        # A hidden position reads the first key instead: the contents of unused slots must not matter.
         k_rows_RKL = torch.where(hidden_R1L, k_rows_RKL[..., :1], k_rows_RKL)
 
     rows_Sd = kv_cache_N2PKd.view(-1, head_dim)
@@ -178,7 +179,7 @@ def _decode(
 
 
 def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Of scaled products, which are overwritten. hidden: the keys without weight, to be broadcast."""
+    """Softmax of scaled products, in place. hidden: mask of keys without weight, broadcast."""
     if scoring.soft_cap:
         scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if hidden_RHQL is not None:

@@ -19,7 +19,7 @@ from compiled_engine.kernels.launcher import quick_launches
 
 # Contexts up to this many tokens are short.
 SHORT_CONTEXT = 1024
-# Of all tiles.
+# The fewest rows of any tile.
 SMALLEST_ROWS = 32
 
 

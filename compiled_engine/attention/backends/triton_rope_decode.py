@@ -131,7 +131,7 @@ def rope_decode_kernel(
     v_ND = load_rows(k_ptrs_N + V_OFFSET, cached_N, True, HEAD_DIM, TILE_D)
     if DEPENDENT_LAUNCH:
         gdc_wait()
-        # Not before: weights that the next kernels ask for would come between this one and its keys.
+        # Not earlier: the next kernels' weights would be loaded before this kernel's keys.
         gdc_launch_dependents()
     if (split > 0) & (first_key >= end_key):
         return

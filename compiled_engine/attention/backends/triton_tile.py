@@ -1,8 +1,8 @@
-"""Steps of attention over the paged cache, which all of the kernels share: where keys and values are, which of them a
-query sees, the online softmax over a tile of them, and the sum of splits.
+"""Steps of attention over the paged cache that all kernels share: addresses of keys and values, the mask of a query,
+the online softmax over a tile, and the combination of splits.
 
 Online softmax: Milakov & Gimelshein 2018; its use in tiles: Dao et al. 2022 (FlashAttention). Gluon kernels call these
-functions as well, but for those that load or multiply tiles.
+functions too, except those that load or multiply tiles.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def blocks_of(table_ptr: tl.tensor, keys: tl.tensor, end_key: tl.tensor, BLOCK_S
 
 @triton.jit
 def row_of(block: tl.tensor, key: tl.tensor, BLOCK_SIZE: tl.constexpr) -> tl.tensor:
-    """Where a key is in the cache seen as rows of all K/V heads, [N * 2 * P, K * d]; its value is P rows further.
+    """Row of a key in the cache, viewed as [N * 2 * P, K * d]; its value is P rows further.
 
     key: its position in the request or its slot. 64 bits: a cache may hold more than 2**31 elements.
     """

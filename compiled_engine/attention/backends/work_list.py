@@ -24,13 +24,13 @@ from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.kernels.launcher import quick_launches
 
 HEADER = 4
-# Requests that a program looks at together.
+# Requests that a program reads together.
 SEARCH_WIDTH = tl.constexpr(256)
 
 
 @dataclass(frozen=True)
 class WorkLayout:
-    """Where the lists of a batch of so many rows stand. queries: those of a tile."""
+    """Offsets of the lists of a batch with this many rows. queries: in a tile."""
 
     num_requests: int
     num_kv_heads: int
@@ -65,8 +65,9 @@ def split_length(num_keys: tl.tensor, num_splits: tl.tensor, min_keys: tl.tensor
 
 @triton.jit
 def item_at(first_item: tl.tensor, num_programs: tl.tensor, program: tl.tensor) -> tl.tensor:
-    """The item of a program among the next num_programs ones. Programs take them to and fro, since the longest come
-    first: after a longer one a program takes a shorter one."""
+    """The item of a program among the next num_programs ones. The order alternates, since the longest items come first:
+    after a longer item a program takes a shorter one.
+    """
     backwards = (first_item // num_programs) % 2
     return first_item + tl.where(backwards == 1, num_programs - 1 - program, program)
 
@@ -79,10 +80,10 @@ def _num_items(
     QUERIES: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """How many splits and how many tiles requests have: a single query makes a decode.
+    """The numbers of splits and tiles of requests: a request with a single query is a decode.
 
     All layers share the list, but a layer with a window splits its last keys alone, which may make more splits than all
-    keys make: 16 of 2,048 keys, 13 of 2,049. So the list has as many as any layer can ask for.
+    keys make: 16 of 2,048 keys, 13 of 2,049. So the list has the most that any layer may need.
     """
     splits = tl.minimum(tl.maximum(tl.cdiv(num_keys, min_keys), 1), MAX_SPLITS)
     return tl.where(query_len == 1, splits, 0), tl.where(query_len > 1, tl.cdiv(query_len, QUERIES), 0)
@@ -106,8 +107,8 @@ def list_kernel(
     TILE_K: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ) -> None:
-    """One program per request: what the requests before it list says where its own items go."""
-    # Nothing may start before its end: attention reads the list before it waits for what comes before attention.
+    """One program per request: the number of items of the requests before it is its offset."""
+    # No later kernel may start before the end of this one: attention reads the list before its own wait.
     if DEPENDENT_LAUNCH:
         gdc_wait()
     request = tl.program_id(0)
