@@ -78,7 +78,7 @@ class EngineCore:
 
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
-        if request.request_id in self._grammars:
+        if request.request_id in self._grammars.waiting:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if request.sampling_params.token_mask is not None:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
@@ -161,7 +161,7 @@ class EngineCore:
 
     def _queue_compiled(self) -> list[EngineOutput]:
         """Queue the requests whose grammars are ready; the ends of those that have none."""
-        if not self._grammars:
+        if not self._grammars.waiting:
             return []
         busy = self._pending or self._scheduler.has_unfinished()
         ready, failed = self._grammars.take(0 if busy else GRAMMAR_PATIENCE_S)
@@ -196,14 +196,14 @@ class EngineCore:
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished() or len(self._grammars) > 0
+        return self._scheduler.has_unfinished() or len(self._grammars.waiting) > 0
 
     def metrics(self) -> dict[str, Any]:
         """The figures of scheduler, runner and grammars; `start_s`, seconds of construction; and `generated_tokens`,
         those of requests that run included."""
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
-        scheduler["waiting"] += len(self._grammars)
+        scheduler["waiting"] += len(self._grammars.waiting)
         return own | self.executor.metrics() | scheduler | self._grammars.metrics()
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.stages import StageLink
-from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.request_states import RequestStates
 

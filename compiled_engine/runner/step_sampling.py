@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from compiled_engine.messages import SchedulerOutput, TokenMasks
-from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep, advance

@@ -23,8 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.token_mask import BITS, num_words

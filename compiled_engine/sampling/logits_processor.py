@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
 

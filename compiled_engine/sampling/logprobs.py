@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import download, upload
+from compiled_engine.rows.staged_writes import download, upload
 from compiled_engine.sampling.ranks import VocabularySlice, row_chunks
 from compiled_engine.sampling.sampled_tokens import row_width
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -64,7 +65,7 @@ class VocabularySlice:
     def whole_size(self) -> int:
         return self.size * self.group.size
 
-    @property
+    @cached_property
     def is_divided(self) -> bool:
         return self.group.size > 1
 

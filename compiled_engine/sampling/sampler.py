@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from compiled_engine.parallel.group import Group
-from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling import edits, filters
 from compiled_engine.sampling.edits import EditedRows, StepMasks
 from compiled_engine.sampling.filters import ROW_FIELDS, filter_fields, has_filters
@@ -132,6 +132,7 @@ class Sampler:
         self._top_k_N = np.zeros(max_num_rows + 1, np.int32)
         self._top_p_N = np.ones(max_num_rows + 1, np.float32)
         rows.declare(RowField("seed", torch.int64), *ROW_FIELDS)
+        self._temperature_and_seed = rows["inverse_temperature"], rows["seed"]
         self._edits = EditedRows(rows, self.vocabulary)
         self._processors = ProcessedRows(max_num_rows, processors)
 
@@ -303,8 +304,7 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        parameters = (self._rows["inverse_temperature"], self._rows["seed"], threshold_S)
-        arguments = (logits_SV, row_index_S, positions_S, *parameters, token_ids_S)
+        arguments = (logits_SV, row_index_S, positions_S, *self._temperature_and_seed, threshold_S, token_ids_S)
         if self._rows.triton:
             self._operations.choose(*arguments, masks, self.vocabulary)
         elif self.vocabulary.is_divided:
