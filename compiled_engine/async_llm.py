@@ -221,7 +221,7 @@ class AsyncLLM:
 
     @property
     def limits(self) -> RequestLimits:
-        """What a request may have at most."""
+        """The limits of a request."""
         return self._parts.limits
 
     @property
@@ -240,7 +240,7 @@ class AsyncLLM:
         return self._streams.num_unfinished
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given: a copy, to be changed and given."""
+        """Return a copy of what is used when no sampling_params are given, to be changed and given."""
         return self._parts.default_sampling_params.clone()
 
     async def _run(

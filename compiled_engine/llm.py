@@ -136,11 +136,11 @@ class LLM:
         return self._require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given: a copy, to be changed and given."""
+        """Return a copy of what is used when no sampling_params are given, to be changed and given."""
         return self._default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
-        """What the engine has counted since it started."""
+        """Return the engine's counts since it started."""
         metrics: dict[str, Any] = self._require_open().call(ControlCall("metrics"))
         return metrics
 

@@ -36,7 +36,7 @@ class KVFormat:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """What a layer asks of attention on a kind of device.
+    """A layer's demands on attention on a kind of device.
 
     device: "cpu" or "cuda". dtype: of queries and results. head_dim: elements of a query and of a key; value_dim those
     of a value, None for as many. cache: None where keys and values are those of the step alone. sliding_window,
@@ -111,7 +111,7 @@ def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
 
 
 class GraphSupport(Enum):
-    """In which CUDA graphs a backend's kernels may be captured, from the fewest to the most."""
+    """The CUDA graphs that may capture a backend's kernels, from the fewest to the most."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -125,7 +125,7 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend offers for a case that it accepts.
+    """A backend's offer for a case that it accepts.
 
     records_decodes: whether, on a CPU, what it calls for decodes follows from their number alone. short_contexts: up to
     which contexts, ascending, so many decodes have kernels of their own in `attend_unrotated`; a captured graph does

@@ -1,4 +1,4 @@
-"""What a forward reads of a step, as explicit tensors that are declared once.
+"""The tensors that a forward reads of a step, declared once.
 
 The fixed buffers, the sizes that a trace leaves open, examples and dummy batches, the signature of the compiled forward
 and the addresses that recorded calls depend on all follow from these declarations. A pass may ask for more, see
@@ -84,7 +84,7 @@ class Scoring(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """What is left to do to q and k before attention: a norm where there are weights, and the rotation.
+    """The work left to do on q and k before attention: a norm where there are weights, and the rotation.
 
     cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is rounded
     after its weight alone. rotary_dim, interleaved, wide and norm_last: other forms, see RopeForm.
@@ -109,7 +109,7 @@ class Rotation(NamedTuple):
 
 
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
-    """From the arguments of an attention op."""
+    """Return the inputs among the arguments of an attention op."""
     return AttentionInputs(*arguments[-len(FIELDS) :])
 
 
@@ -188,8 +188,8 @@ def arguments_of(
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Where a forward's arguments are on the device. Caches are replaced together: the first and the last stand for
-    all."""
+    """Return the device addresses of a forward's arguments. Caches are replaced together: the first and the last
+    represent all."""
     found: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, AttentionInputs):

@@ -75,7 +75,7 @@ class GrammarQueue:
         return found
 
     def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
-        """Those whose grammar is ready, and the ends of those for which there is none.
+        """Take out the requests whose grammar is ready, and the ends of those whose grammar cannot be compiled.
 
         patience_s: how long to wait if none is ready.
         """
@@ -133,7 +133,7 @@ class MaskMaker:
         self._failures = fill_masks([_with_new_tokens(request) for request in self._asked], words_MW, self._thread)
 
     def take(self) -> TokenMasks:
-        """Those begun last, once they are made. Valid until the next call of `begin`.
+        """Return the masks begun last, once they are made. Valid until the next call of `begin`.
 
         A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
         """

@@ -40,7 +40,7 @@ class EngineCore:
     num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
     launch, masks, wait and output. start_s: seconds that the start took.
 
-    bell: None, as nothing happens between its steps that one would have to be woken for.
+    bell: None: no events arrive between steps.
     """
 
     bell: int | None = None
@@ -95,7 +95,7 @@ class EngineCore:
         self._scheduler.add(request, constraint)
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """To be called before the first request with a grammar; once is enough. Returns at once."""
+        """Set the vocabulary, before the first request with a grammar; once is enough. Returns at once."""
         self._grammars.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
@@ -146,21 +146,21 @@ class EngineCore:
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
     def _begin_masks(self) -> None:
-        """Those of the newest step, if it awaits any and all tokens before it are known."""
+        """Begin the masks of the newest step, if it awaits any and all tokens before it are known."""
         if self._unmasked is not None and self._scheduler.knows_tokens_before(self._unmasked):
             self._scheduler.begin_masks(self._unmasked)
             self._unmasked, self._masks_begun = None, True
             self.clock.lap("masks")
 
     def _give_masks(self) -> None:
-        """Those that are begun, as soon as they are made."""
+        """Give the executor the masks that are begun, as soon as they are made."""
         if self._masks_begun:
             self._masks_begun = False
             self.executor.sample(self._scheduler.masks())
             self.clock.lap("masks")
 
     def _queue_compiled(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars are ready; the ends of those that have none."""
+        """Queue the requests whose grammars are ready; return the ends of those that have none."""
         if not self._grammars.waiting:
             return []
         busy = self._pending or self._scheduler.has_unfinished()
@@ -170,7 +170,7 @@ class EngineCore:
         return failed
 
     def _drain(self) -> None:
-        """Wait for the steps that are launched. Nobody wants their results, nor to hear that they failed."""
+        """Wait for the steps that are launched. Their results and failures are dropped."""
         self._unmasked = None
         with suppress(Exception):
             self._give_masks()  # else a step has no result

@@ -1,4 +1,4 @@
-"""What requests hold of the cache, and how they share the blocks of a common prefix.
+"""The parts of the cache that requests hold, and how they share the blocks of a common prefix.
 
 Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
 are known. Requests that are admitted to that same step (copies of one prompt, for example) find the blocks that shares
@@ -7,7 +7,7 @@ queries attends, but a step of single tokens may write and attend in one kernel,
 a block that a single token completes can be found from the next step on. `Scheduler.schedule` keeps this rule.
 
 Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
-scheduled, so whoever gets such a block writes to it later, and reads only what it wrote. Nor can a write in flight
+scheduled, so the next holder of a block writes to it later, and reads only what it wrote. Nor can a write in flight
 spoil a registered block, held or not: all its tokens are known, so what is written is the very token that its hash
 covers. A token that is still unknown lies beyond all registered blocks of its request; if the request ends before it
 is known, its block is never registered.
@@ -124,7 +124,7 @@ class KVCacheManager:
             group.unregister(blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Make every block unfindable; who holds one keeps it."""
+        """Make every block unfindable; requests keep the blocks that they hold."""
         for group in self.groups:
             group.pool.unregister_all()
 

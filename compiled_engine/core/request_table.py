@@ -65,13 +65,13 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """It waits."""
+        """Add a request, which waits."""
         self._requests[request.request_id] = request
         self.num_constrained += request.constraint is not None
         self.waiting.push(request)
 
     def start_next(self) -> Request:
-        """The first of those that wait, which has its blocks, runs from now on."""
+        """Run the first waiting request, which has its blocks."""
         request = self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))

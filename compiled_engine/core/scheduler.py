@@ -191,8 +191,11 @@ class Scheduler:
         return step.output
 
     def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
-        """A step of the lane; it may be empty. Nobody is admitted if blocks have run out, as they would be next to go:
-        if there are more preemptions than that."""
+        """Draft a step of the lane, perhaps an empty one.
+
+        If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
+        would be preempted next.
+        """
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
         draft = StepDraft(lane, most and most * max(1, num_waiting // FEW_WAITING), self._most_new_tokens)
@@ -242,7 +245,7 @@ class Scheduler:
         return budget
 
     def _admit_waiting(self, draft: StepDraft, budget: int, room: int) -> None:
-        """At most `room` requests."""
+        """Admit at most `room` requests."""
         waiting, running = self._requests.waiting, self._requests.running
         while waiting and budget > 0 and len(draft.new) < room:
             request = waiting.peek()
@@ -289,7 +292,7 @@ class Scheduler:
         self._masks.begin(self._in_flight.find(step).constrained)
 
     def masks(self) -> TokenMasks:
-        """Those begun last. A constraint that fails ends its request in `update`, which comes later."""
+        """Return the masks begun last. A constraint that fails ends its request in `update`, which comes later."""
         return self._masks.take()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
@@ -310,7 +313,7 @@ class Scheduler:
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
-        """Nearly always a request gets no more than the next token and its logprobs."""
+        """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
         if result.counts is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.prompt_logprobs)
@@ -329,7 +332,7 @@ class Scheduler:
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
-        """The same for 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        """Take in 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.prompt_logprobs)
         columns: list[int] = []

@@ -125,7 +125,7 @@ def launch_source(jit_function: Any) -> str:
 
 
 def _key_item(parameter: Any) -> str:
-    """What of an argument its kernel depends on, alignment of tensors aside."""
+    """Return the part of an argument that its kernel depends on, alignment of tensors aside."""
     name = parameter.name
     if parameter.is_constexpr:
         return name

@@ -212,7 +212,7 @@ class StagedField:
         self._writes.forget(self, row)
 
     def start(self, row: int, offset: int) -> int:
-        """Where an element of a row is among all elements."""
+        """Return the index of a row's element among all elements."""
         return row * self._row_size + (offset if offset >= 0 else self._row_size + offset)
 
     def part(self, row: int, offset: int, count: int) -> torch.Tensor:

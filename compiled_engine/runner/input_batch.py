@@ -323,8 +323,8 @@ def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarra
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens each,
-    two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
+    """Return where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens
+    each, two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
 
     They must be alike: for a request without keys flash-attn 2 takes each to have the most tokens of any, and two at
     least, and writes beyond its memory if that is more than there are.

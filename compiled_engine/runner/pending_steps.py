@@ -103,7 +103,7 @@ def advance_reference(
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Of one request: the position of the first row, and the chunks that they come in, see logprob_rows."""
+    """One request's rows: the position of the first, and the chunks that they come in, see logprob_rows."""
 
     first: int
     chunks: list[torch.Tensor]

@@ -28,7 +28,7 @@ class _ExpectedTokens:
 
 
 class StageTraffic:
-    """Of one stage, whose request states are `states`."""
+    """The traffic of one stage, whose request states are `states`."""
 
     def __init__(self, link: StageLink, states: RequestStates, device: torch.device):
         self._stage, self._link, self._states, self._device = link.stage, link, states, device

@@ -1,4 +1,4 @@
-"""From a step's hidden states to its tokens: all that is launched for it, here alone and in this order.
+"""Sample a step, from its hidden states to its tokens: all launches are here, in this order.
 
 1. The log-probabilities of prompts, from hidden states (`prompt_logprobs`).
 2. The logits of the rows that sample, and a token for each by temperature and seed; the states advance, and the tokens

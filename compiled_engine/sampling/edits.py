@@ -144,7 +144,7 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Those to a rank's columns, tokens counted from its first; prefixes stay as they are."""
+        """Return the additions to a rank's columns, tokens counted from its first; prefixes stay as they are."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first
@@ -231,7 +231,7 @@ class StepMasks:
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
-        """Those of some rows (int64 [R], on the device)."""
+        """Return the masks of some rows (int64 [R], on the device)."""
         return replace(self, mask_index_S=self.mask_index_S.index_select(0, index_R))
 
 

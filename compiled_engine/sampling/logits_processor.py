@@ -70,12 +70,12 @@ def is_processor(value: Any) -> bool:
 
 
 def has_methods(value: Any) -> bool:
-    """Those of a LogitsProcessor, also where it is a class that has them."""
+    """Whether it, or its instances if it is a class, has the methods of a LogitsProcessor."""
     return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
 def processor_name(value: Any) -> str:
-    """Of a processor, its class; of a factory, its own name."""
+    """Return the name of a processor's class, or of a factory."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

@@ -102,7 +102,7 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Of a batch, on the way to the host: see `logprob_rows`.
+    """Log-probabilities of a batch, on the way to the host: see `logprob_rows`.
 
     few_SW: a row for each row of the batch, with as many tokens as those want that do not want many, or None.
     many: those that want more than FEW_TOKENS, by their number in the batch: [1, 3 + 2 * k].
@@ -119,7 +119,7 @@ def batch_logprobs(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> BatchLogprobs:
-    """Of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
+    """Compute those of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
 
     Other arguments: see `logprob_rows`.
     """

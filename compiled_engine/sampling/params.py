@@ -125,7 +125,7 @@ OF_TRANSFORMERS = {
 
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """What becomes of a parameter that is none of the `known` fields; nothing, if it is without effect.
+    """Settle a parameter that is none of the `known` fields: with nothing, a warning or an error.
 
     Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with our name
     where it is one of transformers'. For the warning's place, called from what the user calls.
@@ -139,7 +139,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Where 0 is not False."""
+    """Whether it is one of the values; 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
@@ -331,7 +331,7 @@ SamplingParams.__doc__ = documented(SamplingParams)
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:
-    """Of values that were checked."""
+    """Make an object of values that were checked."""
     made = object.__new__(SamplingParams)
     vars(made).update(values)
     return made

@@ -36,7 +36,7 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """What the choice of a rank begins with and leaves: its tokens are those from `first_token` on.
+    """The choice of a rank, whose tokens are those from `first_token` on.
 
     scores_S: float32 [S], written: the score of each row's best token, NaN if one of them is, minus infinity if none
     may be chosen.
@@ -56,7 +56,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
-        """Of the rank that `group` is, which divides the vocabulary; None has all of it."""
+        """Return the slice of the rank that `group` is, which divides the vocabulary; None has all of it."""
         group = group or StandIn()
         size = vocab_size // group.size
         return cls(group.rank * size, size, group)
@@ -70,7 +70,7 @@ class VocabularySlice:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Those of these tokens that are here, int64, counted from the first one here."""
+        """Return those of these tokens that are in the slice, int64, counted from its first."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 

@@ -34,8 +34,10 @@ from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, fil
 
 @dataclass(frozen=True)
 class SamplingOperations:
-    """In the order of sampling. Arguments are those of edits.py and gumbel.sample; `choose` may take a Best as well on
-    the CPU, and a VocabularySlice on a GPU, where it ends with the choice of all ranks.
+    """The operations that exist twice, as Triton kernels and for the CPU, in the order of sampling.
+
+    Arguments are those of edits.py and gumbel.sample; `choose` may take a Best as well on the CPU, and a
+    VocabularySlice on a GPU, where it ends with the choice of all ranks.
     """
 
     add_: Callable[..., None]
@@ -85,7 +87,7 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 class SamplerClass(enum.Enum):
-    """What a batch needs.
+    """The kinds of batches.
 
     TEMPERATURE_ONLY: temperature and seed, greedy included; may be sampled in a CUDA graph.
     """
@@ -182,7 +184,7 @@ class Sampler:
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
-        """What these rows need together; -1 is padding and needs nothing."""
+        """Return what these rows need together; -1 is padding and needs nothing."""
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:

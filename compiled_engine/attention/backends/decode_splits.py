@@ -97,7 +97,7 @@ def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """What the launches of a batch follow from: a captured graph's key and the device, never the lengths.
+    """The facts that a batch's launches follow from: a captured graph's key and the device, never the lengths.
 
     listed: whether the kernels take their items from the work list, each split being of min_keys keys or more.
     """

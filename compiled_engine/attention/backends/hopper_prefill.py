@@ -47,7 +47,7 @@ OUTSIDE = gl.constexpr(1 << 30)
 
 
 class Batch(NamedTuple):
-    """Where a kernel finds its items and their lengths."""
+    """The memory in which a kernel finds its items and their lengths."""
 
     num_items: Any
     tiles_ptr: Any
