@@ -79,7 +79,7 @@ class AsyncLLM:
     async def join(cls, address: str) -> AsyncLLM:
         """One for another process of this user, at the core that has this `address`. It does not keep the core alive.
 
-        Raises OSError if nobody listens there, EngineDeadError if the core ends meanwhile.
+        Raises OSError if no core listens there, EngineDeadError if the core ends meanwhile.
         """
         engine = cls.__new__(cls)
         engine._take(await asyncio.to_thread(join_engine, address))

@@ -176,7 +176,7 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, for whoever measures or tests what no call of this class shows.
+        """The engine core, to measure and test what no call of this class shows.
 
         Raises ValueError where data_parallel_size is above 1: replicas are in processes of their own.
         """

@@ -49,8 +49,8 @@ class AttentionInputs:
     host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
         an upper bound of seq_lens_R. Whatever a captured kernel used of these is part of its GraphKey.
     backend: name of the attention backend.
-    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nobody planned: a backend that wants a
-        plan then makes one at each call.
+    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nothing was planned: a backend that
+        wants a plan then makes one at each call.
     """
 
     query_start_loc_R1: torch.Tensor

@@ -49,7 +49,7 @@ class EngineCore:
         self.config = config
         self.clock = clock
         self.executor = executor
-        self._free = weakref.finalize(self, executor.close)  # if nobody calls `close`
+        self._free = weakref.finalize(self, executor.close)  # if `close` is not called
         self._free.atexit = False
         self._steps_in_flight = config.steps_in_flight
         self._scheduler = Scheduler(
@@ -112,7 +112,7 @@ class EngineCore:
         tokens as soon as these are known, while the device still computes its logits. While their masks are made, these
         outputs are the caller's and the next step is scheduled; then the sampling is launched, and after it that step.
 
-        A step that nobody waits for any more (all its requests ended after its launch) may stay behind; a later call
+        A step without a request left (all ended after its launch) may stay behind; a later call
         takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
         others go on.
 

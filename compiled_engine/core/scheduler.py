@@ -385,7 +385,7 @@ class Scheduler:
         for step in self._in_flight:
             self._kv_cache.unregister(step.registered_blocks)
             removed += step.output.removed
-        # A step that failed to be scheduled is not in flight yet, but whoever has a share of it runs.
+        # A step that failed to be scheduled is not in flight yet, but the requests with a share of it run.
         affected = [*self._requests.running, *(request for step in self._in_flight for request in step.requests)]
         self._in_flight.clear()
         for request in affected:

@@ -21,7 +21,7 @@ class TokenMask(Protocol):
     It is called while the device computes the logits that it is for: only the choice of the token waits for it.
 
     What other parameters forbid stays forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
-    Generation ends as ever, so a mask should allow an end-of-sequence token where its text may end.
+    Generation ends as without a mask, so a mask should allow an end-of-sequence token where its text may end.
 
     If it raises, allows nothing that remains, or returns what is not a mask, its request ends with finish_reason
     "error", and stop_reason says why. Other requests go on.
