@@ -79,7 +79,7 @@ class AsyncLLM:
     async def join(cls, address: str) -> AsyncLLM:
         """One for another process of this user, at the core that has this `address`. It does not keep the core alive.
 
-        Raises OSError if nobody listens there, EngineDeadError if the core ends meanwhile.
+        Raises OSError if no core listens there, EngineDeadError if the core ends meanwhile.
         """
         engine = cls.__new__(cls)
         engine._take(await asyncio.to_thread(join_engine, address))
@@ -221,7 +221,7 @@ class AsyncLLM:
 
     @property
     def limits(self) -> RequestLimits:
-        """What a request may have at most."""
+        """The limits of a request."""
         return self._parts.limits
 
     @property
@@ -240,7 +240,7 @@ class AsyncLLM:
         return self._streams.num_unfinished
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given: a copy, to be changed and given."""
+        """Return a copy of what is used when no sampling_params are given, to be changed and given."""
         return self._parts.default_sampling_params.clone()
 
     async def _run(

@@ -49,7 +49,7 @@ class RopeConfig:
 
     @property
     def angle_scale(self) -> float:
-        """What cos and sin are multiplied by; other than 1 in YaRN (Peng et al., 2023) alone."""
+        """The factor of cos and sin; other than 1 in YaRN (Peng et al., 2023) alone."""
 
         def magnitude(mscale: float) -> float:
             return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
@@ -189,7 +189,7 @@ class ModelConfig:
 
     @property
     def implementation(self) -> str:
-        """Whose code the model is: textbook or transformers."""
+        """The origin of the model's code: textbook or transformers."""
         return "textbook" if self.transformers is None else "transformers"
 
 

@@ -136,11 +136,11 @@ class LLM:
         return self._require_tokenizer().hf
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given: a copy, to be changed and given."""
+        """Return a copy of what is used when no sampling_params are given, to be changed and given."""
         return self._default_sampling_params.clone()
 
     def metrics(self) -> dict[str, Any]:
-        """What the engine has counted since it started."""
+        """Return the engine's counts since it started."""
         metrics: dict[str, Any] = self._require_open().call(ControlCall("metrics"))
         return metrics
 
@@ -176,7 +176,7 @@ class LLM:
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, for whoever measures or tests what no call of this class shows.
+        """The engine core, to measure and test what no call of this class shows.
 
         Raises ValueError where data_parallel_size is above 1: replicas are in processes of their own.
         """

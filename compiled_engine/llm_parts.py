@@ -1,4 +1,4 @@
-"""What an `LLM` is made of, and its start; PyTorch comes with this module."""
+"""The parts of an `LLM`, and its start; PyTorch comes with this module."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class StepOutputs:
     In columns are those that got their next tokens and nothing else but log-probabilities, which nearly all do:
     `request_ids`, `token_ids`, and `counts`, how many tokens each got; None if each got one. `logprobs` has a row for
     each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
-    more; None if nobody asks.
+    more; None if no request asks.
     """
 
     request_ids: Sequence[str] = ()

@@ -1,4 +1,4 @@
-"""What a user may ask of the engine, before anything is resolved."""
+"""The options of an engine as the user gives them, before anything is resolved."""
 
 from __future__ import annotations
 

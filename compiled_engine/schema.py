@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class Declaration(NamedTuple):
-    """What is declared of a field.
+    """The declaration of a field.
 
     text: the meaning in Markdown, which the help of the command line and the documents have; it begins with a small
     letter, or with a value in backticks, and ends without a full stop. default_is: what a default such as None or

@@ -10,8 +10,8 @@ import random
 import numpy as np
 import torch
 
-from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers, prepare_reference
-from compiled_engine.runner.pending_steps import advance_reference
+from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers, launch_prepare, prepare_reference
+from compiled_engine.runner.pending_steps import advance_reference, launch_advance
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.sampled_tokens import NOT_A_NUMBER
 
@@ -87,8 +87,6 @@ class Case:
 
 def check(seed: int, device: torch.device) -> None:
     """Prepare, then advance: the kernels on `device`, the references on the CPU."""
-    from compiled_engine.runner.step_kernels import launch_advance, launch_prepare
-
     case, reference = Case(seed, device), Case(seed, torch.device("cpu"))
     launch_prepare(case.states, case.buffers, case.num_rows, case.num_tokens, case.decodes_only)
     prepare_reference(

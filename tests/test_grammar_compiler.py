@@ -122,7 +122,7 @@ class TestQueue:
         queue.add(request("a", choice("a")))
         queue.add(request("gone", choice("a")))
         queue.add(request("bad", "start: <|nobody|>"))
-        assert len(queue) == 3
+        assert len(queue.waiting) == 3
         assert queue.remove("gone")
         assert not queue.remove("gone")
         ready, failed = [], []

@@ -62,7 +62,7 @@ class AttentionBackend(Protocol):
     ) -> None:
         """Causal attention over the cache into `out_THd` (every element written).
 
-        q and out may have more tokens than the requests: padding, whose output is not read.
+        There may be more tokens in q and out than the requests have: padding, whose output is not read.
         """
         ...
 

@@ -36,7 +36,7 @@ class KVFormat:
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A layer's attention on a kind of device.
+    """A layer's demands on attention on a kind of device.
 
     device: "cpu" or "cuda". dtype: of queries and results. head_dim: elements of a query and of a key; value_dim those
     of a value, None for as many. cache: None if keys and values are only those of the step. sliding_window,
@@ -111,7 +111,7 @@ def planned_together(cases: Sequence[AttentionCase]) -> AttentionCase | None:
 
 
 class GraphSupport(Enum):
-    """CUDA graphs in which a backend's kernels may be captured, from the fewest to the most."""
+    """The CUDA graphs that may capture a backend's kernels, from the fewest to the most."""
 
     NEVER = "never"
     UNIFORM_DECODE = "uniform decode"
@@ -125,7 +125,7 @@ def no_short_contexts(num_requests: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Support:
-    """A backend's support for a case that it accepts.
+    """A backend's offer for a case that it accepts.
 
     records_decodes: whether, on a CPU, the calls for decodes depend only on their number. short_contexts: context
     lengths, ascending, up to which a number of decodes uses special kernels in `attend_unrotated`; a captured graph

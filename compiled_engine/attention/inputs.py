@@ -1,4 +1,4 @@
-"""What a forward reads of a step, as explicit tensors that are declared once.
+"""The tensors that a forward reads of a step, declared once.
 
 The fixed buffers, the sizes that a trace leaves open, examples and dummy batches, the signature of the compiled forward
 and the addresses that recorded calls depend on all follow from these declarations. A pass may ask for more, see
@@ -49,8 +49,8 @@ class AttentionInputs:
     host_3: int32 [3] on the CPU: how many leading requests have exactly one query token, the longest query, and
         an upper bound of seq_lens_R. All values that a captured kernel used are part of its GraphKey.
     backend: name of the attention backend.
-    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty without a plan: a backend that needs a
-        plan then makes one at each call.
+    work_W: int32 [W], what the backend's `plan` wrote for this batch. Empty if nothing was planned: a backend that
+        wants a plan then makes one at each call.
     """
 
     query_start_loc_R1: torch.Tensor
@@ -84,7 +84,7 @@ class Scoring(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """Norm (if there are weights) and rotation of q and k before attention.
+    """The work left to do on q and k before attention: a norm where there are weights, and the rotation.
 
     cos_T1d, sin_T1d: of each token's position. norm_offset is added to the weights; norm_wide: the norm is only rounded
     after its weight. rotary_dim, interleaved, wide and norm_last: other forms, see RopeForm.
@@ -109,7 +109,7 @@ class Rotation(NamedTuple):
 
 
 def inputs_of(arguments: tuple[Any, ...]) -> AttentionInputs:
-    """Make inputs from the arguments of an attention op."""
+    """Return the inputs among the arguments of an attention op."""
     return AttentionInputs(*arguments[-len(FIELDS) :])
 
 
@@ -188,9 +188,8 @@ def arguments_of(
 
 
 def addresses(arguments: ForwardArguments) -> tuple[int, ...]:
-    """Device addresses of a forward's arguments. Caches are only replaced together: the first and the last represent
-    all.
-    """
+    """Return the device addresses of a forward's arguments. Caches are replaced together: the first and the last
+    represent all."""
     found: list[torch.Tensor] = []
     for argument in arguments:
         if isinstance(argument, AttentionInputs):

@@ -33,19 +33,13 @@ class _Waiting:
 
 
 class GrammarQueue:
-    """The order in which grammars are ready is that in which their requests are given out."""
+    """Requests are given out in the order in which their grammars are ready. waiting: those that are not, by id."""
 
     def __init__(self) -> None:
         self._compiler: GrammarCompiler | None = None
-        self._waiting: dict[str, _Waiting] = {}
+        self.waiting: dict[str, _Waiting] = {}
         self._num_waiting: Counter[Future[CompiledGrammar]] = Counter()
         self._num_requests = 0
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._waiting
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
         """The first one counts; any other is the same."""
@@ -59,12 +53,12 @@ class GrammarQueue:
         self._num_requests += 1
         compiled = self._compiler.compile(request.grammar)
         deadline_s = time.monotonic() + LONGEST_COMPILE_S
-        self._waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
+        self.waiting[request.request_id] = _Waiting(request, compiled, deadline_s)
         self._num_waiting[compiled] += 1
 
     def remove(self, request_id: str) -> bool:
         """Whether it waited. A compilation for it alone that has not begun is dropped."""
-        if request_id not in self._waiting:
+        if request_id not in self.waiting:
             return False
         gone = self._pop(request_id)
         if gone.compiled not in self._num_waiting:
@@ -74,22 +68,22 @@ class GrammarQueue:
         return True
 
     def _pop(self, request_id: str) -> _Waiting:
-        found = self._waiting.pop(request_id)
+        found = self.waiting.pop(request_id)
         self._num_waiting[found.compiled] -= 1
         if not self._num_waiting[found.compiled]:
             del self._num_waiting[found.compiled]
         return found
 
     def take(self, patience_s: float = 0.0) -> tuple[list[tuple[EngineRequest, GrammarConstraint]], list[EngineOutput]]:
-        """Those whose grammar is ready, and the ends of those for which there is none.
+        """Take out the requests whose grammar is ready, and the ends of those whose grammar cannot be compiled.
 
         patience_s: how long to wait if none is ready.
         """
         if patience_s > 0:
-            wait([each.compiled for each in self._waiting.values()], patience_s, FIRST_COMPLETED)
+            wait([each.compiled for each in self.waiting.values()], patience_s, FIRST_COMPLETED)
         ready: list[tuple[EngineRequest, GrammarConstraint]] = []
         failed: list[EngineOutput] = []
-        for request_id, each in list(self._waiting.items()):
+        for request_id, each in list(self.waiting.items()):
             if not each.compiled.done() and time.monotonic() < each.deadline_s:
                 continue
             self._pop(request_id)
@@ -139,7 +133,7 @@ class MaskMaker:
         self._failures = fill_masks([_with_new_tokens(request) for request in self._asked], words_MW, self._thread)
 
     def take(self) -> TokenMasks:
-        """Wait for and return the masks of the last `begin`. Valid until the next `begin`.
+        """Return the masks begun last, once they are made. Valid until the next call of `begin`.
 
         A request whose constraint fails gets a `failure`. Raises RuntimeError if none were begun.
         """

@@ -39,7 +39,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
         return cls(type(error).__name__, str(error), "".join(traceback.format_exception(error)))
 
     def as_exception(self, place: str, prefix: str = "") -> Exception:
-        """What was raised: if it is no exception of Python's own, a RuntimeError with its name.
+        """Return the exception that was raised, or a RuntimeError with its name if it is no exception of Python's own.
 
         place: where that was. prefix: what the text begins with.
         """

@@ -40,7 +40,7 @@ class EngineCore:
     num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
     launch, masks, wait and output. start_s: seconds that the start took.
 
-    bell: None, as nothing happens between its steps that one would have to be woken for.
+    bell: None: no events arrive between steps.
     """
 
     bell: int | None = None
@@ -49,7 +49,7 @@ class EngineCore:
         self.config = config
         self.clock = clock
         self.executor = executor
-        self._free = weakref.finalize(self, executor.close)  # if nobody calls `close`
+        self._free = weakref.finalize(self, executor.close)  # if `close` is not called
         self._free.atexit = False
         self._steps_in_flight = config.steps_in_flight
         self._scheduler = Scheduler(
@@ -78,7 +78,7 @@ class EngineCore:
 
         A request without a seed gets one here, so that preemption and recompute repeat its tokens.
         """
-        if request.request_id in self._grammars:
+        if request.request_id in self._grammars.waiting:
             raise ValueError(f"request_id {request.request_id!r} is already in use")
         if request.sampling_params.token_mask is not None:
             raise ValueError("sampling_params.token_mask must be None in an EngineRequest: give the mask to add")
@@ -95,7 +95,7 @@ class EngineCore:
         self._scheduler.add(request, constraint)
 
     def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
-        """To be called before the first request with a grammar; once is enough. Returns at once."""
+        """Set the vocabulary, before the first request with a grammar; once is enough. Returns at once."""
         self._grammars.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str, *, stopped: bool = False) -> EngineOutput | None:
@@ -112,7 +112,7 @@ class EngineCore:
         tokens as soon as these are known, while the device still computes its logits. While their masks are made, these
         outputs are the caller's and the next step is scheduled; then the sampling is launched, and after it that step.
 
-        A step that nobody waits for any more (all its requests ended after its launch) may stay behind; a later call
+        A step without a request left (all ended after its launch) may stay behind; a later call
         takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
         others go on.
 
@@ -146,22 +146,22 @@ class EngineCore:
         return replace(outputs, others=[*outputs.others, *failed]) if failed else outputs
 
     def _begin_masks(self) -> None:
-        """Those of the newest step, if it awaits any and all tokens before it are known."""
+        """Begin the masks of the newest step, if it awaits any and all tokens before it are known."""
         if self._unmasked is not None and self._scheduler.knows_tokens_before(self._unmasked):
             self._scheduler.begin_masks(self._unmasked)
             self._unmasked, self._masks_begun = None, True
             self.clock.lap("masks")
 
     def _give_masks(self) -> None:
-        """Those that are begun, as soon as they are made."""
+        """Give the executor the masks that are begun, as soon as they are made."""
         if self._masks_begun:
             self._masks_begun = False
             self.executor.sample(self._scheduler.masks())
             self.clock.lap("masks")
 
     def _queue_compiled(self) -> list[EngineOutput]:
-        """Queue the requests whose grammars are ready; the ends of those that have none."""
-        if not self._grammars:
+        """Queue the requests whose grammars are ready; return the ends of those that have none."""
+        if not self._grammars.waiting:
             return []
         busy = self._pending or self._scheduler.has_unfinished()
         ready, failed = self._grammars.take(0 if busy else GRAMMAR_PATIENCE_S)
@@ -170,7 +170,7 @@ class EngineCore:
         return failed
 
     def _drain(self) -> None:
-        """Wait for the steps that are launched. Nobody wants their results, nor to hear that they failed."""
+        """Wait for the steps that are launched. Their results and failures are dropped."""
         self._unmasked = None
         with suppress(Exception):
             self._give_masks()  # else a step has no result
@@ -196,14 +196,14 @@ class EngineCore:
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:
-        return self._scheduler.has_unfinished() or len(self._grammars) > 0
+        return self._scheduler.has_unfinished() or len(self._grammars.waiting) > 0
 
     def metrics(self) -> dict[str, Any]:
         """The figures of scheduler, runner and grammars; `start_s`, seconds of construction; and `generated_tokens`,
         those of requests that run included."""
         own = {"start_s": self._start_s, "generated_tokens": self._generated_tokens}
         scheduler = self._scheduler.metrics()
-        scheduler["waiting"] += len(self._grammars)
+        scheduler["waiting"] += len(self._grammars.waiting)
         return own | self.executor.metrics() | scheduler | self._grammars.metrics()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Allocation of cache resources to requests, and sharing of the blocks of a common prefix.
+"""The parts of the cache that requests hold, and how they share the blocks of a common prefix.
 
 Only full blocks are shared. Other requests can find a block once the step that fills it is scheduled and its tokens
 are known. Requests that are admitted to that same step (copies of one prompt, for example) find only the blocks filled
@@ -7,10 +7,10 @@ attends, but a step of single tokens may write and attend in one kernel, in any 
 by a single token can be found from the next step on. `Scheduler.schedule` keeps this rule.
 
 Blocks are released at once, though steps in flight may still write to them. Steps run in the order in which they were
-scheduled, so the next holder of such a block writes to it later, and reads only its own writes. A write in flight
-cannot corrupt a registered block either, held or not: all tokens of the block are known, so the written values are
-those that its hash covers. A token that is still unknown is beyond all registered blocks of its request; if the request
-ends before it is known, its block is never registered.
+scheduled, so the next holder of a block writes to it later, and reads only what it wrote. Nor can a write in flight
+spoil a registered block, held or not: all its tokens are known, so what is written is the very token that its hash
+covers. A token that is still unknown lies beyond all registered blocks of its request; if the request ends before it
+is known, its block is never registered.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class KVCacheManager:
             group.unregister(blocks)
 
     def reset_prefix_cache(self) -> None:
-        """Remove every block from the prefix cache; holders keep theirs."""
+        """Make every block unfindable; requests keep the blocks that they hold."""
         for group in self.groups:
             group.pool.unregister_all()
 

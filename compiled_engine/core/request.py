@@ -27,7 +27,7 @@ class Finish(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StopRule:
-    """Stop conditions of one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
+    """Conditions that end one request. Counts are of output tokens; `max_tokens` is the smallest limit on length."""
 
     eos_token_ids: frozenset[int]
     stop_token_ids: frozenset[int]
@@ -167,14 +167,14 @@ class Request:
         return made
 
     def start(self) -> None:
-        """Record the admission to a step, first or repeated."""
+        """Run: the request is admitted to a step, for the first time or again."""
         self.status = RequestStatus.RUNNING
         if self.scheduled_time is None:
             self.scheduled_time = time.perf_counter()
 
     def set_steady_limits(self) -> None:
-        """Set the limits of the scheduler's fast path. Call this after any share or token that is not ordinary
-        ("steady"); for ordinary ones the scheduler only makes one comparison.
+        """Set the limits again after anything but a steady share or a steady token, which nearly all are: for those,
+        the scheduler makes one comparison.
 
         While fewer than `steady_until_computed` tokens are computed, the request's share of a step is ordinary: it
         samples the usual number of tokens, in blocks that the request has, is not the first such share, and cannot
@@ -184,7 +184,7 @@ class Request:
         self.steady_until_computed, self.steady_until_known = self.steady_limits()
 
     def steady_limits(self) -> tuple[int, int]:
-        """Compute both limits."""
+        """Compute the two limits."""
         if self.failure is not None or self.status is RequestStatus.FINISHED:
             return 0, 0
         last = self.max_num_tokens - 1
@@ -195,7 +195,7 @@ class Request:
         return until_computed, last if generates else 0
 
     def take_in(self, bound: int, count: int) -> None:
-        """A step that could yield `bound` tokens has yielded `count`."""
+        """Correct the counts: a step that could yield `bound` tokens has yielded `count`."""
         self.num_tokens -= bound - count
         if self.status is RequestStatus.RUNNING:
             self.num_computed_tokens -= bound - count
@@ -217,7 +217,7 @@ class Request:
         return wanted and self.next_prompt_logprob < self.num_prompt_tokens
 
     def take_prompt_logprobs(self, first: int, rows: LogprobRows) -> tuple[int, LogprobRows] | None:
-        """Select the undelivered rows among those for positions `first`, `first` + 1, ..., or None.
+        """Return those rows for positions `first`, `first` + 1, ... that are not delivered yet, or None.
 
         A preempted request computes its prompt again and so produces rows a second time.
         Raises RuntimeError if positions before `first` are missing.

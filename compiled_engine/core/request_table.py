@@ -66,13 +66,13 @@ class RequestTable:
         return self._requests.get(request_id)
 
     def add(self, request: Request) -> None:
-        """Put the request into the queue."""
+        """Add a request, which waits."""
         self._requests[request.request_id] = request
         self.num_constrained += request.constraint is not None
         self.waiting.push(request)
 
     def start_next(self) -> Request:
-        """Move the first waiting request, which has its blocks, to the running ones."""
+        """Run the first waiting request, which has its blocks."""
         request = self.waiting.pop()
         request.start()
         bisect.insort(self.running, request, key=operator.attrgetter("order"))

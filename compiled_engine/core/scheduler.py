@@ -190,8 +190,10 @@ class Scheduler:
         return step.output
 
     def _draft(self, lane: int, num_preemptions: int) -> StepDraft:
-        """Draft a step of the lane; it may be empty. After a preemption (more than `num_preemptions`) no request is
-        admitted, since it would be preempted next.
+        """Draft a step of the lane, perhaps an empty one.
+
+        If blocks have run out, so that there are more preemptions than num_preemptions, no request is admitted: it
+        would be preempted next.
         """
         running, num_waiting = self._requests.running, len(self._requests.waiting)
         most = self._config.max_prefill_tokens
@@ -292,7 +294,7 @@ class Scheduler:
         self._masks.begin(self._in_flight.find(step).constrained)
 
     def masks(self) -> TokenMasks:
-        """Return the masks started last. A failing constraint ends its request in the later `update`."""
+        """Return the masks begun last. A constraint that fails ends its request in `update`, which comes later."""
         return self._masks.take()
 
     def update(self, step: SchedulerOutput, result: RunnerOutput) -> StepOutputs:
@@ -313,7 +315,7 @@ class Scheduler:
     def _take_single_tokens(
         self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]
     ) -> StepOutputs:
-        """Nearly always a request gets no more than the next token and its logprobs."""
+        """Take in a step that yields one token a request: nearly always that and its logprobs are all that it gets."""
         if result.counts is not None:
             raise RuntimeError(f"step {in_flight.output.step} yields several tokens for a request; allowed: one")
         in_columns = not (result.many_logprobs or result.prompt_logprobs)
@@ -332,7 +334,7 @@ class Scheduler:
         return step_outputs(in_flight, result, not_steady, others)
 
     def _take_several(self, in_flight: StepInFlight, result: RunnerOutput, others: list[EngineOutput]) -> StepOutputs:
-        """The same for 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
+        """Take in 0 to `most_new_tokens` tokens a request. Bounds become exact, as far as this step goes."""
         counts = result.counts if result.counts is not None else [1] * len(in_flight.sampling)
         in_columns = not (result.many_logprobs or result.prompt_logprobs)
         columns: list[int] = []

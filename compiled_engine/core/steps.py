@@ -38,11 +38,11 @@ class Lanes:
                 yield lane
 
     def took(self, lane: int) -> None:
-        """Record that the lane had its turn."""
+        """Note that the newest step is of this lane."""
         self._newest = lane
 
     def of_step(self, running: list[Request], lane: int) -> list[Request]:
-        """The running requests that a step of the lane may include, in order."""
+        """Return the running requests that a step of the lane may have, in their order."""
         if self._count == 1:
             return running
         found = [request for request in running if request.lane is None or request.lane == lane]
@@ -127,7 +127,7 @@ class StepDraft:
         return budget if most is None else min(budget, most - self.num_prefill_tokens)
 
     def shares(self) -> Shares:
-        """All of them, those of decodes first."""
+        """Return all shares, those of decodes first."""
         count, longer = len(self.decodes), self.longer
         samples = all_but(self.unsampled, count)
         return Shares(
@@ -271,6 +271,6 @@ def no_token(request: Request, token_id: int) -> Finish | None:
 
 
 def _prompt_logprobs(request: Request, result: RunnerOutput) -> tuple[int, LogprobRows] | None:
-    """The new part of the request's prompt log-probabilities, or None."""
+    """Return the request's new prompt log-probabilities, if any."""
     found = result.prompt_logprobs.get(request.request_id)
     return None if found is None else request.take_prompt_logprobs(*found)

@@ -1,4 +1,4 @@
-"""Where the binaries of the engine's own kernels are kept: in the compile cache, each beside its digest.
+"""The folder of the engine's own kernels: binaries in the compile cache, each beside its digest.
 
 A file without a digest, or with another one, is not loaded: it is reported and built again. That files are this user's,
 and that no other user can write to them, is a matter of their folder.

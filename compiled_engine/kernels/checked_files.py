@@ -10,7 +10,7 @@ from compiled_engine.kernels.cache_folder import FOLDER, is_checked, is_whole, k
 
 
 class CheckedFiles(FileCacheManager):
-    """What is damaged is not there: then Triton compiles it again, and writes over it.
+    """Files that are damaged count as missing: Triton compiles them again, and writes over them.
 
     Files of a compiled piece, elsewhere, are in the manifest of its cache entry.
     """

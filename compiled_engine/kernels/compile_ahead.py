@@ -117,7 +117,7 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
     `workers` are asked to, and one of `threads` waits for that.
 
     What such a launch would have written is not there, so a kernel that is compiled already would read it. Launches of
-    other threads wait for a worker, and are made; those of others than the engine's kernels are as ever. One engine at
+    other threads wait for a worker, and are made; those of other kernels do not change. One engine at
     a time.
     """
     import triton  # not installed everywhere

@@ -72,7 +72,7 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Return the facts that -march=native depends on."""
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.is_file() else []
     told = {line.split(":")[0].strip(): line for line in lines}
     return "".join(told.get(key, "") for key in ("model name", "flags", "Features")) or platform.processor()
@@ -105,5 +105,5 @@ class CppFunction:
         self._function(*arguments)
 
     def pack(self, arguments: tuple[Any, ...]) -> bytes:
-        """What the packed entry reads."""
+        """Pack the arguments as the packed entry reads them."""
         return struct.pack(self._packing, *(0 if argument is None else argument for argument in arguments))

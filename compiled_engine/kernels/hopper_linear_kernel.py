@@ -55,8 +55,8 @@ class Ring(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for: steps of K, groups of warps that compute, tokens, stages, gate and up, parts of K
-    in a product, products of a step."""
+    """The constants of a compiled kernel: steps of K, groups of warps that compute, tokens, stages, gate and up, parts
+    of K in a product, products of a step."""
 
     steps: Any
     groups: Any
@@ -160,7 +160,7 @@ COPYING_REGISTERS = gl.constexpr(LINEAR_COPYING)
 
 
 class Arguments(NamedTuple):
-    """Those of the kernel that its groups of warps need."""
+    """The kernel's arguments that its groups of warps need."""
 
     out_ptr: Any
     bias_ptr: Any

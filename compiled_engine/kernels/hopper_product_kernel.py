@@ -29,8 +29,8 @@ GATED_SHARED = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element
 
 
 class Form(NamedTuple):
-    """What a kernel is compiled for: steps of K, groups of warps that compute, rows of the weight for each, parts of
-    the tokens (0: none), stages, gate and up, token tiles that take the same rows one after another."""
+    """The constants of a compiled kernel: steps of K, groups of warps that compute, rows of the weight for each, parts
+    of the tokens (0: none), stages, gate and up, token tiles that take the same rows one after another."""
 
     steps: Any
     groups: Any
@@ -44,7 +44,7 @@ class Form(NamedTuple):
 
 
 class Descriptors(NamedTuple):
-    """Of the weight, and by parts of a tile of the tokens and of the results."""
+    """Descriptors of the weight, and of a tile's tokens and results by parts."""
 
     weight: Any
     tokens0: Any
@@ -56,8 +56,8 @@ class Descriptors(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """Of the weight, [stages * groups, rows, STEP], and of the parts of the tokens, [stages, part, STEP]; for each
-    stage the barriers that say that it is full, and that all groups of warps have done with it."""
+    """Stages of the weight, [stages * groups, rows, STEP], and of the parts of the tokens, [stages, part, STEP]; for
+    each stage the barriers that say that it is full, and that all groups of warps have done with it."""
 
     weight: Any
     tokens0: Any

@@ -1,4 +1,4 @@
-"""What launches of kernels are given: sizes, options and registers; and the strides that kernels require.
+"""The arguments of kernel launches: sizes, options and registers; and the strides that kernels require.
 
 Nothing here imports Triton: passes choose what they launch on machines without it.
 """

@@ -35,8 +35,8 @@ class Launcher:
 
     The first launch of each specialization is Triton's, which compiles the kernel or finds it; later ones call the
     compiled kernel on the current stream. A specialization follows from the device, from dtypes and alignment of
-    tensors, from what Triton's own function says of numbers, from constexprs and options. As long as anybody has
-    hooked Triton's launches they are Triton's.
+    tensors, from what Triton's own function says of numbers, from constexprs and options. While Triton's
+    launches are hooked they are Triton's.
 
     grid: a tuple of one to three numbers. Parameters named ..._ptr take tensors that the GPU can read, or None: where
     they are is checked at the first launch alone. Triton's knobs, and globals that the kernel reads, are those of the
@@ -125,7 +125,7 @@ def launch_source(jit_function: Any) -> str:
 
 
 def _key_item(parameter: Any) -> str:
-    """What of an argument its kernel depends on, alignment of tensors aside."""
+    """Return the part of an argument that its kernel depends on, alignment of tensors aside."""
     name = parameter.name
     if parameter.is_constexpr:
         return name

@@ -50,7 +50,7 @@ class RankLayout:
 
     @property
     def result_rank(self) -> int:
-        """Of a replica's ranks, counted from its first: the one that tells what a step has sampled."""
+        """The rank of a replica, counted from its first, that reports what a step has sampled."""
         return (self.pipeline - 1) * self.tensor
 
     def place(self, rank: int) -> RankPlace:
@@ -138,7 +138,7 @@ def _connected(nccl: NcclGroup) -> NcclGroup:
 
 
 def _largest_bytes(config: EngineConfig) -> int:
-    """Of the tensors that collectives are given: a step's hidden states, or its logits."""
+    """Return the size of the largest tensor that a collective is given: a step's hidden states, or its logits."""
     scheduler = config.scheduler
     hidden = scheduler.max_num_batched_tokens * config.model.hidden_size
     logits = max(_LOGITS_ROWS, scheduler.max_num_seqs) * config.local_model.vocab_size

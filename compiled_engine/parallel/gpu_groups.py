@@ -100,7 +100,7 @@ class SymmetricMemoryGroup:
             row_bytes=row_bytes,
         )
         torch.cuda.synchronize(device)
-        self.least(1)  # nobody raises a flag before all are down
+        self.least(1)  # no rank raises a flag before all are down
         self._one_shot_bytes = next((most for ranks, most in ONE_SHOT_BYTES.items() if self.size <= ranks), 0)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -127,7 +127,7 @@ class Group(Protocol):
         ...
 
     def rows(self, num_rows: int) -> slice:
-        """Those of a batch's rows that are this rank's, where ranks share what is computed of whole rows."""
+        """Return this rank's rows of a batch, where ranks share what is computed of whole rows."""
         ...
 
     def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -155,7 +155,7 @@ def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
 def tagged_sum(
     pushed: PushBuffer, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What all_reduce_residual_rms_norm computes, of rows that `pushed.tags` takes. All ranks launch it together."""
+    """Compute all_reduce_residual_rms_norm of rows that `pushed.tags` takes. All ranks launch it together."""
     normed_TD, total_TD = torch.empty_like(x_TD), torch.empty_like(x_TD)
     num_tokens, hidden_size = x_TD.shape
     block = next_power_of_2(hidden_size // 2)

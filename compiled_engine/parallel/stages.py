@@ -58,8 +58,8 @@ def stages_of(stage_layers: tuple[int, ...], num_layers: int) -> tuple[Stage, ..
 
 @dataclass(frozen=True)
 class ParameterPlaces:
-    """Where a model uses its parameters, by name. attentions: how many attentions come before the first use; tied ones
-    are there under each name. of_logits: those that the logits need."""
+    """The places at which a model uses its parameters, by name. attentions: how many attentions come before the first
+    use; tied ones are there under each name. of_logits: those that the logits need."""
 
     attentions: Mapping[str, int]
     of_logits: frozenset[str]
@@ -107,7 +107,7 @@ def divide_layers(places: ParameterPlaces, nbytes: Mapping[str, int], num_layers
     before = [0, *accumulate(read)]
 
     def load(first: int, end: int) -> int:
-        """Of a stage with the layers from `first` up to `end`; the last one has what follows the last attention."""
+        """Return the load of layers `first` up to `end`; the last stage has what follows the last attention."""
         return before[num_layers + 1 if end == num_layers else end] - before[first]
 
     # best[end]: (bytes of the largest stage, layers of each) of the stages so far, which have the first `end` layers.

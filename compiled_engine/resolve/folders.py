@@ -1,4 +1,4 @@
-"""From what a user named to folders: of the model and the tokenizer (local or from the hub), of the compile cache."""
+"""Find the folders that a user named: of the model and the tokenizer (local or from the hub), of the compile cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(@(?P<revision>.+))?")
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Where a checkpoint is. `hub_name` and `revision`, a commit, are of one from the hub, None for another."""
+    """The folder of a checkpoint. `hub_name` and `revision`, a commit, are of one from the hub, None for another."""
 
     path: Path
     hub_name: str | None = None
@@ -61,7 +61,7 @@ def resolve_tokenizer_folder(options: EngineOptions, reasons: dict[str, str], pr
 
 
 def resolve_cache_dir(options: EngineOptions) -> Path | None:
-    """Where compiled artifacts are kept; None for nowhere."""
+    """Return the folder of compiled artifacts; None to keep none."""
     if not options.compile_cache:
         if options.cache_dir is not None:
             raise ValueError(

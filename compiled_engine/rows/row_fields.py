@@ -1,4 +1,4 @@
-"""State of running requests on the device: declared fields, each with a row for every request that may run.
+"""The state of running requests on the device: declared fields, each with a row for every request that may run.
 
 The host never writes a field itself: it stages changes (staged_writes.py), and one kernel applies them on the device in
 the order of the steps. So a step in flight reads the values of its launch. Kernels look fields up by row, and may
@@ -35,7 +35,7 @@ class RowField:
 
 
 class RowFields:
-    """Fields by name. A row belongs to one request from `start` to `free`, which the module that assigns rows calls."""
+    """Fields by name. A row belongs to one request from `start` to `free`; the owner of the rows calls both."""
 
     def __init__(self, num_rows: int, device: torch.device | str, triton: bool | None = None):
         """triton: whether to launch kernels, by default on CUDA."""

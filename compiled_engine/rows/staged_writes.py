@@ -1,7 +1,8 @@
-"""Writes to fields on the device, collected on the host and made together: by one kernel, or copies if they are long.
+"""Copies between host and device that the host does not wait for, and writes to fields on the device.
 
-On CUDA the kernel reads them where they were written, in pinned host memory (unified addressing), so nothing is copied
-and nothing waits. The method is that of vLLM's model runner V2 (its staged write tensors).
+Writes are collected on the host and made together: by one kernel, or copies if they are long. On CUDA the kernel reads
+them where they were written, in pinned host memory (unified addressing), so nothing is copied and nothing waits. The
+method is that of vLLM's model runner V2 (its staged write tensors).
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import upload
-
 # The host may be one step ahead of the device: with this many buffers none is written while it is read.
 NUM_BUFFERS = 4
 # Most writes of one launch, and most 4-byte words of these together.
@@ -22,6 +21,26 @@ MAX_WORDS = 1 << 16
 # A longer write is a copy: there are few buffers, and a launch that needs a buffer in use waits for the device.
 LONG_WORDS = 1 << 13
 WORD = 4
+
+
+def upload(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy values to the device in the current stream's order; `values` may be changed at once.
+
+    The pinned memory in between is fresh: PyTorch's allocator does not reuse it before the copy is done.
+    """
+    if device.type != "cuda":
+        return torch.from_numpy(np.array(values, order="C"))
+    pinned = torch.empty(values.shape, dtype=torch.from_numpy(np.empty(0, values.dtype)).dtype, pin_memory=True)
+    pinned.numpy()[...] = values  # PyTorch would wake all its threads for it
+    return pinned.to(device, non_blocking=True)
+
+
+def download(values: torch.Tensor) -> torch.Tensor:
+    """Copy values to pinned host memory, valid once the current stream has come this far; on a CPU return `values`."""
+    if values.device.type != "cuda":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 class StagedWrites:
@@ -195,7 +214,7 @@ class StagedField:
         self._writes.forget(self, row)
 
     def start(self, row: int, offset: int) -> int:
-        """Index of a row's element among all elements."""
+        """Return the index of a row's element among all elements."""
         return row * self._row_size + (offset if offset >= 0 else self._row_size + offset)
 
     def part(self, row: int, offset: int, count: int) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch
 
 from compiled_engine.attention.inputs import STEP_TENSORS, StepTensor, padding_of
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind
+from compiled_engine.kernels.launch_arguments import dependent_launch
 from compiled_engine.messages import SchedulerOutput, TokenMasks
 from compiled_engine.rows.staged_writes import StagedWrites
 from compiled_engine.runner.request_states import RequestStates
@@ -132,10 +133,42 @@ def prepare_inputs(
     """
     if buffers.rows_R.device.type == "cpu":
         prepare_reference(states, buffers, num_rows, num_tokens, decodes_only)
-        return
-    from compiled_engine.runner.step_kernels import launch_prepare  # Triton is not installed everywhere
+    else:
+        launch_prepare(states, buffers, num_rows, num_tokens, decodes_only)
 
-    launch_prepare(states, buffers, num_rows, num_tokens, decodes_only)
+
+def launch_prepare(
+    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
+) -> None:
+    """Launch the kernel of prepare_inputs."""
+    from compiled_engine.runner.step_kernels import TILE, prepare_kernel  # Triton is not installed everywhere
+
+    prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
+        buffers.rows_R,
+        buffers.query_start_loc_R1,
+        states.num_computed_S,
+        states.num_known_S,
+        states.last_token_S,
+        states.known_row_S,
+        states.known_ids_KL,
+        states.block_table_SB,
+        buffers.input_ids_T,
+        buffers.positions_T,
+        buffers.slot_mapping_T,
+        buffers.seq_lens_R,
+        buffers.logits_index_R,
+        buffers.block_table_RB,
+        buffers.sample_positions_R,
+        num_rows,
+        num_tokens,
+        states.known_ids_KL.stride(0),
+        MAX_BLOCKS=states.block_table_SB.shape[1],
+        BLOCK_SIZE=states.block_size,
+        DECODES_ONLY=decodes_only,
+        TILE=32 if decodes_only else TILE,
+        num_warps=1 if decodes_only else 4,
+        **dependent_launch(buffers.rows_R.device),
+    )
 
 
 def prepare_reference(
@@ -290,8 +323,8 @@ def masks_of_batch(masks: TokenMasks, request_ids: list[str]) -> tuple[np.ndarra
 
 
 def padding_starts(num_tokens: int, num_rows: int) -> np.ndarray:
-    """Where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens each,
-    two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
+    """Return where rows of padding begin among num_tokens tokens, int32 [rows + 1]: decodes, or rows of as many tokens
+    each, two at least. Where that is too much the last rows have none; remaining tokens belong to no request.
 
     They must be equal: for requests without keys flash-attn 2 assumes the largest length for each, at least two, and
     writes out of bounds if the total exceeds the tokens.

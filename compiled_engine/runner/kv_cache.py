@@ -32,7 +32,7 @@ class CacheSize:
     graph_bytes: int
 
     def metrics(self, graph_bytes_used: int) -> dict[str, int | None]:
-        """The size of the cache, and its budget if all other sizes had been known in advance."""
+        """Return the bytes that it takes, and those that it could take had everything else been known beforehand."""
         room = None if self.left_bytes is None else self.left_bytes - self.activation_bytes - graph_bytes_used
         return {"kv_cache_bytes": self.num_blocks * self.block_bytes, "kv_cache_room_bytes": room}
 
@@ -50,7 +50,7 @@ def blocks_wanted(config: EngineConfig) -> int:
 
 
 def bytes_left(config: EngineConfig) -> int | None:
-    """Free part of gpu_memory_utilization's share of the device; None without CUDA."""
+    """Return the bytes of gpu_memory_utilization's share of the device that are free; None without CUDA."""
     if config.device.type != "cuda":
         return None
     free, total = _free_and_total(config.device)

@@ -137,7 +137,7 @@ class ModelForward:
         return self._whole.for_logits(num_tokens) is not None
 
     def received(self, num_tokens: int, *, hidden_wanted: bool = False) -> torch.Tensor | None:
-        """Where `run` finds the previous stage's values, uint8 of its size; None in the first stage."""
+        """Return the buffer in which `run` finds the previous stage's values, uint8; None in the first stage."""
         if self._received is None:
             return None
         small = None if hidden_wanted else self._whole.for_logits(num_tokens)
@@ -167,7 +167,7 @@ class ModelForward:
         return ForwardOutput(forwards.hidden(*arguments), is_logits=False)
 
     def recording_counts(self) -> list[RecordingCounts]:
-        """Counts of each recorded forward."""
+        """Return the counts of each forward whose calls are recorded."""
         return [forward.counts for _, forward in self._whole.small if isinstance(forward, RecordedForward)]
 
     def close(self) -> None:

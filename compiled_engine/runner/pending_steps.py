@@ -8,6 +8,7 @@ from itertools import compress
 import numpy as np
 import torch
 
+from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.messages import RunnerOutput
 from compiled_engine.process.step_clock import StepClock
 from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
@@ -33,10 +34,40 @@ def advance(
     """
     if buffers.rows_R.device.type == "cpu":
         advance_reference(states, buffers, token_ids_R, num_rows, decodes_only=decodes_only, again=again)
-        return
-    from compiled_engine.runner.step_kernels import launch_advance  # Triton is not installed everywhere
+    else:
+        launch_advance(states, buffers, token_ids_R, num_rows, decodes_only, again)
 
-    launch_advance(states, buffers, token_ids_R, num_rows, decodes_only, again)
+
+def launch_advance(
+    states: RequestStates,
+    buffers: InputBuffers,
+    token_ids_R: torch.Tensor,
+    num_rows: int,
+    decodes_only: bool,
+    again: bool,
+) -> None:
+    """Launch the kernel of advance."""
+    from compiled_engine.runner.step_kernels import advance_kernel  # Triton is not installed everywhere
+
+    advance_kernel[(1,)](
+        buffers.rows_R,
+        buffers.query_start_loc_R1,
+        token_ids_R,
+        states.num_computed_S,
+        states.num_known_S,
+        states.last_token_S,
+        buffers.num_steps_1,
+        buffers.tokens_KR1,
+        num_rows,
+        buffers.tokens_KR1.stride(0),
+        RING=RING,
+        LAST_NUMBER=LAST_NUMBER,
+        DECODES_ONLY=decodes_only,
+        AGAIN=again,
+        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
+        num_warps=4,
+        **dependent_launch(buffers.rows_R.device),
+    )
 
 
 def advance_reference(
@@ -72,7 +103,7 @@ def advance_reference(
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """Prompt log-probabilities of one request: position of the first row, and chunks of rows, see logprob_rows."""
+    """One request's rows: the position of the first, and the chunks that they come in, see logprob_rows."""
 
     first: int
     chunks: list[torch.Tensor]

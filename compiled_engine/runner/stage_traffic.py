@@ -14,7 +14,7 @@ import torch
 
 from compiled_engine.messages import SchedulerOutput
 from compiled_engine.parallel.stages import StageLink
-from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.request_states import RequestStates
 
@@ -28,7 +28,7 @@ class _ExpectedTokens:
 
 
 class StageTraffic:
-    """Transfers of one stage with request states `states`."""
+    """The traffic of one stage, whose request states are `states`."""
 
     def __init__(self, link: StageLink, states: RequestStates, device: torch.device):
         self._stage, self._link, self._states, self._device = link.stage, link, states, device

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.kernels.launcher import quick_launches
-from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBuffers
-from compiled_engine.runner.request_states import RequestStates
 
 TILE = 1024
 
@@ -102,38 +98,6 @@ def prepare_kernel(
     tl.store(sample_positions_ptr + request, seq_len.to(tl.int64))
 
 
-def launch_prepare(
-    states: RequestStates, buffers: InputBuffers, num_rows: int, num_tokens: int, decodes_only: bool
-) -> None:
-    """See input_batch.prepare_inputs."""
-    prepare_kernel[(num_rows if decodes_only else num_rows + 1,)](
-        buffers.rows_R,
-        buffers.query_start_loc_R1,
-        states.num_computed_S,
-        states.num_known_S,
-        states.last_token_S,
-        states.known_row_S,
-        states.known_ids_KL,
-        states.block_table_SB,
-        buffers.input_ids_T,
-        buffers.positions_T,
-        buffers.slot_mapping_T,
-        buffers.seq_lens_R,
-        buffers.logits_index_R,
-        buffers.block_table_RB,
-        buffers.sample_positions_R,
-        num_rows,
-        num_tokens,
-        states.known_ids_KL.stride(0),
-        MAX_BLOCKS=states.block_table_SB.shape[1],
-        BLOCK_SIZE=states.block_size,
-        DECODES_ONLY=decodes_only,
-        TILE=32 if decodes_only else TILE,
-        num_warps=1 if decodes_only else 4,
-        **dependent_launch(buffers.rows_R.device),
-    )
-
-
 @quick_launches
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["token_ids_ptr"])
 def advance_kernel(
@@ -180,33 +144,3 @@ def advance_kernel(
     tl.store(ring_row_ptr, number)
     tl.debug_barrier()  # every thread has read the number
     tl.store(num_steps_ptr, number)
-
-
-def launch_advance(
-    states: RequestStates,
-    buffers: InputBuffers,
-    token_ids_R: torch.Tensor,
-    num_rows: int,
-    decodes_only: bool,
-    again: bool,
-) -> None:
-    """See pending_steps.advance."""
-    advance_kernel[(1,)](
-        buffers.rows_R,
-        buffers.query_start_loc_R1,
-        token_ids_R,
-        states.num_computed_S,
-        states.num_known_S,
-        states.last_token_S,
-        buffers.num_steps_1,
-        buffers.tokens_KR1,
-        num_rows,
-        buffers.tokens_KR1.stride(0),
-        RING=RING,
-        LAST_NUMBER=LAST_NUMBER,
-        DECODES_ONLY=decodes_only,
-        AGAIN=again,
-        TILE_R=next_power_of_2(buffers.rows_R.shape[0]),
-        num_warps=4,
-        **dependent_launch(buffers.rows_R.device),
-    )

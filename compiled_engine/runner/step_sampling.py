@@ -1,4 +1,4 @@
-"""Launch everything from a step's hidden states to its tokens, in this order.
+"""Sample a step, from its hidden states to its tokens: all launches are here, in this order.
 
 1. The log-probabilities of prompts, from hidden states (`prompt_logprobs`).
 2. The logits of the rows that sample, and a token for each by temperature and seed; the states advance, and the tokens
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from compiled_engine.messages import SchedulerOutput, TokenMasks
-from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.runner.input_batch import InputBatch, InputBuffers, masks_of_batch
 from compiled_engine.runner.model_forward import ForwardOutput, ModelForward
 from compiled_engine.runner.pending_steps import PendingStep, PendingSteps, PromptLogprobs, UnsampledStep, advance

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
 from compiled_engine.sampling.token_mask import BITS, num_words
@@ -143,7 +143,7 @@ class RowAdditions(NamedTuple):
     longest_prefix: int
 
     def of(self, vocabulary: VocabularySlice) -> RowAdditions:
-        """Additions to a rank's columns, with tokens counted from its first; prefixes do not change."""
+        """Return the additions to a rank's columns, tokens counted from its first; prefixes stay as they are."""
         if not vocabulary.is_divided:
             return self
         columns = self.additions_NC[:, 0] - vocabulary.first
@@ -230,7 +230,7 @@ class StepMasks:
         return cls(upload(words_MW, device), upload(mask_index_S.astype(np.int32), device))
 
     def select(self, index_R: torch.Tensor) -> StepMasks:
-        """Edits of some rows (int64 [R], on the device)."""
+        """Return the masks of some rows (int64 [R], on the device)."""
         return replace(self, mask_index_S=self.mask_index_S.index_select(0, index_R))
 
 

@@ -141,7 +141,7 @@ def _choose(
 
 
 def _segment_argmax(scores: np.ndarray, segments: np.ndarray, num_segments: int) -> np.ndarray:
-    """Index in `scores` [N] of the largest of each segment; `segments` [N] ascends without gaps."""
+    """Return the index in `scores` [N] of the largest of each segment; `segments` [N] ascends, none is missing."""
     lengths = np.bincount(segments, minlength=num_segments)
     starts = np.cumsum(lengths) - lengths
     padded = np.full((num_segments, lengths.max()), -np.inf, dtype=np.float32)

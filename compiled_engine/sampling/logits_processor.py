@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import upload
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import VocabularySlice
 
@@ -70,12 +70,12 @@ def is_processor(value: Any) -> bool:
 
 
 def has_methods(value: Any) -> bool:
-    """Return whether the object or class has the methods of a LogitsProcessor."""
+    """Whether it, or its instances if it is a class, has the methods of a LogitsProcessor."""
     return all(callable(getattr(value, name, None)) for name in METHODS)
 
 
 def processor_name(value: Any) -> str:
-    """The name of a processor's class, or of a factory."""
+    """Return the name of a processor's class, or of a factory."""
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 

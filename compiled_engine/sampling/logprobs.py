@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from compiled_engine.rows.async_copies import download, upload
+from compiled_engine.rows.staged_writes import download, upload
 from compiled_engine.sampling.ranks import VocabularySlice, row_chunks
 from compiled_engine.sampling.sampled_tokens import row_width
 
@@ -102,7 +102,7 @@ def _fill_of_ranks(
 
 @dataclass(frozen=True)
 class BatchLogprobs:
-    """Log-probabilities of a batch in transfer to the host, see `logprob_rows`.
+    """Log-probabilities of a batch, on the way to the host: see `logprob_rows`.
 
     few_SW: a row for each row of the batch, with the most tokens of any row up to FEW_TOKENS, or None. many: rows with
     more than FEW_TOKENS, by their number in the batch: [1, 3 + 2 * k].
@@ -119,7 +119,7 @@ def batch_logprobs(
     triton: bool | None = None,
     vocabulary: VocabularySlice | None = None,
 ) -> BatchLogprobs:
-    """Log-probabilities of the rows that request them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
+    """Compute those of the rows that ask for them, at least one: num_logprobs_S, on the host, see NO_LOGPROBS.
 
     Other arguments: see `logprob_rows`.
     """

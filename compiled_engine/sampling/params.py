@@ -125,7 +125,7 @@ OF_TRANSFORMERS = {
 
 
 def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: type[Exception]) -> None:
-    """Handle a parameter that is none of the `known` fields; do nothing if it has no effect.
+    """Settle a parameter that is none of the `known` fields: with nothing, a warning or an error.
 
     Raises ValueError if it is not supported, and `unknown` for a name that vLLM does not have either, with this
     engine's name if transformers has it. Call it directly from the user's call, for the warning's location.
@@ -139,7 +139,7 @@ def settle_other_param(name: str, value: Any, known: Iterable[str], unknown: typ
 
 
 def _is_one_of(value: Any, values: Iterable[Any]) -> bool:
-    """Compare without taking 0 for False."""
+    """Whether it is one of the values; 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
@@ -331,7 +331,7 @@ SamplingParams.__doc__ = documented(SamplingParams)
 
 
 def _made_of(values: dict[str, Any]) -> SamplingParams:
-    """Make parameters from checked values."""
+    """Make an object of values that were checked."""
     made = object.__new__(SamplingParams)
     vars(made).update(values)
     return made

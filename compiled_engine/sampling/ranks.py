@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +36,7 @@ _SIGN_MASK = 2**31 - 1
 
 
 class Best(NamedTuple):
-    """A rank's input and result of the choice: its tokens start at `first_token`.
+    """The choice of a rank, whose tokens are those from `first_token` on.
 
     scores_S: float32 [S], written: the score of each row's best token, NaN if any score is NaN, minus infinity if no
     token is allowed.
@@ -55,7 +56,7 @@ class VocabularySlice:
 
     @classmethod
     def of(cls, vocab_size: int, group: Group | None) -> VocabularySlice:
-        """The slice of the rank of `group`; None has the whole vocabulary."""
+        """Return the slice of the rank that `group` is, which divides the vocabulary; None has all of it."""
         group = group or StandIn()
         size = vocab_size // group.size
         return cls(group.rank * size, size, group)
@@ -64,12 +65,12 @@ class VocabularySlice:
     def whole_size(self) -> int:
         return self.size * self.group.size
 
-    @property
+    @cached_property
     def is_divided(self) -> bool:
         return self.group.size > 1
 
     def own(self, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """The tokens in this slice, int64, relative to its first token."""
+        """Return those of these tokens that are in the slice, int64, counted from its first."""
         ids = np.asarray(token_ids, dtype=np.int64) - self.first
         return ids[(ids >= 0) & (ids < self.size)]
 

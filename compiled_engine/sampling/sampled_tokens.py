@@ -1,4 +1,4 @@
-"""What leaves the sampler for each row: a token, or why there is none, and log-probabilities."""
+"""The sampler's results for each row: a token, or why there is none, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class LogprobRows:
         return self.num_rows
 
     def columns(self) -> tuple[list[int], list[list[int]], list[list[float]]]:
-        """The chosen token's rank, the token ids, and their log-probabilities, of each row."""
+        """Return each row's rank of the chosen token, its token ids, and their log-probabilities."""
         rows_RW = self.array()
         return rows_RW[:, 0].tolist(), rows_RW[:, 1::2].tolist(), rows_RW[:, 2::2].view(np.float32).tolist()
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from compiled_engine.parallel.group import Group
-from compiled_engine.rows.async_copies import upload
 from compiled_engine.rows.row_fields import RowField, RowFields
+from compiled_engine.rows.staged_writes import upload
 from compiled_engine.sampling import edits, filters
 from compiled_engine.sampling.edits import EditedRows, StepMasks
 from compiled_engine.sampling.filters import ROW_FIELDS, filter_fields, has_filters
@@ -34,8 +34,10 @@ from compiled_engine.sampling.ranks import VocabularySlice, choose_of_ranks, fil
 
 @dataclass(frozen=True)
 class SamplingOperations:
-    """The operations in the order of sampling. Arguments are those of edits.py and gumbel.sample; `choose` may also
-    take a Best on the CPU, and a VocabularySlice on a GPU, where it includes the choice over all ranks.
+    """The operations that exist twice, as Triton kernels and for the CPU, in the order of sampling.
+
+    Arguments are those of edits.py and gumbel.sample; `choose` may take a Best as well on the CPU, and a
+    VocabularySlice on a GPU, where it ends with the choice of all ranks.
     """
 
     add_: Callable[..., None]
@@ -85,7 +87,7 @@ def _thresholds_on_cpu(logits_SV: torch.Tensor, row_index_S: torch.Tensor, rows:
 
 
 class SamplerClass(enum.Enum):
-    """Sampling steps that a batch needs.
+    """The kinds of batches.
 
     TEMPERATURE_ONLY: temperature and seed, greedy included; may be sampled in a CUDA graph.
     """
@@ -132,6 +134,7 @@ class Sampler:
         self._top_k_N = np.zeros(max_num_rows + 1, np.int32)
         self._top_p_N = np.ones(max_num_rows + 1, np.float32)
         rows.declare(RowField("seed", torch.int64), *ROW_FIELDS)
+        self._temperature_and_seed = rows["inverse_temperature"], rows["seed"]
         self._edits = EditedRows(rows, self.vocabulary)
         self._processors = ProcessedRows(max_num_rows, processors)
 
@@ -181,7 +184,7 @@ class Sampler:
         self._processors.remove_row(row)
 
     def sampler_class(self, rows: np.ndarray) -> SamplerClass:
-        """Steps that these rows need; -1 is padding and needs none."""
+        """Return what these rows need together; -1 is padding and needs nothing."""
         return SamplerClass.GENERAL if self._general_N[rows].any() else SamplerClass.TEMPERATURE_ONLY
 
     def num_logprobs(self, rows: np.ndarray) -> np.ndarray | None:
@@ -303,8 +306,7 @@ class Sampler:
         token_ids_S: torch.Tensor,
         masks: StepMasks | None = None,
     ) -> None:
-        parameters = (self._rows["inverse_temperature"], self._rows["seed"], threshold_S)
-        arguments = (logits_SV, row_index_S, positions_S, *parameters, token_ids_S)
+        arguments = (logits_SV, row_index_S, positions_S, *self._temperature_and_seed, threshold_S, token_ids_S)
         if self._rows.triton:
             self._operations.choose(*arguments, masks, self.vocabulary)
         elif self.vocabulary.is_divided:

@@ -133,7 +133,7 @@ def _closed(schema: str) -> str:
 
 
 def _depth(text: str) -> int:
-    """Depth of nested arrays and objects, if the text is JSON."""
+    """Return the depth of arrays and objects within each other, where the text is JSON."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(_STRINGS.sub("", text)):
         depth += 1 if bracket in "[{" else -1

@@ -20,8 +20,8 @@ class TokenMask(Protocol):
 
     It is called while the device computes the logits: only sampling waits for it.
 
-    Tokens forbidden by other parameters stay forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
-    Generation ends as usual, so a mask should allow an end-of-sequence token where its text may end.
+    What other parameters forbid stays forbidden (min_tokens, bad_words, allowed_token_ids, logits processors).
+    Generation ends as without a mask, so a mask should allow an end-of-sequence token where its text may end.
 
     If it raises, allows no remaining token, or returns no mask, its request ends with finish_reason "error" and the
     reason in stop_reason. Other requests continue.

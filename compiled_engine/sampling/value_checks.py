@@ -132,7 +132,7 @@ def _arguments(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def json_value(name: str, value: Any) -> Any:
-    """Check and copy a JSON value. An integer of more than 64 bits becomes a float, as in most languages."""
+    """Return a copy of a JSON value. An integer of more than 64 bits becomes a float, as it does in most languages."""
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         try:
             return float(value)

@@ -98,7 +98,7 @@ def one_kernel_pays(splits: Splits, max_seq_len: int) -> bool:
 
 @dataclass(frozen=True)
 class BatchFacts:
-    """Parameters of a batch's launches: they depend on a captured graph's key and the device, never on the lengths.
+    """The facts that a batch's launches follow from: a captured graph's key and the device, never the lengths.
 
     listed: whether the kernels take their items from the work list, each split being of min_keys keys or more.
     """

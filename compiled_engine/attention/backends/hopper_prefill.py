@@ -47,7 +47,7 @@ OUTSIDE = gl.constexpr(1 << 30)
 
 
 class Batch(NamedTuple):
-    """Tensors from which a kernel reads its items and their lengths."""
+    """The memory in which a kernel finds its items and their lengths."""
 
     num_items: Any
     tiles_ptr: Any

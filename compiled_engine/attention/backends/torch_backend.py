@@ -179,7 +179,7 @@ def _decode(
 
 
 def _weights(scores_RHQL: torch.Tensor, hidden_RHQL: torch.Tensor | None, scoring: Scoring) -> torch.Tensor:
-    """Softmax of scaled products, in place. hidden: mask of keys without weight, broadcast."""
+    """Weigh keys by scaled products, which are overwritten. hidden: the keys without weight, to be broadcast."""
     if scoring.soft_cap:
         scores_RHQL = scores_RHQL.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
     if hidden_RHQL is not None:

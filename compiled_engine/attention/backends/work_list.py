@@ -30,7 +30,7 @@ SEARCH_WIDTH = tl.constexpr(256)
 
 @dataclass(frozen=True)
 class WorkLayout:
-    """Offsets of the lists of a batch with this many rows. queries: in a tile."""
+    """The places of a batch's lists in memory. queries: those of a tile."""
 
     num_requests: int
     num_kv_heads: int
