@@ -56,8 +56,8 @@ class AsyncLLM:
     CoreChild, which can be made before this class is imported, so that both processes import at the same time.
 
     Raises what `LLM` raises; EngineDeadError if the core's process ends before it is ready. The constructor waits for
-    the core; `await AsyncLLM.start(...)` does not hold up the event loop meanwhile. All calls are to be made on one
-    event loop at a time. Dropping the last reference ends the core, and so does the end of this process.
+    the core; `await AsyncLLM.start(...)` does not block the event loop. Make all calls on one event loop at a time.
+    Dropping the last reference ends the core, and so does the end of this process.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class AsyncLLM:
 
     @classmethod
     async def start(cls, model: str | Path | None = None, **options: Any) -> AsyncLLM:
-        """As the constructor, without holding up the event loop."""
+        """Construct an engine without blocking the event loop."""
         return await asyncio.to_thread(cls, model, **options)
 
     @classmethod
     async def join(cls, address: str) -> AsyncLLM:
-        """One for another process of this user, at the core that has this `address`. It does not keep the core alive.
+        """Join the core at this `address` from another process of this user. It does not keep the core alive.
 
         Raises OSError if no core listens there, EngineDeadError if the core ends meanwhile.
         """
@@ -108,7 +108,7 @@ class AsyncLLM:
         output: "cumulative": all so far, whenever it has grown; "delta": what is new since the output before, of those
             completions that have grown (cumulative_logprob stays cumulative); "final": only the end.
 
-        Cancelling or closing the iterator ends the request. Who reads slowly gets several tokens at once. The first
+        Cancelling or closing the iterator ends the request. A slow reader gets several tokens at once. The first
         output raises TypeError or ValueError for bad input, before anything is sent to the core; any output may raise
         EngineDeadError.
         """
@@ -168,7 +168,7 @@ class AsyncLLM:
         self._client.abort(self._streams.abort(request_id))
 
     async def metrics(self) -> dict[str, Any]:
-        """What the core has counted since it started, as `LLM.metrics`, and api_processes, those that it serves."""
+        """The core's metrics since its start, as in `LLM.metrics`, and api_processes, the number of its clients."""
         self._attach()
         metrics: dict[str, Any] = await self._client.call("metrics")
         return metrics
@@ -226,12 +226,14 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None with skip_tokenizer_init, or if the checkpoint has none. `tokenizer.hf` is that of transformers."""
+        """The tokenizer; None with skip_tokenizer_init, or if the checkpoint has none. `tokenizer.hf` is transformers'
+        object.
+        """
         return self._parts.tokenizer
 
     @property
     def address(self) -> str | None:
-        """For `join`; None with core="in_process"."""
+        """The address for `join`; None with core="in_process"."""
         return self._parts.core.address
 
     @property
@@ -293,7 +295,7 @@ class AsyncLLM:
         return next(request_id for number in self._numbers if (request_id := f"request-{number}") not in self._streams)
 
     def _attach(self) -> None:
-        """Serve the running event loop; requests of one that has ended before end too."""
+        """Serve the running event loop; requests of an earlier, ended loop end."""
         loop = asyncio.get_running_loop()
         before = self._client.loop
         if before is loop:
@@ -365,7 +367,9 @@ def start_engine(options: dict[str, Any], core: CoreKind | CoreChild, *, progres
 
 
 def join_engine(address: str | os.PathLike[str]) -> EngineParts:
-    """Connect to a core that another process has started. Raises OSError, or EngineDeadError if it ends meanwhile."""
+    """Connect to a core that another process has started. Raises OSError, or EngineDeadError if it ends during the
+    connection.
+    """
     running = ForeignCore(address)
     try:
         connection, started = wait_started(running)

@@ -1,6 +1,6 @@
 """The resolved configuration: frozen, complete, and never rewritten; and how its values are written as JSON.
 
-`resolve/` turns what a user asked for into these values; every part of the engine reads them from here.
+`resolve/` computes these values from a user's options; every part of the engine reads them here.
 """
 
 from __future__ import annotations
@@ -65,12 +65,11 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks compute each layer together, one a device, and who runs them: in_process, multiprocess, or
-    ray, where a cluster has the replicas, and each runs its devices in one of the other ways.
+    """Ranks that compute each layer together, one per device, and their executor: in_process, multiprocess, or ray,
+    where a cluster has the replicas, and each replica uses one of the other executors.
 
-    data_parallel_size: replicas of the whole, each with devices and requests of its own. stage_layers: the stages that
-    a step goes through one after another: how many layers' attention each has; empty where there is but one.
-    collectives: auto or nccl, which does without symmetric memory.
+    data_parallel_size: replicas of the whole, each with separate devices and requests. stage_layers: number of layers
+    (attentions) in each pipeline stage; empty for a single stage. collectives: auto or nccl, without symmetric memory.
     """
 
     tensor_parallel_size: int
@@ -85,7 +84,7 @@ class ParallelConfig:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether cores run in processes of their own, here or elsewhere, among which requests are divided."""
+        """Return whether requests are divided among cores in separate processes, here or elsewhere."""
         return self.data_parallel_size > 1 or self.executor == "ray"
 
     @property
@@ -96,7 +95,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A model whose code is that of transformers, of this version; `config` is the text of its config.json."""
+    """A model with transformers' code of this version; `config` is the text of its config.json."""
 
     version: str
     config: str
@@ -207,8 +206,8 @@ class CacheConfig:
 class SchedulerConfig:
     """Limits of one step. `policy` is fcfs (first come, first served) or priority (lower value first).
 
-    `max_prefill_tokens`: most tokens of prompts in a step that others run in, while few requests wait; None for as many
-    as it has room for.
+    `max_prefill_tokens`: most prompt tokens in a step with other running requests, while few requests wait; None for no
+    limit.
     """
 
     max_num_seqs: int
@@ -221,10 +220,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """Whether and how the model is compiled. `passes` are the enabled FX passes in their fixed order.
+    """Options of compilation. `passes` are the enabled FX passes in their fixed order.
 
-    `ranges`: token counts (first, last), ascending, that are compile ranges of their own, whose code returns the logits
-    of every token. `strict`: a pass below its contract is an error. `verify`: each rewrite is executed and compared.
+    `ranges`: token counts (first, last), ascending, that are separate compile ranges, which return the logits of every
+    token. `strict`: a pass below its contract is an error. `verify`: each rewrite is executed and compared.
     `workers`: processes that compile pieces; 0 compiles them in this one.
     """
 
@@ -238,7 +237,9 @@ class CompileConfig:
 
 
 class GraphMode(Enum):
-    """Which batches replay graphs, and what these hold (see docs/cuda_graphs.md); RECORDED on a CPU, others on CUDA."""
+    """Graph modes: batches that replay graphs, and the graphs' content (see docs/cuda_graphs.md); RECORDED on a CPU,
+    others on CUDA.
+    """
 
     NONE = "none"
     PIECEWISE = "piecewise"
@@ -250,23 +251,22 @@ class GraphMode(Enum):
 
     @property
     def captures_decodes(self) -> bool:
-        """Whether batches of decodes have full graphs of their own."""
+        """Return whether batches of decodes have separate full graphs."""
         return self in (GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.FULL_AND_PIECEWISE)
 
     @property
     def captures_mixed(self) -> bool:
-        """Whether there are graphs for any batch."""
+        """Return whether there are graphs for any batch."""
         return self not in (GraphMode.NONE, GraphMode.FULL_DECODE_ONLY, GraphMode.RECORDED)
 
 
 @dataclass(frozen=True)
 class GraphConfig:
-    """Graphs: the mode, and what is captured on CUDA, ascending.
+    """Graphs: the mode, and the captured sizes on CUDA, ascending.
 
-    `decode_sizes`: batches of so many decodes, as full graphs. `token_sizes`: any batches of so many tokens, as what
-    the mode says. `background`: capture between the steps of the first requests instead of before them.
-    `short_decodes`: (decodes, tokens), batches of so many decodes with contexts of up to so many tokens, as graphs of
-    their own.
+    `decode_sizes`: numbers of decodes with full graphs. `token_sizes`: token counts of other batches with graphs of the
+    mode. `background`: capture between the steps of the first requests instead of before them.
+    `short_decodes`: (decodes, tokens), numbers of decodes with contexts up to this many tokens, with separate graphs.
     """
 
     mode: GraphMode
@@ -277,7 +277,7 @@ class GraphConfig:
 
     @property
     def captures(self) -> bool:
-        """Whether there is anything to capture on CUDA."""
+        """Return whether there is anything to capture on CUDA."""
         return bool(self.decode_sizes or self.token_sizes)
 
 
@@ -313,7 +313,7 @@ def local_share(model: ModelConfig, num_ranks: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Everything. `reasons` maps a dotted field name to why it has its value, for those that were "auto".
+    """The whole configuration. `reasons` maps dotted names of chosen fields to the reason of their value.
 
     `tokenizer`: its folder, None for the model's own.
     """
@@ -336,7 +336,7 @@ class EngineConfig:
 
     @property
     def steps_in_flight(self) -> int:
-        """Most steps that are under way at a time: one for each stage, and one that is prepared meanwhile."""
+        """Most steps in flight: one for each stage, and one in preparation."""
         return self.parallel.num_stages + self.scheduler.async_scheduling
 
     @property
@@ -378,7 +378,7 @@ def flat_fields(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def encode_other(value: Any) -> str:
-    """For msgspec's enc_hook. Raises TypeError for what no message may hold."""
+    """msgspec's enc_hook. Raises TypeError for types that messages must not contain."""
     if isinstance(value, Path | torch.device):
         return str(value)
     if isinstance(value, torch.dtype):
@@ -387,7 +387,7 @@ def encode_other(value: Any) -> str:
 
 
 def decode_other(kind: type, value: Any) -> Any:
-    """For msgspec's dec_hook."""
+    """msgspec's dec_hook."""
     if kind is torch.dtype:
         return getattr(torch, value)
     if kind in (Path, torch.device):

@@ -260,7 +260,7 @@ class LLM:
 
 @bytecode_kept()
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
-    """PyTorch is imported here and not with this module, so that workers, or the GPU's context, are made meanwhile."""
+    """PyTorch is imported here and not with this module, so that workers or the GPU's context start in parallel."""
     workers = launch_early(keywords)
     try:
         if "torch" not in sys.modules:

@@ -50,8 +50,8 @@ def start_llm(
     if not options.skip_tokenizer_init:
         tokenizer_path = find_tokenizer_folder(config.tokenizer, model_path)
     default_sampling_params = read_default_sampling_params(model_path, options.generation_config)
-    read_eos_token_ids(model_path, None)  # what is wrong with them is said before work starts
-    # No text is there before the engine stands, so the tokenizer is loaded beside it.
+    read_eos_token_ids(model_path, None)  # errors are raised before work starts
+    # No text arrives before the engine is ready, so the tokenizer is loaded in parallel.
     tokenizer_start_s = timeline.now()
     loading = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
     core = start_cores(config, progress, options.logits_processors, timeline, workers)

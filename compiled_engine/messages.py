@@ -39,10 +39,10 @@ class EngineRequest:
     """API to core: a tokenised request. `priority`: lower is served first when the scheduler's policy is priority.
 
     `eos_token_ids` end generation unless sampling_params.ignore_eos. sampling_params.token_mask is None here, and
-    structured_outputs too: `grammar` is what became of them, as llguidance reads it. `prefix_root` is the hash of what
-    a prefix in the KV cache depends on besides its token ids: only requests with the same one share blocks.
+    structured_outputs too: `grammar` is their form for llguidance. `prefix_root` hashes everything besides token ids on
+    which a prefix in the KV cache depends: only requests with the same root share blocks.
 
-    One that another core has begun goes on: `output_token_ids` are the tokens that it has generated, and
+    Set when resuming a request from another replica: `output_token_ids` are the tokens generated so far, and
     `next_prompt_logprob` is the first position whose prompt log-probability has not been delivered.
     """
 
@@ -136,7 +136,7 @@ class EngineOutput(NamedTuple):
 class StepOutputs:
     """Core to API: what one step added to requests; iterates over an EngineOutput for each.
 
-    In columns are those that got their next tokens and nothing else but log-probabilities, which nearly all do:
+    In columns: requests that only got tokens and log-probabilities, which are nearly all:
     `request_ids`, `token_ids`, and `counts`, how many tokens each got; None if each got one. `logprobs` has a row for
     each token, to be ignored where none was asked for, and with more tokens than asked for where another one asks for
     more; None if no request asks.
@@ -152,7 +152,7 @@ class StepOutputs:
         return len(self.request_ids) + len(self.others)
 
     def rows(self) -> Iterator[tuple[str, slice]]:
-        """For each request in the columns its id, and which of the tokens are its own."""
+        """Yield each request's id in the columns, with the range of its tokens."""
         first, counts = 0, repeat(1) if self.counts is None else self.counts
         for request_id, count in zip(self.request_ids, counts, strict=False):
             yield request_id, slice(first, first + count)
@@ -257,10 +257,10 @@ class RunnerOutput:
 
     token_ids: of the requests that sample, in the order of the step; or why there is none (see sampled_tokens.py).
     counts: how many tokens each of those requests got; None if each got one.
-    logprobs: if any of them asks, as StepOutputs has them: a row for each token.
+    logprobs: if any of them needs them, as in StepOutputs: a row for each token.
 
-    Extras that few requests ask for are in a dict each, by request id:
-    many_logprobs: the rows of a request that asks for more than FEW_TOKENS (see sampling/logprobs.py).
+    Results that few requests need are in a dict each, by request id:
+    many_logprobs: the rows of a request with more than FEW_TOKENS (see sampling/logprobs.py).
     prompt_logprobs: (position of the first row, rows): the row for position p is the
         log-probability of prompt token p given those before it, so positions start at 1.
     """

@@ -75,7 +75,7 @@ class EngineOptions:
     max_model_len: int | None = declare(
         None, integer(most=1 << 24), "most tokens of prompt and output together", default_is="the model's own limit"
     )
-    # A grid of CUDA has room for as many requests.
+    # CUDA's largest grid dimension.
     max_num_seqs: int | None = declare(
         None, integer(most=65535), "most requests in a step", default_is="256 on CUDA, 64 on a CPU"
     )

@@ -24,7 +24,7 @@ JsonSchema = Mapping[str, Any]
 Default = TypeVar("Default")
 # Misspellings, a missing or an exchanged word stay above this; names that merely share letters fall below.
 SIMILARITY = 0.75
-# So many times longer than a known name, another one stays below it whatever its letters.
+# A name this many times longer than a known one can never be similar enough.
 TOO_LONG = 2 / SIMILARITY - 1
 
 
@@ -38,10 +38,10 @@ class Kind(NamedTuple):
 class Declaration(NamedTuple):
     """The declaration of a field.
 
-    text: the meaning in Markdown, which the help of the command line and the documents have; it begins with a small
-    letter, or with a value in backticks, and ends without a full stop. default_is: what a default such as None or
-    "auto" stands for. more: what the documents say besides, behind the bounds of a number. flag: how the command line
-    writes the option, if not by the rule; None if it has none.
+    text: the meaning in Markdown, for the command line's help and the documents; it begins with a small letter, or with
+    a value in backticks, and ends without a full stop. default_is: the meaning of a default such as None or "auto".
+    more: further text in the documents, after the bounds of a number. flag: the option's name on the command line, if
+    not by the rule; None if it has none.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Declaration(NamedTuple):
 
     @property
     def several(self) -> bool:
-        """Whether the value is a list."""
+        """Return whether the value is a list."""
         return self.schema.get("type") == "array"
 
 
@@ -167,7 +167,7 @@ def path(allowed: str = "the path of a folder", format: str = "path") -> Kind:
 
 
 def a_list(item: JsonSchema) -> Kind:
-    """A tuple, whose entries are checked elsewhere."""
+    """A tuple with entries checked elsewhere."""
     return Kind(require("a list", lambda value: isinstance(value, tuple)), {"type": "array", "items": item})
 
 
@@ -204,6 +204,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_name_message(what: str, name: str, known: Iterable[str]) -> str:
-    """Such as "SamplingParams has no field 'temprature'; did you mean 'temperature'?". `what`: all before the name."""
+    """An error message: "SamplingParams has no field 'temprature'; did you mean 'temperature'?". `what`: the text
+    before the name.
+    """
     near = nearest(name, known)
     return f"{what} {name!r}" + (f"; did you mean {near!r}?" if near is not None else "")

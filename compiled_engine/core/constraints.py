@@ -57,7 +57,7 @@ class GrammarQueue:
         self._num_waiting[compiled] += 1
 
     def remove(self, request_id: str) -> bool:
-        """Whether it waited. A compilation for it alone that has not begun is dropped."""
+        """Remove a request; return whether it waited. An unstarted compilation only for it is dropped."""
         if request_id not in self.waiting:
             return False
         gone = self._pop(request_id)

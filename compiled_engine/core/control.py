@@ -55,13 +55,13 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class ControlError(RuntimeError):
-    """A call was refused or has failed, as the text says. The engine goes on."""
+    """A call was refused or has failed, with the reason. The engine continues."""
 
 
 def apply(call: ControlCall, target: object, names: Collection[str]) -> Any:
-    """Call the target's method that the call names, one of `names`; return its result, which is plain data.
+    """Call the method of the target named by the call, one of `names`; return its result, which is plain data.
 
-    Raises ControlError if there is no such call or if the method raises; FatalError passes as it is.
+    Raises ControlError if the call is unknown or the method raises; FatalError is passed through.
     """
     if call.name not in names:
         raise ControlError(f"call is {call.name!r}; allowed: {', '.join(names)}")

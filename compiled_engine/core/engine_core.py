@@ -1,4 +1,4 @@
-"""The engine core: scheduler and runner. Requests in, token deltas out, all plain data; it knows no API object."""
+"""The engine core: scheduler and runner. Requests in, token deltas out, all plain data, no API objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CALLS = ("metrics", "reset_prefix_cache", "check_integrity")
 class EngineCore:
     """Not thread-safe: one caller adds, aborts and steps.
 
-    num_slots: tokens that the KV cache holds. clock: to be started by who measures; its laps are schedule, prepare,
+    num_slots: tokens that the KV cache holds. clock: started by benchmarks; its laps are schedule, prepare,
     launch, masks, wait and output. start_s: seconds that the start took.
 
     bell: None: no events arrive between steps.
@@ -70,8 +70,8 @@ class EngineCore:
         self._generated_tokens = 0
 
     def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
-        """Queue a request; `token_mask` says which of its tokens may come. One with a grammar is queued by the step
-        that finds it compiled, or ends with finish_reason "error" if it cannot be.
+        """Queue a request; `token_mask` restricts its tokens. A request with a grammar is queued by the first step
+        after compilation, or ends with finish_reason "error" if that fails.
 
         Raises ValueError if the request can never fit, if its id is in use, if its parameters hold a token mask, or if
         its grammar has no vocabulary.
@@ -105,18 +105,19 @@ class EngineCore:
         return self._scheduler.abort(request_id, stopped=stopped)
 
     def step(self) -> StepOutputs:
-        """Launch what can be launched, then take in the oldest step; its outputs.
+        """Launch as many steps as possible, then process the oldest one and return its outputs.
 
-        With async scheduling the device has the next step already while this one's result is taken in; each stage of a
-        pipeline has one besides. If requests of the newest one have a grammar or a token mask, these are told of their
-        tokens as soon as these are known, while the device still computes its logits. While their masks are made, these
-        outputs are the caller's and the next step is scheduled; then the sampling is launched, and after it that step.
+        With async scheduling the device already has the next step while this one's result is processed; each stage of a
+        pipeline has a further one. If requests of the newest step have a grammar or a token mask, their constraints get
+        new tokens as soon as these are known, while the device still computes the logits. While their masks are
+        computed, outputs are returned and the next step is scheduled; then the sampling is launched, and after it that
+        step.
 
         A step without a request left (all ended after its launch) may stay behind; a later call
         takes it in and has no outputs. A request whose grammar or token mask fails ends with finish_reason "error"; the
         others go on.
 
-        If a step fails, the requests that run are aborted and the error is raised; those that wait go on.
+        If a step fails, running requests are aborted and the error is raised; waiting requests continue.
         """
         failed = self._queue_compiled()
         try:
@@ -192,7 +193,7 @@ class EngineCore:
         self._scheduler.reset_prefix_cache()
 
     def can_step(self) -> bool:
-        """Whether a step has something to do."""
+        """Return whether a step has work to do."""
         return self.has_unfinished()
 
     def has_unfinished(self) -> bool:

@@ -1,4 +1,4 @@
-"""How the engine core reaches its runner or runners."""
+"""The engine core's interface to its runner or runners."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Executor(Protocol):
         ...
 
     def metrics(self) -> dict[str, Any]:
-        """The figures of the rank that knows what is sampled."""
+        """The metrics of the rank that samples."""
         ...
 
     def close(self) -> None: ...

@@ -142,9 +142,10 @@ class StepDraft:
 class StepInFlight:
     """The `output` sent to the runner, and the scheduler's data about it.
 
-    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample. constrained:
-    requests that sample and have a constraint. registered_blocks: by KV group, blocks in the prefix cache that are only
-    filled by this step or an earlier one. lane: of the step. bounds: see StepDraft.
+    requests: in the order of the step, ended ones too. `sampling`, `sampling_ids`: requests that sample.
+    constrained: requests that sample and have a constraint.
+    registered_blocks: by KV group, blocks in the prefix cache that are only filled by this step or an earlier one.
+    lane: of the step. bounds: see StepDraft.
     """
 
     output: SchedulerOutput

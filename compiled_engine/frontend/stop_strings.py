@@ -57,7 +57,7 @@ class StopStrings:
         # Search only the held-back text: more text cannot make a prefix of earlier text. So each place is passed once.
         for start in range(max(self._released, len(self._text) - self._longest + 1), len(self._text)):
             ending = self._text[start:]
-            place = bisect_right(self._stops, ending)  # sorted: of the longer ones that begin with it, the first
+            place = bisect_right(self._stops, ending)  # sorted: the first of the longer strings that begin with it
             if place < len(self._stops) and self._stops[place].startswith(ending):
                 return start
         return len(self._text)

@@ -1,7 +1,7 @@
 """The folder of the engine's own kernels: binaries in the compile cache, each beside its digest.
 
-A file without a digest, or with another one, is not loaded: it is reported and built again. That files are this user's,
-and that no other user can write to them, is a matter of their folder.
+A file without a digest, or with another one, is not loaded: it is reported and built again. The folder ensures that
+files belong to this user, and that no other user can write to them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLE = "TRITON_CACHE_DIR"
 MANAGER = {"TRITON_CACHE_MANAGER": "compiled_engine.kernels.checked_files:CheckedFiles"}
 FOLDER = "kernels"
 DIGEST_SUFFIX = ".sha256"
-# What is run, or says how. Triton keeps sources too, which are only looked at.
+# Files that are run or describe launches. Triton also keeps sources, which are only for reading.
 CHECKED_SUFFIXES = (".so", ".cubin", ".json")
 
 
@@ -55,12 +55,14 @@ def kernels_in(folder: Path | None) -> AbstractContextManager[None]:
 
 
 def kernel_variables(folder: Path | None) -> dict[str, str]:
-    """The environment of a process whose Triton reads and writes the folder; empty without one."""
+    """Environment variables that make Triton use the folder; empty without one."""
     return {} if folder is None else {VARIABLE: str(folder), **MANAGER}
 
 
 def is_checked(name: str) -> bool:
-    """Whether a file has a digest. Triton's lists of files (__grp__) name other files, and are of no use if damaged."""
+    """Return whether a file has a digest. Triton's lists of files (__grp__) name other files, and are useless if
+    damaged.
+    """
     return name.endswith(CHECKED_SUFFIXES) and not name.startswith("__grp__")
 
 
@@ -72,7 +74,7 @@ def keep_digest(path: Path, content: bytes) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a file is as it was when its digest was kept; it is reported if not."""
+    """Return whether a file matches its digest; report it if not."""
     if _is_whole(path):
         return True
     log.warning("%s is damaged, or has no digest; it is built again", path)

@@ -1,4 +1,4 @@
-"""Triton's cache of compiled kernels, whose binaries are checked against their digests before they are loaded."""
+"""Triton's cache of compiled kernels, with binaries checked against their digests before loading."""
 
 from __future__ import annotations
 

@@ -58,11 +58,10 @@ def _digest(device: torch.device) -> None:
 
 
 class KernelWorkers:
-    """A context whose end ends the processes.
+    """Processes that compile kernels, ended with this context.
 
-    count: how many, perhaps none; folder: where Triton keeps binaries (None: in its own place); modules: what they
-    import at once, so that a kernel's own module finds it imported. Nothing here raises: what no worker compiles, its
-    caller does.
+    count: number of processes, possibly 0; folder: of Triton's binaries (None: Triton's default); modules: imported at
+    once, before a kernel's own module needs them. Nothing here raises: the caller compiles what no worker does.
     """
 
     def __init__(self, count: int, folder: Path | None, modules: Sequence[str] = ()):
@@ -83,7 +82,7 @@ class KernelWorkers:
             self._pool.begin({"modules": self._modules})
 
     def aim(self, target: Any) -> None:
-        """Say for which GPU they compile what is asked for from now on. target: a triton GPUTarget."""
+        """Set the GPU for which kernels are compiled from now on. target: a triton GPUTarget."""
         self._target = [target.backend, target.arch, target.warp_size]
 
     def compile(self, module: str, name: str, specialization: str) -> bool:
@@ -97,7 +96,7 @@ class KernelWorkers:
         return answer is not None and "error" not in answer
 
     def close(self) -> None:
-        """End them; what is still asked for is not worth compiling then."""
+        """End the processes; pending compilations are dropped."""
         self.closed = True
         if self._pool is not None:
             self._pool.close()
@@ -113,8 +112,8 @@ class KernelWorkers:
 
 @contextmanager
 def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCollector]:
-    """Within this context a launch of one of the engine's kernels launches nothing. If it is not compiled so far,
-    `workers` are asked to, and one of `threads` waits for that.
+    """Within this context launches of the engine's kernels launch nothing. A kernel that is not compiled yet is
+    compiled by `workers`, and one of `threads` waits for that.
 
     What such a launch would have written is not there, so a kernel that is compiled already would read it. Launches of
     other threads wait for a worker, and are made; those of other kernels do not change. One engine at
@@ -134,7 +133,7 @@ def compiled_by(workers: KernelWorkers, threads: Executor) -> Iterator[KernelCol
 
 
 class KernelCollector:
-    """The kernels that the thread which makes it has asked for: Triton's hook, in place of `before`."""
+    """The kernels launched by the creating thread: Triton's hook, replacing `before`."""
 
     def __init__(self, workers: KernelWorkers, threads: Executor, before: Callable[..., bool | None] | None):
         self._workers, self._threads, self._before = workers, threads, before
@@ -144,7 +143,7 @@ class KernelCollector:
         self._compiling: list[tuple[Any, str, Future[bool]]] = []
 
     def launched(self, part: Callable[[], Any]) -> Future[Any]:
-        """Have one of the threads run a part whose launches are made. It ends where the start has failed meanwhile."""
+        """Run a part with real launches in one of the threads. It ends if the start has failed."""
 
         def run() -> None:
             self._own.add(threading.get_ident())
@@ -153,7 +152,7 @@ class KernelCollector:
         return self._threads.submit(run)
 
     def leaves_out_launches(self) -> bool:
-        """Whether those of the thread that asks are left out."""
+        """Return whether launches of the calling thread are skipped."""
         return threading.get_ident() == self._caller
 
     def __call__(
@@ -180,7 +179,7 @@ class KernelCollector:
         return self._before(**everything) if self._before is not None else None
 
     def load(self) -> list[Future[Any]]:
-        """Have what was asked for loaded, and compiled where no worker did, unless they are closed."""
+        """Load the collected kernels, and compile those that no worker has compiled, unless the workers are closed."""
         return [self._threads.submit(self._load, *kernel) for kernel in self._compiling]
 
     def _load(self, jit_function: Any, specialization: str, compiling: Future[bool]) -> Any:

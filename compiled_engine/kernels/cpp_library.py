@@ -34,7 +34,7 @@ recorder: ContextVar[CallRecorder | None] = ContextVar("recorder", default=None)
 
 
 class CannotCompile(RuntimeError):
-    """There is no C++ compiler, or it refused; the message says which."""
+    """There is no C++ compiler, or it failed; the message has the reason."""
 
 
 @cache
@@ -79,7 +79,7 @@ def _processor() -> str:
 
 
 class CallRecorder(Protocol):
-    """Is told of each call before it is made."""
+    """Called before each call of a kernel."""
 
     def add_call(self, function: CppFunction, arguments: tuple[Any, ...]) -> None: ...
 

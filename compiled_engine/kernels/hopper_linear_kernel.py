@@ -1,11 +1,11 @@
 """Gluon kernel of a linear for up to 128 tokens on Hopper: one warp copies, groups of four warps compute.
 
-Rows of the weight stand on the left of the tensor cores' products, where 64 at a time must be, and tokens on the right.
-The weight's first tiles are under way before the kernel waits for earlier ones (programmatic dependent launch). With
-GATED eight rows of gate are followed by their eight of up, so that one thread holds both.
+Rows of the weight are the left operand of the tensor cores' products, in blocks of 64, tokens the right one. The
+weight's first tiles are loaded before the kernel waits for earlier ones (programmatic dependent launch). With GATED
+eight rows of gate are followed by their eight of up, so that one thread holds both.
 
-So that few rows reach every multiprocessor, the 64 can be fewer rows in PARTS of K, one below the other, and the parts
-of the tokens side by side: of the product the blocks on the diagonal are summed, the others are of no use.
+So that few rows use every multiprocessor, the 64 can be fewer rows in PARTS of K, stacked, with the parts of the tokens
+side by side: the diagonal blocks of the product are summed, the others are discarded.
 
 Weights and tokens pass through a ring of stages in shared memory, which the copying warp fills.
 """

@@ -68,7 +68,7 @@ class Stages(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """How many there are."""
+    """The number of tiles."""
 
     of_tokens: Any
     of_rows: Any
@@ -81,7 +81,7 @@ def form_of(k: int, *numbers: Any) -> Form:
 
 @gluon.jit
 def tile_at(number, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Its tokens and its rows. Some token tiles go together over all rows, so that the L2 cache keeps them."""
+    """A tile's tokens and rows. Groups of token tiles run over all rows together, so that they stay in the L2 cache."""
     many = FORM.together * tiles.of_rows
     first = number // many * FORM.together
     size = gl.minimum(tiles.of_tokens - first, FORM.together)
@@ -148,7 +148,7 @@ def copy(descs, stages, tiles, FORM: gl.constexpr):  # type: ignore[no-untyped-d
 
 # Registers of a thread that copies.
 COPYING_REGISTERS = gl.constexpr(PRODUCT_COPYING)
-# Most tokens of a part whose results have a place of their own in shared memory.
+# Most tokens of a part with a separate place for results in shared memory.
 SMALL = gl.constexpr(32)
 
 
@@ -163,7 +163,7 @@ class Places(NamedTuple):
 
 @gluon.constexpr_function
 def chunk_of(rows: int, is_gated: bool) -> int:
-    """Most tokens whose results pass through shared memory at once."""
+    """Most tokens with results in shared memory at once."""
     return 64 if rows == 128 and not is_gated else 128
 
 

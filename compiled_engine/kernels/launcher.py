@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from compiled_engine.kernels.compile_ahead import KernelCollector
 
-# Of each, tests/test_launcher.py has shown that what follows here reaches the driver as Triton's own launches do.
+# Versions for which tests/test_launcher.py has verified that launches reach the driver as Triton's own do.
 TRITON_VERSIONS = ("3.6", "3.7", "3.8", "3.9")
 POINTER_SUFFIX = "_ptr"
 # Options that a launch may have; one with others is Triton's.
@@ -31,7 +31,7 @@ def quick_launches(kernel: Any) -> Any:
 
 
 class Launcher:
-    """kernel[grid](*arguments, **options) like a JIT function, whose attributes this has as well.
+    """Launch kernel[grid](*arguments, **options) like a JIT function, with the same attributes.
 
     The first launch of each specialization is Triton's, which compiles the kernel or finds it; later ones call the
     compiled kernel on the current stream. A specialization follows from the device, from dtypes and alignment of
@@ -63,7 +63,7 @@ def _launch_function(jit_function: Any) -> Callable[..., None]:
     import triton.experimental.gluon
     from triton.backends.compiler import BaseBackend
     from triton.runtime import driver
-    from triton.runtime.jit import native_specialize_impl  # no other version is known to have it
+    from triton.runtime.jit import native_specialize_impl  # only verified versions have it
 
     knobs = triton.knobs.runtime
     defaults = {f"_default_{p.name}": p.default for p in jit_function.params if p.has_default}

@@ -1,6 +1,6 @@
 """Keywords of other engines' `LLM`, as data: those of vLLM (its LLM and EngineArgs) and of nano-vllm.
 
-Each has a row that says what becomes of it; `translate` reads the rows.
+Each has a row with its effect, read by `translate`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Honoured:
-    """The keyword has a meaning here. means: which one, as the documentation says it.
+    """A keyword with a meaning here. means: its description in the documents.
 
     option: of this engine, which takes the value. values: those that have another name here, by their names in small
     letters; others are taken as they are. nothing: values that ask for nothing.
@@ -48,7 +48,7 @@ class WithoutEffect:
 
 @dataclass(frozen=True)
 class Nested:
-    """A dict with keys of its own. scalar: the key that an integer or a string stands for, if it may be one."""
+    """A dict with further keys. scalar: the key of a plain integer or string value, if allowed."""
 
     rows: Mapping[str, Row]
     scalar: str | None = None
@@ -119,7 +119,7 @@ COMPILATION_KEYWORDS: Rows = {
     ),
     **LARGEST_CAPTURE,
 }
-# What says nothing when enforce_eager says that nothing is compiled.
+# Keywords without effect if enforce_eager disables compilation.
 ABOUT_COMPILATION = frozenset(COMPILATION_KEYWORDS) - {"enforce_eager"}
 
 ATTENTION_BACKEND = Honoured(
@@ -213,7 +213,7 @@ HONOURED: Rows = {
     **COMPILATION_KEYWORDS,
 }
 
-# What the engine cannot do, with the values that do not ask for it.
+# Unsupported features, with the values that do not use them.
 NOT_SUPPORTED: Rows = {
     **only(
         "this way to use several GPUs",
@@ -309,7 +309,7 @@ NOT_SUPPORTED: Rows = {
     **only("input and output plugins", "change prompts and outputs in your script", io_processor_plugin=()),
 }
 
-# What changes nothing here, by the reason why.
+# Keywords without effect, by reason.
 WITHOUT_EFFECT: Rows = {
     "enable_chunked_prefill": WithoutEffect("prompts are computed in chunks where others run", anyway=(True,))
 } | without_effect(

@@ -1,4 +1,4 @@
-"""What vLLM's `LLM` and its methods take and this one does not, with what to do instead."""
+"""Methods and arguments of vLLM's `LLM` that this engine does not have, with alternatives."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MISSING = {
 
 _AS_PROMPTS = "give token ids as prompts: a list of them, or {'prompt_token_ids': ids}"
 
-# Arguments of generate and chat; None asks for nothing.
+# Arguments of generate and chat; None has no effect.
 ARGUMENTS = {
     "prompt_token_ids": _AS_PROMPTS,
     "input_ids": _AS_PROMPTS,

@@ -1,4 +1,4 @@
-"""From the keywords that a caller gave, this engine's and other engines', to this engine's options alone."""
+"""Translate a caller's keywords, this engine's and other engines', to this engine's options."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 
 
 class Wanted(NamedTuple):
-    """An option's value, and the keyword that asks for it."""
+    """An option's value, and the keyword that gave it."""
 
     keyword: str
     option: str
@@ -48,7 +48,7 @@ class Ignored(NamedTuple):
 
 
 def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
-    """The options that the keywords of `LLM` stand for, those of other engines included (see `translate`)."""
+    """Translate the keywords of `LLM`, including those of other engines, to options (see `translate`)."""
     device = str(keywords.get("device", "auto"))
     on_gpu = (device == "auto" or device.startswith("cuda")) and torch.cuda.is_available()
     values: dict[str, Any] = {
@@ -59,13 +59,13 @@ def make_options(keywords: Mapping[str, Any]) -> EngineOptions:
 
 
 def translate(keywords: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """The options of `EngineOptions` that the keywords stand for. In another engine's keyword None says nothing.
+    """Translate keywords to options of `EngineOptions`. None has no effect for another engine's keyword.
 
-    on_gpu: whether there can be CUDA graphs; without them, what asks for them has no effect. Neither have sizes of
+    on_gpu: whether there can be CUDA graphs; without them, keywords about them have no effect, nor have sizes of
     batches that the graph mode does not capture.
 
-    Warns once, naming every keyword without effect. Raises TypeError for a keyword that is in no table, and
-    ValueError for a value that asks for what the engine cannot do, or that contradicts another keyword.
+    Warns once, naming every keyword without effect. Raises TypeError for an unknown keyword, and ValueError for a value
+    that needs an unsupported feature, or contradicts another keyword.
     """
     wanted: dict[str, Wanted] = {}
     ignored: dict[Ignored, None] = {}
@@ -125,7 +125,7 @@ def _read_all(keywords: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
 
 
 def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator[Wanted | Ignored]:
-    """What one keyword asks for. given: all keywords, for rows that depend on others."""
+    """Translate one keyword. given: all keywords, for rows that depend on others."""
     if value is None:
         return
     match row:
@@ -154,7 +154,7 @@ def _read(name: str, value: Any, row: Row, given: Mapping[str, Any]) -> Iterator
 
 
 def _honour(value: Any, row: Honoured, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The options that a value stands for. Raises ValueError saying what is wrong with it and what is allowed."""
+    """Translate a value to options. Raises ValueError with the value and what is allowed."""
     if row.choices is not None:
         return _choose(value, row.choices)
     if row.option is not None:
@@ -215,12 +215,12 @@ READERS: Mapping[str, Callable[[Any, Mapping[str, Any]], Mapping[str, Any]]] = {
 
 
 def _name(value: Any) -> str:
-    """Of a member of an enumeration or a dtype its name, else the text."""
+    """The name of an enumeration's member or dtype, otherwise the value's text."""
     return str(getattr(value, "name", value)).removeprefix("torch.")
 
 
 def _is_one_of(given: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value equals one of these, where True is not 1."""
+    """Return whether a value equals one of these; True does not equal 1."""
     return any(isinstance(given, bool) == isinstance(value, bool) and bool(given == value) for value in values)
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from compiled_engine.parallel.gpu_groups import NcclGroup
 
 log = logging.getLogger("compiled_engine")
-# Rows whose logits are there at once where nothing else says: a chunk of a prompt's.
+# Default number of rows with logits at once: a chunk of a prompt.
 _LOGITS_ROWS = 256
 
 
@@ -62,7 +62,7 @@ class RankLayout:
         return RankPlace(data, stage, share)
 
     def name(self, rank: int) -> str:
-        """For people: rank 1 of 4, with what tells it from the others."""
+        """A readable description: rank 1 of 4, with stage and replica."""
         place = self.place(rank)
         parts = (("replica", place.data, self.data), ("stage", place.stage, self.pipeline))
         told = [f"{what} {index} of {count}" for what, index, count in parts if count > 1]
@@ -76,17 +76,17 @@ def join_ranks(device: str, rank: int, size: int, folder: Path) -> None:
     """
     on_gpu = device == "cuda" and torch.cuda.is_available()
     if on_gpu:
-        with suppress(RuntimeError):  # what is wrong with it is said once there is something to compute
+        with suppress(RuntimeError):  # errors are raised at the first computation
             torch.zeros(1, device="cuda:0")
     if size > 1:
         join("cpu:gloo,cuda:nccl" if on_gpu and dist.is_nccl_available() else "gloo", rank, size, folder)
 
 
 def connect(config: EngineConfig, rank: int) -> tuple[Group, StageLink | None]:
-    """Connect those who have joined; waits for them.
+    """Wait for the joined ranks and connect them.
 
-    Returns the ranks that have a share of the same layers, and the way to other stages where there are any. On GPUs
-    that cannot reach each other's memory, for float16, and where it is asked for, the collectives are NCCL's.
+    Returns the group of ranks with the same layers, and the link to other stages, if any. The collectives are NCCL's on
+    GPUs that cannot reach each other's memory, for float16, and on request.
     """
     parallel, on_gpu = config.parallel, config.device.type == "cuda"
     layout = RankLayout(parallel.tensor_parallel_size, parallel.num_stages)

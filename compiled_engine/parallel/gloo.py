@@ -12,7 +12,7 @@ from compiled_engine.parallel.group import PushBuffer
 
 
 def rows_of(rank: int, size: int, num_rows: int) -> slice:
-    """As many rows for each of `size` ranks, one after another; fewer, or none, for the last ones."""
+    """Equal contiguous ranges for each of `size` ranks; fewer rows, or none, for the last ones."""
     share = rows_a_rank(size, num_rows)
     return slice(min(rank * share, num_rows), min((rank + 1) * share, num_rows))
 

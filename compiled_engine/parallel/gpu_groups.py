@@ -14,11 +14,11 @@ import torch.distributed._symmetric_memory as symm_mem
 from compiled_engine.parallel.gloo import least, leave, padded, rows_a_rank, rows_of
 from compiled_engine.parallel.group import PushBuffer, buffer_bytes, num_slots_for, num_tagged_slots
 
-# From so many bytes on two exchanges of less are faster than one, by the number of ranks (up to it).
+# Bytes from which on two smaller exchanges are faster than one, by the largest number of ranks.
 ONE_SHOT_BYTES = {2: 512 << 10, 4: 128 << 10, 8: 64 << 10}
 # Larger tensors go through the workspace in parts.
 MOST_WORKSPACE_BYTES = 256 << 20
-# What PyTorch's kernels add up.
+# Dtypes that PyTorch's kernels sum.
 SUMMED_DTYPES = (torch.bfloat16, torch.float32)
 _BARRIERS = 0, 1  # channels: before the others' memory is read, and after
 

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 
 FLAG_BYTES = 4
-# The data begin at a multiple of so many bytes.
+# Alignment of the data in bytes.
 _ALIGNMENT = 1024
 ROW_ALIGNMENT = 16
 # Rows of a batch that all ranks together write: more are summed faster in two steps. Two ranks send as much either way.
@@ -57,7 +57,7 @@ class PushBuffer:
         return data_offset(self.num_slots, self.num_ranks)
 
     def takes(self, x_TD: torch.Tensor) -> bool:
-        """Whether its rows fit, and are aligned as the kernels have it."""
+        """Return whether the rows fit, and are aligned as the kernels need."""
         is_row = x_TD.shape[1] * x_TD.element_size() == self.row_bytes
         return is_row and x_TD.shape[0] <= self.num_slots and self.row_bytes % ROW_ALIGNMENT == 0
 
@@ -71,7 +71,7 @@ class PushBuffer:
         return tagged_offset(self.num_slots, self.num_ranks, self.row_bytes)
 
     def tags(self, x_TD: torch.Tensor) -> bool:
-        """Whether rows that it takes are few enough to be tagged, and of bfloat16, of which a word holds two."""
+        """Return whether the rows are few enough to be tagged, and in bfloat16, of which a word holds two."""
         return x_TD.dtype == torch.bfloat16 and x_TD.shape[0] <= self.num_tagged_slots
 
     def alone(self) -> PushBuffer:
@@ -131,7 +131,7 @@ class Group(Protocol):
         ...
 
     def reduce_scatter(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of the sum over all ranks."""
+        """Return this rank's rows of the sum over all ranks."""
         ...
 
     def gather_rows(self, own_SD: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -46,7 +46,7 @@ def raise_flag(
     num_ranks: tl.tensor,
     epoch: tl.tensor,
 ) -> None:
-    """This rank's for the slot, in a peer's memory. A barrier comes before: all threads have written their rows."""
+    """Raise this rank's flag of the slot in a peer's memory, after a barrier: all threads have written their rows."""
     flags_ptr = tl.load(addresses_ptr + peer).to(tl.pointer_type(tl.int32))
     tl.atomic_xchg(flags_ptr + slot * num_ranks + rank, epoch, sem="release", scope="sys")
 
@@ -61,7 +61,7 @@ def await_flag(
         pass
 
 
-# What x, residual, weight and results are read as: two elements.
+# The type in which x, residual, weight and results are accessed: two elements.
 WORD = torch.int32
 
 
@@ -147,7 +147,7 @@ def _rounded(values_W: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _word(even_W: tl.tensor, odd_W: tl.tensor) -> tl.tensor:
-    """Of two elements, each rounded to bfloat16."""
+    """A word of two elements, each rounded to bfloat16."""
     even_W = even_W.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
     return even_W | (odd_W.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
 

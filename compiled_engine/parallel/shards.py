@@ -35,9 +35,9 @@ class Place(NamedTuple):
 class Shard:
     """A parameter of shape `whole` is cut along `dim`; None: every rank has all of it.
 
-    sections: what stands side by side along `dim`, each cut by itself; one but for packed parameters. Where there are
-    fewer parts than ranks, neighbouring ranks have the same one. first_only: ranks but the first have zeros instead,
-    because the sum over ranks must count it once: the bias of a linear whose input is divided.
+    sections: adjacent parts along `dim`, each cut separately; one unless the parameter is packed. With fewer parts than
+    ranks, neighbouring ranks have the same one. first_only: ranks other than the first have zeros, because the sum over
+    ranks must count it once: the bias of a linear with a divided input.
     """
 
     whole: tuple[int, ...]
@@ -47,7 +47,7 @@ class Shard:
 
     @property
     def divides_input(self) -> bool:
-        """Whether a product with it gives each rank a part of a sum."""
+        """Return whether a product with it gives each rank a part of a sum."""
         return self.dim is not None and self.dim > 0 and self.dim == len(self.whole) - 1
 
     def places(self, rank: int, num_ranks: int) -> list[Place]:
@@ -71,9 +71,9 @@ class Shard:
 
 
 def compare_shapes(whole: nn.Module, local: nn.Module) -> dict[str, Shard]:
-    """By parameter name, tied ones under each of theirs.
+    """Shards by parameter name, tied ones under each name.
 
-    A module with an attribute `packed`, parameter -> sizes, says what stands side by side in it. Raises ValueError for
+    A module's attribute `packed`, parameter -> sizes, gives the sections of its parameters. Raises ValueError for
     a parameter that would be cut in more than one direction.
     """
     packed, packed_here = _packed(whole), _packed(local)
@@ -115,8 +115,9 @@ def _packed(model: nn.Module) -> dict[str, Sequence[int]]:
 
 
 def add_collectives(model: nn.Module, shards: Mapping[str, Shard]) -> None:
-    """Sum the ranks' parts after each linear whose input is divided, after experts, whose second products' are, and
-    after each embedding whose vocabulary is divided."""
+    """Sum the ranks' parts after each linear with a divided input, after experts, and after each embedding with a
+    divided vocabulary.
+    """
     for path, module in model.named_modules():
         own = {name: shards.get(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
         if any(shard is not None and shard.divides_input for shard in own.values()):

@@ -1,8 +1,8 @@
 """The stages of a pipeline: how a model's layers are divided into them, and how they send on what they computed.
 
-A stage ends after the attention of its last layer: there the compiled model is cut anyway, so stages consist of the
-same compiled pieces as the whole. What follows that attention (its output's linear, the MLP) begins the next stage. The
-embedding is in the first stage, the last norm and the logits in the last.
+A stage ends after the attention of its last layer: there the compiled model is split anyway, so stages consist of the
+same compiled pieces as the whole. The rest of the layer (output projection, MLP) begins the next stage. The embedding
+is in the first stage, the last norm and the logits in the last.
 
 Values go from device to device: by NCCL between GPUs, by gloo elsewhere. What a stage sends goes to the rank of the
 next one that has the same share of the layers. The last stage sends sampled tokens to the first. Both directions have
@@ -34,7 +34,7 @@ from compiled_engine.parallel.gloo import TIMEOUT
 
 @dataclass(frozen=True)
 class Stage:
-    """layers: whose attention and KV cache it has. index: from 0 to count - 1."""
+    """layers: with attention and KV cache in this stage. index: from 0 to count - 1."""
 
     layers: range
     index: int = 0
@@ -151,8 +151,9 @@ class _Watch(TorchDispatchMode):
 
 
 class StageLink:
-    """On a GPU everything is launched, and the host waits for nothing. rank, tensor: this rank's number, and how many
-    share each layer."""
+    """On a GPU transfers are only launched; the host does not wait. rank, tensor: this rank's number, and the
+    tensor-parallel size.
+    """
 
     def __init__(self, stage: Stage, rank: int, tensor: int, device: torch.device):
         """Every rank makes one at the same time; waits for the neighbours."""

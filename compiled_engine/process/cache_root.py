@@ -21,7 +21,7 @@ def private_folder(root: Path, name: str, uid: int | None = None) -> Path:
     """The folder `name` below a root, both made if they are not there. `uid`: whose it must be; None for this process's
     user.
 
-    Raises OSError, which says why, where it cannot be made or others could change it.
+    Raises OSError with the reason if it cannot be created or others could change it.
     """
     uid = os.geteuid() if uid is None else uid
     root.mkdir(mode=0o700, parents=True, exist_ok=True)

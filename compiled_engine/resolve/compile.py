@@ -1,4 +1,4 @@
-"""Turn what a user asked of the compiler into its configuration, or into an error that says what is allowed."""
+"""Resolve the compiler's options into its configuration, or raise an error with the allowed values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMPILE_OPTIONS = (
     "compile_workers",
     "cache_dir",
 )
-# That `sequence_parallel` needs: its own, and others that may be disabled.
+# Passes that `sequence_parallel` needs: its own, and others that may be disabled.
 SEQUENCE_PARALLEL_PASSES = (SequenceParallel.name, *sorted({*SequenceParallel.requires} - {TensorParallel.name}))
 # Where the compile range for small batches ends by default, in tokens.
 DEFAULT_RANGE_END = 64
@@ -89,7 +89,7 @@ def resolve_compile(
 
 
 def _check_sequence_parallel(wanted: tuple[str, ...], disabled: tuple[str, ...]) -> None:
-    """Raises ValueError where an option asks for sequence parallelism and another one takes a pass for it away."""
+    """Raises ValueError if sequence parallelism is enabled and one of its passes is disabled."""
     for name in SEQUENCE_PARALLEL_PASSES:
         if name in disabled:
             raise ValueError(f"disable_passes has {name!r}, but sequence_parallel is True; allowed: others")

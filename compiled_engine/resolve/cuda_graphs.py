@@ -1,4 +1,4 @@
-"""Turn what a user asked of graphs into their mode and sizes, or into an error that says what is allowed."""
+"""Resolve the graphs' options into mode and sizes, or raise an error with the allowed values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiled_engine.config import CompileConfig, GraphConfig, GraphMode, ModelC
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes import small_batch_linear_cpu
 
-# Modes whose graphs hold eager code alone, or may do so.
+# Modes whose graphs contain, or may contain, only eager code.
 EAGER_GRAPH_MODES = (GraphMode.NONE, GraphMode.FULL, GraphMode.FULL_DECODE_ONLY, GraphMode.BREAKABLE)
 CAPTURE_OPTIONS = ("capture_sizes", "capture_token_sizes", "background_capture")
 # The most tokens of a mixed batch that are captured around attention: beyond, the device has work for longer than
@@ -110,7 +110,7 @@ def _obstacle(
     recording_obstacle: str | None,
     device: torch.device,
 ) -> str | None:
-    """Why there can be no such graphs, or None."""
+    """The reason why the mode is impossible, or None."""
     if mode is GraphMode.NONE:
         return "but mode is 'graphed'" if options.mode == "graphed" else None
     if mode is GraphMode.RECORDED:

@@ -1,6 +1,6 @@
-"""Turn what a user asked for into the frozen configuration, with the reason for everything that was chosen.
+"""Resolve options into the frozen configuration, with the reason for every chosen value.
 
-A request that cannot be honoured is an error that says why; nothing is changed silently, here or later.
+An option that cannot be honoured is an error with the reason; nothing is changed silently, here or later.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def resolve(options: EngineOptions, progress: Progress | None = None) -> EngineC
 
 
 def warn_if_eager(options: EngineOptions, config: EngineConfig) -> None:
-    """Log it if nothing can be compiled here, unless that was asked for."""
+    """Log a warning if nothing can be compiled here, unless eager was requested."""
     if options.mode == "auto" and (obstacle := compiler_obstacle(config.device)) is not None:
         log.warning("mode is eager, which is slower: %s", obstacle)
 

@@ -1,4 +1,4 @@
-"""Turn what a user asked of several devices into its configuration, or into an error, before any process starts."""
+"""Resolve the options of several devices into their configuration, or raise an error, before any process starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.parallel.stages import divide_layers, parameter_places, stages_of
 
-# Whose shares are known to add up to the whole: the textbook's, and of transformers' code.
+# Model types verified with divided parameters: the textbook's, and of transformers' code.
 DIVISIBLE = (
     "Gemma2ForCausalLM",
     "Gemma3ForCausalLM",
@@ -168,7 +168,7 @@ def _check_processors(options: EngineOptions) -> None:
 def _check_devices(
     options: EngineOptions, device: torch.device, executor: str, sizes: dict[str, int], replicas: int
 ) -> None:
-    """sizes: by option, those that a replica's devices are the product of."""
+    """sizes: by option, factors of a replica's number of devices."""
     share, given = math.prod(sizes.values()), _more_than_one(sizes)
     if not torch.distributed.is_available():
         given = given or f"distributed_executor is {executor!r}"
@@ -182,7 +182,7 @@ def _check_devices(
         )
     visible = torch.cuda.device_count()
     if executor == "ray":
-        visible = share * replicas  # what the cluster has, it says itself
+        visible = share * replicas  # the cluster reports its own devices
     if share > visible:
         together = "" if share in sizes.values() else f", which takes {share} GPUs"
         raise ValueError(f"{given}{together}, but {visible} GPUs are visible; allowed: at most {visible}")

@@ -114,7 +114,7 @@ class Sampler:
     ) -> None:
         self._rows, self._device, self._num_rows = rows, rows.device, rows.num_rows
         self.vocabulary = VocabularySlice.of(vocab_size, group)
-        self.num_exchanges = 0  # with the other ranks that were begun, but for those in graphs
+        self.num_exchanges = 0  # exchanges begun with the other ranks, except in graphs
         self._operations = sampling_operations(rows.triton)
         max_num_rows = rows.num_rows
 

@@ -45,7 +45,7 @@ def num_words(vocab_size: int) -> int:
 
 def ask(token_mask: TokenMask, output_token_ids: Sequence[int], vocab_size: int) -> np.ndarray:
     """The mask as int32 [num_words], a copy. Raises ValueError if it is none, or allows nothing."""
-    import numpy as np  # where a mask is asked, it is there
+    import numpy as np  # always available when a mask is computed
 
     name = f"{type(token_mask).__qualname__}.allowed"
     where = f"after {len(output_token_ids)} output tokens"
