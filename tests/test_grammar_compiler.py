@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -19,6 +19,7 @@ from compiled_engine.grammars.fill import fill_masks
 from compiled_engine.grammars.large_stack import on_large_stack
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import EngineRequest, GrammarVocabulary
+from compiled_engine.process.smallest_first import SmallestFirst
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import MaskConstraint, num_words
@@ -111,6 +112,16 @@ def request(request_id: str, grammar: str | None) -> EngineRequest:
     return EngineRequest(request_id, (1, 2), SamplingParams(), grammar=grammar)
 
 
+def occupy(threads: SmallestFirst, free: threading.Event) -> list[Future[bool]]:
+    """Work in each thread, until it is free."""
+    found = []
+    for size in (1 << 30, 0):
+        found.append(threads.submit(size, lambda: free.wait(60)))
+        while not found[-1].running():
+            time.sleep(0.001)
+    return found
+
+
 class TestQueue:
     def test_a_vocabulary_has_to_come_first(self) -> None:
         with pytest.raises(ValueError, match="the grammar of request 'a' needs a vocabulary"):
@@ -143,7 +154,7 @@ class TestQueue:
         assert compiler is not None
         compiler._vocabulary.result()
         free = threading.Event()
-        busy = [compiler._threads.submit(free.wait) for _ in range(compiler._threads._max_workers)]
+        busy = occupy(compiler._threads, free)
         for index, text in enumerate(["gone", "shared", "shared"]):
             queue.add(request(str(index), choice(text)))
         assert queue.remove("0")
@@ -161,9 +172,8 @@ class TestQueue:
         queue = GrammarQueue()
         queue.set_vocabulary(vocabulary)
         assert queue._compiler is not None
-        threads = queue._compiler._threads
-        for _ in range(threads._max_workers + 1):
-            threads.submit(time.sleep, 0.5)
+        free = threading.Event()
+        occupy(queue._compiler._threads, free)
         queue.add(request("a", choice("a")))
         time.sleep(0.06)
         ready, (failed,) = queue.take()
@@ -172,4 +182,5 @@ class TestQueue:
             "structured_outputs: the grammar takes more than 0.05 s to compile",
         )
         assert not queue
+        free.set()
         queue.close()
