@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from busy_threads import busy
 from token_masks import ByLastToken
 
 from compiled_engine.core import grammar_queue
@@ -19,7 +20,6 @@ from compiled_engine.grammars.fill import fill_masks
 from compiled_engine.grammars.large_stack import on_large_stack
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.messages import EngineRequest, GrammarVocabulary
-from compiled_engine.process.smallest_first import SmallestFirst
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.sampling.token_mask import MaskConstraint, num_words
@@ -112,16 +112,6 @@ def request(request_id: str, grammar: str | None) -> EngineRequest:
     return EngineRequest(request_id, (1, 2), SamplingParams(), grammar=grammar)
 
 
-def occupy(threads: SmallestFirst, free: threading.Event) -> list[Future[bool]]:
-    """Work in each thread, until it is free."""
-    found = []
-    for size in (1 << 30, 0):
-        found.append(threads.submit(size, lambda: free.wait(60)))
-        while not found[-1].running():
-            time.sleep(0.001)
-    return found
-
-
 class TestQueue:
     def test_a_vocabulary_has_to_come_first(self) -> None:
         with pytest.raises(ValueError, match="the grammar of request 'a' needs a vocabulary"):
@@ -153,15 +143,11 @@ class TestQueue:
         compiler = queue._compiler
         assert compiler is not None
         compiler._vocabulary.result()
-        free = threading.Event()
-        busy = occupy(compiler._threads, free)
-        for index, text in enumerate(["gone", "shared", "shared"]):
-            queue.add(request(str(index), choice(text)))
-        assert queue.remove("0")
-        assert queue.remove("1")
-        free.set()
-        for each in busy:
-            each.result()
+        with busy(compiler._threads):
+            for index, text in enumerate(["gone", "shared", "shared"]):
+                queue.add(request(str(index), choice(text)))
+            assert queue.remove("0")
+            assert queue.remove("1")
         ready, failed = queue.take(10.0)
         queue.close()
         assert ([given.request_id for given, _ in ready], failed) == (["2"], [])
@@ -172,15 +158,13 @@ class TestQueue:
         queue = GrammarQueue()
         queue.set_vocabulary(vocabulary)
         assert queue._compiler is not None
-        free = threading.Event()
-        occupy(queue._compiler._threads, free)
-        queue.add(request("a", choice("a")))
-        time.sleep(0.06)
-        ready, (failed,) = queue.take()
+        with busy(queue._compiler._threads):
+            queue.add(request("a", choice("a")))
+            time.sleep(0.06)
+            ready, (failed,) = queue.take()
         assert (ready, failed.stop_reason) == (
             [],
             "structured_outputs: the grammar takes more than 0.05 s to compile",
         )
         assert not queue
-        free.set()
         queue.close()
