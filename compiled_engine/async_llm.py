@@ -30,13 +30,15 @@ from compiled_engine.frontend.generation_config import read_default_sampling_par
 from compiled_engine.frontend.input_processor import InputProcessor, PreparedRequest
 from compiled_engine.frontend.output_processor import OutputProcessor
 from compiled_engine.frontend.outputs import RequestOutput
-from compiled_engine.frontend.prompts import Prompt, PromptLike, has_long_text, parse_prompts
+from compiled_engine.frontend.prompts import Prompt, PromptLike, num_characters, parse_prompts
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder, load_tokenizer, read_eos_token_ids
+from compiled_engine.frontend.tokenizer_words import LONG_TEXT, QUICK_TEXT
 from compiled_engine.messages import RequestLimits
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.smallest_first import SmallestFirst
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
@@ -90,6 +92,7 @@ class AsyncLLM:
         self._client, self._streams = parts.client, parts.streams
         self._end = weakref.finalize(self, end, parts.client, parts.core, parts.streams)
         self._numbers = count()
+        self._preparing = SmallestFirst(QUICK_TEXT, "prompts")
         self._draining = False
         self._has_vocabulary = False  # the core, of the tokenizer
 
@@ -119,7 +122,7 @@ class AsyncLLM:
                 raise ValueError(f"prompt must be a single one, got {len(prompts)}")
             return prompts[0]
 
-        return self._run(parse, has_long_text(prompt), sampling_params, request_id, output, priority)
+        return self._run(parse, num_characters(prompt), sampling_params, request_id, output, priority)
 
     def chat(
         self,
@@ -149,7 +152,7 @@ class AsyncLLM:
                 chat_template_kwargs=chat_template_kwargs,
             )
 
-        return self._run(render, has_long_text(messages), sampling_params, request_id, output, priority)
+        return self._run(render, num_characters(messages), sampling_params, request_id, output, priority)
 
     async def prepare_structured_outputs(self) -> None:
         """Have the core read the vocabulary, so that the first request with structured_outputs need not wait for it.
@@ -248,7 +251,7 @@ class AsyncLLM:
     async def _run(
         self,
         make_prompt: Callable[[], Prompt],
-        is_long: bool,
+        size: int,
         sampling_params: SamplingParams | None,
         request_id: str | None,
         output: OutputKind,
@@ -267,8 +270,11 @@ class AsyncLLM:
             return prepared
 
         structured = getattr(sampling_params, "structured_outputs", None) is not None  # what it is, is checked below
-        beside_loop = is_long or structured or has_long_text(getattr(sampling_params, "bad_words", None))
-        prepared = await asyncio.to_thread(prepare) if beside_loop else prepare()
+        size += num_characters(getattr(sampling_params, "bad_words", None))
+        if structured or size >= LONG_TEXT:
+            prepared = await asyncio.wrap_future(self._preparing.submit(size, prepare))
+        else:
+            prepared = prepare()
         if structured:
             await self.prepare_structured_outputs()
         prepared = replace(prepared, request_id=self._new_id() if request_id is None else request_id)

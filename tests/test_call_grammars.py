@@ -19,7 +19,7 @@ from compiled_engine.server.answer_form import ToolUse, answer_form
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.chat_messages import FunctionDefinition, Tool
 from compiled_engine.server.errors import ApiError
-from compiled_engine.server.form_checks import FormChecks
+from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.answer import joined
 from compiled_engine.server.parsers.pieces import CallArguments, CallStart, Content, Reasoning
 from compiled_engine.server.parsers.registry import TOOL_FORMATS
@@ -56,6 +56,9 @@ class Bytes:
         return list(text)
 
 
+LONG_WORK = LongWork("forms", 1000, 10)
+
+
 class Guard(SpecialTokenGuard):
     def __init__(self, special: bool) -> None:
         self._ids = {text: 256 + index for index, text in enumerate(SPECIAL)} if special else {}
@@ -64,7 +67,7 @@ class Guard(SpecialTokenGuard):
 def chat_format(name: str, special: bool, reasoning: str | None = None) -> ChatFormat:
     tokenizer: Any = None
     tools = TOOL_FORMATS[name.split(maxsplit=1)[0]]
-    return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), 1.0, ())
+    return ChatFormat(tokenizer, TEMPLATES[name], None, tools, reasoning, Guard(special), LONG_WORK, ())
 
 
 def tool_use(*, required: bool, several: bool = True, strict: bool = True, names: tuple[str, ...] = ()) -> ToolUse:
@@ -77,7 +80,7 @@ def tool_use(*, required: bool, several: bool = True, strict: bool = True, names
 
 def form_of(chat: ChatFormat, use: ToolUse | None, asked: dict[str, Any] | None = None, prompt: str = "") -> str:
     given = None if asked is None else StructuredOutputs(json=asked, disable_any_whitespace=True)
-    form = asyncio.run(answer_form(FormChecks(10), chat, prompt, use, given))
+    form = asyncio.run(answer_form(LONG_WORK, chat, prompt, use, given))
     assert form is not None
     return grammar_text(form)
 
@@ -190,8 +193,8 @@ def test_the_form_begins_where_the_reasoning_ends(reasoning: str, prompt: str, s
 
 def test_text_needs_no_grammar() -> None:
     chat = chat_format("hermes", special=False, reasoning="qwen3")
-    assert asyncio.run(answer_form(FormChecks(10), chat, "", None, None)) is None
-    assert asyncio.run(answer_form(FormChecks(10), chat, "", tool_use(required=False, strict=False), None)) is None
+    assert asyncio.run(answer_form(LONG_WORK, chat, "", None, None)) is None
+    assert asyncio.run(answer_form(LONG_WORK, chat, "", tool_use(required=False, strict=False), None)) is None
 
 
 def test_a_strict_schema_that_is_not_supported_is_refused_and_any_other_is_not_followed() -> None:

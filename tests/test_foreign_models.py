@@ -252,5 +252,3 @@ def test_the_textbook_is_taken_where_there_is_one(tmp_path: Path) -> None:
     assert foreign.transformers is not None
     shape = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size", "sliding_windows")
     assert [getattr(foreign, name) for name in shape] == [getattr(read(tmp_path), name) for name in shape]
-    with pytest.raises(ValueError, match="model_impl must be one of auto, textbook, transformers, got 'vllm'"):
-        read(tmp_path, "vllm")

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from busy_threads import busy
 from token_masks import ByLastToken
 
 from compiled_engine.core import constraints
@@ -142,15 +143,11 @@ class TestQueue:
         compiler = queue._compiler
         assert compiler is not None
         compiler._vocabulary.result()
-        free = threading.Event()
-        busy = [compiler._threads.submit(free.wait) for _ in range(compiler._threads._max_workers)]
-        for index, text in enumerate(["gone", "shared", "shared"]):
-            queue.add(request(str(index), choice(text)))
-        assert queue.remove("0")
-        assert queue.remove("1")
-        free.set()
-        for each in busy:
-            each.result()
+        with busy(compiler._threads):
+            for index, text in enumerate(["gone", "shared", "shared"]):
+                queue.add(request(str(index), choice(text)))
+            assert queue.remove("0")
+            assert queue.remove("1")
         ready, failed = queue.take(10.0)
         queue.close()
         assert ([given.request_id for given, _ in ready], failed) == (["2"], [])
@@ -161,12 +158,10 @@ class TestQueue:
         queue = GrammarQueue()
         queue.set_vocabulary(vocabulary)
         assert queue._compiler is not None
-        threads = queue._compiler._threads
-        for _ in range(threads._max_workers + 1):
-            threads.submit(time.sleep, 0.5)
-        queue.add(request("a", choice("a")))
-        time.sleep(0.06)
-        ready, (failed,) = queue.take()
+        with busy(queue._compiler._threads):
+            queue.add(request("a", choice("a")))
+            time.sleep(0.06)
+            ready, (failed,) = queue.take()
         assert (ready, failed.stop_reason) == (
             [],
             "structured_outputs: the grammar takes more than 0.05 s to compile",

@@ -148,3 +148,14 @@ def test_a_room_knows_nothing_of_some_others(room: str) -> None:
         if within(module, room):
             known = [name for name in imports_of(module) if any(within(name, other) for other in FORBIDDEN[room])]
             assert not known, f"{module} may not import {known}"
+
+
+def test_tests_can_be_collected_from_any_folder() -> None:
+    """They import one another as pytest finds them, beside each other: not as a package below the working directory."""
+    for path in (REPOSITORY / "tests").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path.name}: relative import"
+                names = [str(node.module)]
+            assert "tests" not in {name.partition(".")[0] for name in names}, path.name

@@ -294,7 +294,6 @@ def test_load_format_is_resolved(tmp_path: Path) -> None:
     config, reasons = read(path, load_format="auto", seed=7)
     assert (config.load_format, config.seed) == ("safetensors", 7)
     assert "model.load_format" in reasons
-    expect_error(path, "load_format", "'gguf'", "auto, safetensors, dummy", load_format="gguf")
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:

@@ -136,6 +136,8 @@ def test_with_torch_compile_switched_off_auto_is_eager_and_compiled_is_an_error(
         ({"cache_dir": 5}, TypeError, "cache_dir is 5; allowed: the path of a folder"),
         ({"block_size": True}, ValueError, "block_size is True"),
         ({"device": "cpu:1"}, ValueError, "device is 'cpu:1'"),
+        ({"device": "cuda:300"}, ValueError, "device is 'cuda:300'; allowed: auto, cpu, cuda, cuda:N"),
+        ({"device": "cuda:" + "9" * 20}, ValueError, "device is 'cuda:9999.*; allowed: auto, cpu, cuda, cuda:N"),
         ({"model": "/nowhere/at/all"}, ValueError, "/nowhere/at/all"),
     ],
 )

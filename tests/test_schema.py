@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from compiled_engine.attention.backend import BACKENDS
 from compiled_engine.cli.arguments import arguments_of, as_written, read_config_file, takes_options
 from compiled_engine.config import GraphMode
-from compiled_engine.models.checkpoint.config_reader import DTYPES, IMPLEMENTATIONS, LOAD_FORMATS
+from compiled_engine.models.checkpoint.config_reader import DTYPES
 from compiled_engine.options import EngineOptions
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.schema import (
@@ -168,8 +168,6 @@ def test_names_that_may_be_chosen_are_those_that_there_are() -> None:
     assert names["attention_backend"] == ("auto", *BACKENDS)
     assert names["dtype"] == ("auto", *DTYPES)
     assert names["graph_mode"] == ("auto", *(mode.value for mode in GraphMode))
-    assert names["load_format"] == LOAD_FORMATS
-    assert names["model_impl"] == IMPLEMENTATIONS
     assert names["tool_call_parser"] == ("auto", "none", *TOOL_FORMATS)
     assert names["reasoning_parser"] == ("auto", "none", *REASONING_FORMATS)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,10 +15,11 @@ import httpx
 import psutil
 import pytest
 from running_server import RunningServer, error_of
+from serve_process import SMALL, served
 
 from compiled_engine.server.errors import ApiError
-from compiled_engine.server.form_checks import MOST_WAITING, THREADS, FormChecks
 from compiled_engine.server.json_body import MOST_CONTAINERS
+from compiled_engine.server.long_work import MOST_LARGE, LongWork
 from compiled_engine.server.options import Limits
 from compiled_engine.server.sampling_fields import MOST_ALLOWED, MOST_EXTRA_BYTES
 
@@ -138,31 +141,96 @@ def test_memory_comes_back(server: RunningServer) -> None:
     assert psutil.Process().memory_info().rss - before < 150 << 20
 
 
-def test_checks_of_forms_have_a_deadline_and_a_queue() -> None:
-    """What a client that goes has not begun is never begun."""
+def test_long_work_has_a_deadline_and_a_queue() -> None:
+    """What a client that goes has not begun is never begun, and small work waits for no large one."""
 
     async def run() -> None:
-        checks, go_on, begun = FormChecks(timeout=0.2), threading.Event(), []
+        long_work, go_on, begun = LongWork("a test", 10, timeout=0.2), threading.Event(), []
 
-        def check() -> str:
+        def work() -> str:
             begun.append(1)
             go_on.wait(20)
-            return "checked"
+            return "done"
 
-        late = [asyncio.ensure_future(checks.run(check, "a form")) for _ in range(THREADS)]
+        late = asyncio.ensure_future(long_work.run("a form", 11, work))
         await asyncio.sleep(0.05)
-        gone = [asyncio.ensure_future(checks.run(check, "a form")) for _ in range(MOST_WAITING)]
+        gone = [asyncio.ensure_future(long_work.run("a form", 11, work)) for _ in range(MOST_LARGE - 1)]
         await asyncio.sleep(0)
-        with pytest.raises(ApiError, match="the server is busy: 66 requests wait for a check of a form") as busy:
-            await checks.run(check, "a form")
+        with pytest.raises(ApiError, match="the server is busy: a form would wait for 64 other requests") as busy:
+            await long_work.run("a form", 11, work)
         assert (busy.value.status, busy.value.headers["retry-after"]) == (503, "1")
+        assert await long_work.run("a form", 10, lambda: "small") == "small"
         for each in gone:
             each.cancel()
-        for error in await asyncio.gather(*late, return_exceptions=True):
-            assert isinstance(error, ApiError)
-            assert (error.status, error.param) == (400, "a form")
+        (error,) = await asyncio.gather(late, return_exceptions=True)
+        assert isinstance(error, ApiError)
+        assert (error.status, error.param) == (400, "a form")
         go_on.set()
-        assert await checks.run(check, "a form") == "checked"
-        assert len(begun) == THREADS + 1
+        assert await long_work.run("a form", 11, work) == "done"
+        assert len(begun) == 2
 
     asyncio.run(run())
+
+
+ATTACK = """
+import socket, sys
+host, port, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+body = sys.stdin.buffer.read()
+connections = [socket.create_connection((host, port)) for _ in range(count)]
+head = b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-type: application/json\\r\\ncontent-length: %d"
+for each in connections:
+    each.sendall(head % len(body) + b"\\r\\n\\r\\n" + body)
+for each in connections:
+    each.close()
+"""
+
+
+def test_clients_that_send_large_schemas_and_go_hold_up_nobody() -> None:
+    """Though each of them asks for a check that takes a quarter of a second, of a form that has not been checked."""
+    choice = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"choice": ["a"]}}
+    with served(**{f"COMPILED_ENGINE_{name.upper()}": str(value) for name, value in SMALL.items()}) as server:
+        httpx.post(f"{server.url}/v1/completions", json=choice, timeout=60).raise_for_status()
+        properties = {f"p{i}": {"type": "object", "properties": {"a": {"enum": ["x", f"y{i}"]}}} for i in range(1300)}
+        schema = {"type": "object", "properties": properties}
+        body = json.dumps({"prompt": "x", "structured_outputs": {"json": schema}}).encode()
+        url = httpx.URL(server.url)
+        command = [sys.executable, "-c", ATTACK, url.host, str(url.port), "700"]
+        attack = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert attack.stdin is not None
+        attack.stdin.write(body)
+        attack.stdin.close()
+        taken = []
+        for _ in range(20):
+            begun = time.monotonic()
+            httpx.post(f"{server.url}/v1/completions", json=choice, timeout=60).raise_for_status()
+            taken.append(time.monotonic() - begun)
+        assert attack.wait(60) == 0
+    assert max(taken) < 2 * MOST_LATENCY_S
+
+
+def test_long_texts_hold_up_nobody(server: RunningServer, latencies: list[float]) -> None:
+    """More of them at once than there are threads: others' forms are checked, and their texts tokenised."""
+    body = json.dumps({"prompt": text(3 << 20)}).encode()
+    truncated = json.dumps(completion(prompt=text(3 << 20), truncate_prompt_tokens=9)[1]).encode()
+    headers = {"content-type": "application/json"}
+    statuses = []
+
+    def ask(path: str, content: bytes) -> None:
+        response = httpx.post(server.url + path, content=content, headers=headers, timeout=120)
+        statuses.append(response.status_code)
+
+    asked = [("/tokenize", body)] * 6 + [("/v1/completions", truncated)] * 8
+    attack = [threading.Thread(target=ask, args=each) for each in asked]
+    for thread in attack:
+        thread.start()
+    time.sleep(0.2)
+    begun = time.monotonic()
+    choice = completion(structured_outputs={"choice": ["a"]})[1]
+    httpx.post(f"{server.url}/v1/completions", json=choice, timeout=60).raise_for_status()
+    assert httpx.post(f"{server.url}/tokenize", json={"prompt": text(20_000)}, timeout=60).status_code == 200
+    taken = time.monotonic() - begun
+    assert len(statuses) < len(attack)
+    for thread in attack:
+        thread.join()
+    assert taken < 2 * MOST_LATENCY_S
+    assert {*statuses} <= {200, 400}  # 400 where the time for texts was over

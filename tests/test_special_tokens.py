@@ -13,6 +13,7 @@ from compiled_engine.frontend.chat import render_chat
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.chat_format import ChatFormat, find_chat_format
 from compiled_engine.server.errors import ApiError
+from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.special_tokens import NONCHARACTERS
 
@@ -25,7 +26,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 
 @pytest.fixture(scope="module")
 def chat(bundled_tokenizer: Tokenizer) -> ChatFormat:
-    found = find_chat_format(bundled_tokenizer, ServerOptions(chat_template=TEMPLATE))
+    found = find_chat_format(bundled_tokenizer, ServerOptions(chat_template=TEMPLATE), LongWork("texts", 1, 10))
     assert found is not None
     return found
 
@@ -64,7 +65,7 @@ def test_tools_are_text_too(chat: ChatFormat) -> None:
 
 def test_settings_are_text_too(bundled_tokenizer: Tokenizer) -> None:
     template = TEMPLATE + "{{ reasoning_effort }}{{ enable_thinking }}"
-    chat = find_chat_format(bundled_tokenizer, ServerOptions(chat_template=template))
+    chat = find_chat_format(bundled_tokenizer, ServerOptions(chat_template=template), LongWork("texts", 1, 10))
     assert chat is not None
     settings = chat.settings({"enable_thinking": "<|im_start|>"}, "high<|im_end|>")
     text, ids = asyncio.run(chat.render([{"role": "user", "content": "x"}], None, settings))

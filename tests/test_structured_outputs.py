@@ -6,11 +6,11 @@ import json
 import os
 import random
 import re
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from busy_threads import busy
 from random_schemas import is_valid, random_schema
 from token_masks import ByLastToken
 
@@ -291,14 +291,14 @@ def test_without_a_tokenizer_there_is_no_form() -> None:
 
 def test_a_request_that_waits_for_its_grammar_holds_up_nobody(llm: LLM) -> None:
     """The compiler is kept busy: other requests run to their end meanwhile, and this one may be aborted."""
+    generate(llm, structured({"choice": ["a"]}))  # with the first one the compiler is made
     threads = llm.core._grammars._compiler._threads  # type: ignore[union-attr]
-    busy = [threads.submit(time.sleep, 1.0) for _ in range(threads._max_workers)]
-    waiting = llm.stream(PROMPTS[0], structured({"regex": "waits [0-9]"}))
-    aborted = llm.stream(PROMPTS[0], structured({"regex": "goes [0-9]"}))
-    (plain,) = generate(llm, SamplingParams(temperature=0, max_tokens=2))
-    assert plain.finish_reason == "length"
-    assert not any(each.done() for each in busy)
-    aborted.close()  # type: ignore[attr-defined]
+    with busy(threads):
+        waiting = llm.stream(PROMPTS[0], structured({"regex": "waits [0-9]"}))
+        aborted = llm.stream(PROMPTS[0], structured({"regex": "goes [0-9]"}))
+        (plain,) = generate(llm, SamplingParams(temperature=0, max_tokens=2))
+        assert plain.finish_reason == "length"
+        aborted.close()  # type: ignore[attr-defined]
     *_, last = waiting
     assert re.fullmatch("waits [0-9]", last.outputs[0].text)
 

@@ -104,15 +104,15 @@ def _is_integer(value: Any) -> bool:
 
 def has_long_text(value: Any) -> bool:
     """Return whether tokenising a prompt or conversation would block an event loop for long."""
-    return _num_characters(value) >= LONG_TEXT
+    return num_characters(value) >= LONG_TEXT
 
 
-def _num_characters(value: Any) -> int:
+def num_characters(value: Any) -> int:
     """Total length of all texts within lists and dicts."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_num_characters, value.values()))
+        return sum(map(num_characters, value.values()))
     if isinstance(value, list | tuple) and value and not isinstance(value[0], int):
-        return sum(map(_num_characters, value))
+        return sum(map(num_characters, value))
     return 0

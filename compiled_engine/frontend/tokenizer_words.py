@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Characters from which a text is tokenised as a batch of one, which does not hold Python's lock and keeps no offsets;
-# and from which the memory that this took is returned to the system.
-LONG_TEXT, HUGE_TEXT = 8192, 1 << 20
+# up to which it waits for no longer one; and from which the memory that this took is returned to the system.
+LONG_TEXT, QUICK_TEXT, HUGE_TEXT = 8192, 1 << 18, 1 << 20
 
 
 class Words(Protocol):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, NamedTuple
 
 from compiled_engine.grammars.constraint import GrammarConstraint, failure_text
 from compiled_engine.grammars.large_stack import on_large_stack
-from compiled_engine.grammars.limits import COMPILER_THREADS, KEPT_GRAMMARS, mask_threads, parser_limits
+from compiled_engine.grammars.limits import KEPT_GRAMMARS, QUICK_GRAMMAR, mask_threads, parser_limits
 from compiled_engine.grammars.plain_strings import probe_for
 from compiled_engine.grammars.string_masks import StringMasks, StringTokens
 from compiled_engine.grammars.text import WHITESPACE
 from compiled_engine.messages import GrammarVocabulary
+from compiled_engine.process.smallest_first import SmallestFirst
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
@@ -40,8 +41,8 @@ class GrammarCompiler:
     """
 
     def __init__(self, vocabulary: GrammarVocabulary, *, kept: int = KEPT_GRAMMARS) -> None:
-        self._threads = ThreadPoolExecutor(COMPILER_THREADS, thread_name_prefix="grammar")
-        self._vocabulary: Future[_Vocabulary] = self._threads.submit(_load, vocabulary)
+        self._threads = SmallestFirst(QUICK_GRAMMAR, "grammar")
+        self._vocabulary: Future[_Vocabulary] = self._threads.submit(0, lambda: _load(vocabulary))
         self._kept = kept
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()  # the last used last
         self._lock = threading.Lock()
@@ -56,7 +57,7 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             self._hits += 1
             return found
-        compiled = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
+        compiled = self._compiled[grammar] = self._threads.submit(len(grammar), lambda: self._compile(grammar))
         if len(self._compiled) > self._kept:
             self._compiled.popitem(last=False)
         return compiled
@@ -98,7 +99,7 @@ class GrammarCompiler:
         }
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.shutdown()
 
 
 def _load(vocabulary: GrammarVocabulary) -> _Vocabulary:

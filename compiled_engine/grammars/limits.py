@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
 
-# Compiled grammars that are kept, the last used; and threads that compile.
+# Compiled grammars that are kept, the last used; and characters up to which one waits for no larger one.
 KEPT_GRAMMARS = 256
-COMPILER_THREADS = 2
+QUICK_GRAMMAR = 16 << 10
 # A request waits so long for its grammar, other requests' grammars before it included.
 LONGEST_COMPILE_S = 10.0
 

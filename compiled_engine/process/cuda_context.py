@@ -32,7 +32,7 @@ def cuda_context(index: int) -> InBackground[bool]:
 def index_of(device: str | None) -> int | None:
     """The GPU that the option `device` names, or that "auto" would take if there is one; None for a CPU."""
     kind, _, index = (device or "auto").partition(":")
-    if kind not in ("auto", "cuda") or (index and not index.isdecimal()):
+    if kind not in ("auto", "cuda") or (index and not (index.isdecimal() and len(index) < 3)):
         return None
     return int(index or 0)
 

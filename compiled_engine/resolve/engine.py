@@ -6,6 +6,7 @@ An option that cannot be honoured is an error with the reason; nothing is change
 from __future__ import annotations
 
 import logging
+import re
 from contextlib import nullcontext
 
 import torch
@@ -106,12 +107,10 @@ def resolve_device(asked: str, reasons: dict[str, str]) -> torch.device:
             return torch.device("cuda", torch.cuda.current_device())
         reasons["device"] = "no NVIDIA GPU was found"
         return torch.device("cpu")
-    try:
-        device = torch.device(asked)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N") from error
-    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index is not None):
+    # torch takes a large index for another GPU's: it keeps the last digits of it, in binary.
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", str(asked)):
         raise ValueError(f"device is {asked!r}; allowed: auto, cpu, cuda, cuda:N")
+    device = torch.device(asked)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {asked!r}, but torch finds no CUDA GPU here; allowed: auto, cpu")
     if device.type == "cuda":

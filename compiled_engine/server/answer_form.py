@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from compiled_engine.grammars.text import WHITESPACE, grammar_text
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.chat_messages import Tool
 from compiled_engine.server.errors import bad_request, shortened
-from compiled_engine.server.form_checks import FormChecks
+from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.parsers.call_grammars import CallableTool, quoted
 from compiled_engine.server.parsers.reasoning import CLOSING, OPENING
 from compiled_engine.server.parsers.registry import begins_inside
@@ -36,7 +38,7 @@ class ToolUse:
 
 
 async def answer_form(
-    checks: FormChecks, chat: ChatFormat, prompt: str, use: ToolUse | None, asked: StructuredOutputs | None
+    checks: LongWork, chat: ChatFormat, prompt: str, use: ToolUse | None, asked: StructuredOutputs | None
 ) -> StructuredOutputs | None:
     """None where any text will do. prompt: as rendered, which tells whether reasoning comes first.
 
@@ -44,7 +46,9 @@ async def answer_form(
     """
     if asked is None and (use is None or not use.follows_schemas):
         return None
-    tools = [] if use is None else await checks.run(lambda: _callable(use), "tools")
+    tools: list[CallableTool] = []
+    if use is not None:
+        tools = await checks.run("tools", len(msgspec.json.encode(use.tools)), lambda: _callable(use))
     reasoning = _reasoning(chat, prompt)
     if not tools and not reasoning:
         return asked

@@ -15,15 +15,16 @@ from starlette.routing import Route
 
 from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.frontend.tokenizer import read_json_if_there
+from compiled_engine.frontend.tokenizer_words import QUICK_TEXT
 from compiled_engine.server.admission import Admission
 from compiled_engine.server.chat_completions import chat_completions
 from compiled_engine.server.chat_format import find_chat_format
 from compiled_engine.server.completions import completions
 from compiled_engine.server.errors import UNEXPECTED, ApiError
 from compiled_engine.server.exposition import metrics
-from compiled_engine.server.form_checks import FormChecks
 from compiled_engine.server.inspection import PATH as INSPECTION
 from compiled_engine.server.inspection import Inspection
+from compiled_engine.server.long_work import QUICK_FORM, LongWork
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.middleware import OPEN_PATHS, OTHER_ROUTE, RequestScope
 from compiled_engine.server.model_list import health, load, model, models, ready, version
@@ -83,13 +84,15 @@ def build_app(
         exception_handlers={HTTPException: _http_error},
     )
     app.router.redirect_slashes = False
+    texts = LongWork("texts", QUICK_TEXT, options.limits.render_timeout)
     app.state.serving = serving = Serving(
         engine=engine,
         options=options,
         names=options.served_model_name or (model_name,),
-        chat=find_chat_format(engine.tokenizer, options),
+        chat=find_chat_format(engine.tokenizer, options, texts),
         admission=Admission(options.limits.max_in_flight, figures),
-        forms=FormChecks(options.limits.render_timeout),
+        forms=LongWork("forms", QUICK_FORM, options.limits.render_timeout),
+        texts=texts,
         metrics=ServerMetrics(figures, routes),
         max_new_tokens=_max_new_tokens(engine),
         created=int(time.time()),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from compiled_engine.frontend.chat import read_chat_template, render_chat
-from compiled_engine.frontend.prompts import has_long_text
+from compiled_engine.frontend.prompts import has_long_text, num_characters
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.server.errors import ApiError, bad_request, shown, without_internals
+from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.parsers.answer import AnswerParser
 from compiled_engine.server.parsers.registry import (
@@ -36,7 +36,7 @@ class ChatFormat:
     tools: ToolFormat | None
     reasoning: str | None
     guard: SpecialTokenGuard
-    render_timeout: float
+    texts: LongWork
     allowed_settings: tuple[str, ...]
 
     def knows(self, name: str) -> bool:
@@ -112,16 +112,14 @@ class ChatFormat:
         try:
             if not has_long_text(values) and not self.guard.concerns(values):
                 return render()
-            return await asyncio.wait_for(asyncio.to_thread(render), self.render_timeout)
-        except TimeoutError:
-            raise bad_request("messages", "messages take too long to render and to tokenise") from None
+            return await self.texts.run("messages", num_characters(values), render)
         except ApiError:
             raise
         except (TypeError, ValueError) as error:
             raise bad_request("messages", without_internals(str(error))) from error
 
 
-def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions) -> ChatFormat | None:
+def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions, texts: LongWork) -> ChatFormat | None:
     """The format of a model with this tokenizer; None without a template. Raises ValueError for a template that is no
     template."""
     if tokenizer is None:
@@ -140,7 +138,7 @@ def find_chat_format(tokenizer: Tokenizer | None, options: ServerOptions) -> Cha
         None if tools is None else TOOL_FORMATS[tools],
         _chosen(options.reasoning_parser, reasoning_format_of(template)),
         SpecialTokenGuard(tokenizer),
-        options.limits.render_timeout,
+        texts,
         options.chat_template_kwargs,
     )
 

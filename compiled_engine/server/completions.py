@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -39,7 +38,7 @@ async def completions(request: Request) -> Reply:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, CompletionRequest)
     answer = await unless_gone(request.receive, _answer(serving, fields))
-    prompts = await _prompts(serving, fields, answer.params)
+    prompts = await unless_gone(request.receive, _prompts(serving, fields, answer.params))
     kind: OutputKind = "delta" if fields.streams else "final"
     outputs = generate(serving, prompts, answer.params, kind, fields.priority or 0, salt=cache_salt(request, fields))
     if fields.streams:
@@ -91,7 +90,9 @@ async def _prompts(serving: Serving, fields: CompletionRequest, params: Sampling
         ids = [tokenizer.encode(prompt, add_special_tokens=False) for prompt in prompts]
         return [{"prompt": prompt, "prompt_token_ids": each} for prompt, each in zip(prompts, ids, strict=True)]
 
-    return await asyncio.to_thread(encoded) if has_long_text(prompts) else encoded()
+    if not has_long_text(prompts):
+        return encoded()
+    return await serving.texts.run("prompt", sum(map(len, prompts)), encoded)
 
 
 async def _answer(serving: Serving, fields: CompletionRequest) -> _Answer:

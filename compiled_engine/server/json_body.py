@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from compiled_engine.process.garbage_collection import collection_paused
 from compiled_engine.server.errors import ApiError, bad_request
 
+# Bytes from which bodies are decoded one after the other. A few milliseconds each: together they would hold up others.
+LONG_BODY = 16 << 10
 # Arrays and objects of a body: each takes a microsecond to make and to free, on the event loop.
 MOST_CONTAINERS = 1 << 16
 _BUT_MARKS = bytes(sorted(set(range(256)) - set(b'[]{},"')))
@@ -19,14 +21,18 @@ _STEPS[list(b"[{")] = 1
 _STEPS[list(b"]}")] = -1
 
 
-async def read_json(request: Request, *, max_bytes: int, max_depth: int, max_values: int) -> dict[str, Any]:
-    """The object that the body holds. Raises ApiError 413 for too many bytes, 415 for another type than JSON, 400 for
-    what is no JSON object, too deep, or has too many values, arrays or objects; ClientDisconnect if the client goes
-    while it sends."""
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises ApiError 413 for too many bytes, 415 for another type than JSON; ClientDisconnect if the client
+    goes while it sends."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
         raise ApiError(415, f"the body must be JSON (content type application/json), got {kind[:80]!r}")
-    body = await _read(request, max_bytes)
+    return await _read(request, max_bytes)
+
+
+def decoded(body: bytes, max_depth: int, max_values: int) -> dict[str, Any]:
+    """The object that the body holds. Raises ApiError 400 for what is no JSON object, too deep, or has too many values,
+    arrays or objects."""
     if body.count(b",") >= max_values and np.count_nonzero(_outside_strings(body) == ord(",")) >= max_values:
         raise bad_request(None, f"the body must have at most {max_values} values")
     if (

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from compiled_engine.server.errors import ApiError
-from compiled_engine.server.event_stream import EventStream
-from compiled_engine.server.json_body import read_json
+from compiled_engine.server.event_stream import EventStream, unless_gone
+from compiled_engine.server.json_body import LONG_BODY, decoded, read_json
 from compiled_engine.server.request_fields import HABITS, REFUSED, Refused, read_request
 from compiled_engine.server.serving import Serving
 
@@ -33,15 +33,20 @@ async def read_body(
     limits = serving.options.limits
     try:
         async with asyncio.timeout(limits.receive_timeout):
-            body = await read_json(
-                request,
-                max_bytes=limits.max_body_bytes,
-                max_depth=limits.max_json_depth,
-                max_values=limits.max_json_values,
-            )
+            body = await read_json(request, limits.max_body_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body must arrive within {limits.receive_timeout:g} s") from None
-    return read_request(body, kind, strict=serving.options.strict, refused=refused, habits=habits)
+
+    def read() -> tuple[Fields, list[str]]:
+        values = decoded(body, limits.max_json_depth, limits.max_json_values)
+        return read_request(values, kind, strict=serving.options.strict, refused=refused, habits=habits)
+
+    async def read_in_turn() -> tuple[Fields, list[str]]:
+        async with serving.decoding:
+            await asyncio.sleep(0)  # whoever is ready comes between this body and the one before
+            return read()
+
+    return read() if len(body) < LONG_BODY else await unless_gone(request.receive, read_in_turn())
 
 
 def json_response(value: Any, ignored: Sequence[str] = ()) -> Response:

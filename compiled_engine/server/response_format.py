@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from compiled_engine.grammars.text import grammar_text
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 from compiled_engine.server.errors import bad_request, shortened, shown
-from compiled_engine.server.form_checks import FormChecks
+from compiled_engine.server.long_work import LongWork
 
 TYPES = ("text", "json_object", "json_schema")
 
 
 async def asked_form(
-    checks: FormChecks,
+    checks: LongWork,
     response_format: dict[str, Any] | None,
     given: dict[str, Any] | None,
     name: str = "response_format",
@@ -53,7 +55,7 @@ def _of_format(response_format: dict[str, Any] | None, name: str) -> dict[str, A
     return {"json": schema}
 
 
-async def _checked(checks: FormChecks, name: str, values: Mapping[str, Any]) -> StructuredOutputs:
+async def _checked(checks: LongWork, name: str, values: Mapping[str, Any]) -> StructuredOutputs:
     def check() -> StructuredOutputs:
         form = StructuredOutputs.of("structured_outputs", values)
         assert form is not None
@@ -61,7 +63,7 @@ async def _checked(checks: FormChecks, name: str, values: Mapping[str, Any]) -> 
         return form
 
     try:
-        return await checks.run(check, name)
+        return await checks.run(name, len(msgspec.json.encode(values)), check)
     except (TypeError, ValueError) as error:
         text = str(error).removeprefix("structured_outputs: ").replace("structured_outputs", name)
         raise bad_request(name, shortened(f"{name}: {text}")) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.admission import Admission
 from compiled_engine.server.chat_format import ChatFormat
 from compiled_engine.server.errors import ApiError, bad_request, blamed_on_request, shown
-from compiled_engine.server.form_checks import FormChecks
+from compiled_engine.server.long_work import LongWork
 from compiled_engine.server.metrics import ServerMetrics
 from compiled_engine.server.options import ServerOptions
 
@@ -25,7 +26,9 @@ class Serving:
     """names: of the model, the first of which is in answers. chat: None without a tokenizer or a template.
 
     max_new_tokens: of an answer in a chat, where the checkpoint says it. created: when the server began, in seconds
-    since 1970. stopping: set once no more requests are taken.
+    since 1970. forms: checks of grammars. texts: tokenising and rendering. decoding: held by
+    whoever decodes a long body, so that others have the event loop in between. stopping: set once no more requests are
+    taken.
     """
 
     engine: AsyncLLM
@@ -34,9 +37,11 @@ class Serving:
     chat: ChatFormat | None
     metrics: ServerMetrics
     admission: Admission
-    forms: FormChecks
+    forms: LongWork
+    texts: LongWork
     max_new_tokens: int | None
     created: int
+    decoding: asyncio.Lock = field(default_factory=asyncio.Lock)
     stopping: threading.Event = field(default_factory=threading.Event)
 
     def default_chat_params(self) -> SamplingParams:

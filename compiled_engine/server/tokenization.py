@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from compiled_engine.frontend.prompts import has_long_text
 from compiled_engine.server.chat_messages import ChatMessage, Tool, messages_for_template, tools_for_template
 from compiled_engine.server.errors import bad_request
+from compiled_engine.server.event_stream import unless_gone
 from compiled_engine.server.replies import json_response, read_body
 from compiled_engine.server.sampling_fields import TokenId
-from compiled_engine.server.serving import serving_of
+from compiled_engine.server.serving import Serving, serving_of
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -60,6 +62,10 @@ async def tokenize(request: Request) -> Response:
     serving = serving_of(request)
     fields, ignored = await read_body(request, serving, TokenizeRequest)
     serving.model(fields.model)
+    return json_response(await unless_gone(request.receive, _tokenized(serving, fields)), ignored)
+
+
+async def _tokenized(serving: Serving, fields: TokenizeRequest) -> TokenizeResponse:
     tokenizer = serving.tokenizer()
     if (fields.prompt is None) == (fields.messages is None):
         raise bad_request("prompt", "either prompt or messages must be given, and not both")
@@ -81,12 +87,15 @@ async def tokenize(request: Request) -> Response:
     else:
         add_special_tokens = fields.add_special_tokens is not False
         text = fields.prompt or ""
+        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         try:
-            ids = await asyncio.to_thread(tokenizer.encode, text, add_special_tokens=add_special_tokens)
+            ids = await serving.texts.run("prompt", len(text), encode) if has_long_text(text) else encode()
         except UnicodeEncodeError as error:
             raise bad_request("prompt", "prompt must be valid Unicode") from error
-    texts = [tokenizer.entry(each) for each in ids] if fields.return_token_strs else None
-    return json_response(TokenizeResponse(len(ids), serving.max_model_len, ids, texts), ignored)
+    texts = None
+    if fields.return_token_strs:
+        texts = await serving.texts.run("return_token_strs", len(ids), lambda: list(map(tokenizer.entry, ids)))
+    return TokenizeResponse(len(ids), serving.max_model_len, ids, texts)
 
 
 async def detokenize(request: Request) -> Response:
@@ -100,5 +109,6 @@ async def detokenize(request: Request) -> Response:
         raise bad_request(
             "tokens", f"tokens[{place}] must be within the vocabulary, 0 to {vocab_size - 1}, got {largest}"
         )
-    text = await asyncio.to_thread(serving.tokenizer().decode, fields.tokens)
+    decode = partial(serving.tokenizer().decode, fields.tokens)
+    text = await unless_gone(request.receive, serving.texts.run("tokens", len(fields.tokens), decode))
     return json_response(DetokenizeResponse(text), ignored)

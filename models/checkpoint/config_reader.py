@@ -23,8 +23,6 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
-IMPLEMENTATIONS = ("auto", "textbook", "transformers")
 
 
 def read_model_config(
@@ -42,21 +40,13 @@ def read_model_config(
 ) -> tuple[ModelConfig, dict[str, str]]:
     """The model in a checkpoint folder, and the reasons for chosen values, by dotted field name.
 
-    dtype: auto, or a name in DTYPES. max_model_len: tokens, None for as many as the model supports.
-    load_format: one of LOAD_FORMATS. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub,
-    whose weights need not be in the folder yet. model_impl: one of IMPLEMENTATIONS. cache_dir: folder of descriptions
-    of transformers' models. Raises ValueError for an argument or field that is wrong, missing or not supported.
+    dtype, load_format, model_impl: as EngineOptions has checked them. max_model_len: tokens, None for as many as the
+    model supports. device_type: cpu or cuda. hub_name, revision: of a checkpoint from the hub, whose weights need not
+    be in the folder yet. cache_dir: folder of descriptions of transformers' models. Raises ValueError for an argument
+    or field that is wrong, missing or not supported.
     """
     path = Path(path)
     reasons: dict[str, str] = {}
-    if dtype not in ("auto", *DTYPES):
-        raise ValueError(f"dtype must be one of auto, {', '.join(DTYPES)}, got {dtype!r}")
-    for name, value, allowed in (
-        ("load_format", load_format, LOAD_FORMATS),
-        ("model_impl", model_impl, IMPLEMENTATIONS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
     if not path.is_dir():
         raise ValueError(
             f"model must be a folder that holds a checkpoint, or org/name of the Hugging Face Hub, got {str(path)!r}, "
@@ -88,7 +78,7 @@ def read_model_config(
     supported_length = model.max_model_len
     if max_model_len is None:
         max_model_len, reasons["model.max_model_len"] = supported_length, origin
-    if type(max_model_len) is not int or not 1 <= max_model_len <= supported_length:
+    if max_model_len > supported_length:
         raise ValueError(
             f"max_model_len must be a whole number from 1 to {supported_length} ({origin}), got {max_model_len!r}"
         )

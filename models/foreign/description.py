@@ -98,14 +98,26 @@ def transformers_version() -> str:
     return version_of("transformers")
 
 
+def read_file(path: Path) -> str:
+    """Return the text that write_file has written. Raises ValueError if its digest does not match."""
+    digest, _, text = path.read_text(encoding="utf-8").partition("\n")
+    if digest != _digest(text):
+        raise ValueError("its digest is another")
+    return text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def write_file(path: Path | None, text: str) -> None:
-    """Write a file atomically; a file that cannot be written is made again next time."""
+    """Write a file atomically, after its digest; a file that cannot be written is made again next time."""
     if path is None:
         return
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(f"{_digest(text)}\n{text}", encoding="utf-8")
         partial.replace(path)
     except OSError as error:
         log.debug("%s is not written (%s)", path, error)

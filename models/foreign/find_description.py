@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from compiled_engine.models.foreign.description import Description, description_file, write_file
+from compiled_engine.models.foreign.description import Description, description_file, read_file, write_file
 
 log = logging.getLogger("compiled_engine")
 
@@ -22,7 +22,7 @@ def find_description(config_json: str, dtype: torch.dtype, cache_dir: Path | Non
     path = description_file(config_json, dtype, cache_dir)
     if path is not None and path.is_file():
         try:
-            return Description.from_json(path.read_text(encoding="utf-8"))
+            return Description.from_json(read_file(path))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("%s is damaged and made anew: %s", path, error)
     from compiled_engine.models.foreign.transformers_model import describe_model  # imports transformers

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from compiled_engine.config import TransformersModel
-from compiled_engine.models.foreign.description import description_file, write_file
+from compiled_engine.models.foreign.description import description_file, read_file, write_file
 from compiled_engine.models.foreign.placement import WeightPlan
 
 log = logging.getLogger("compiled_engine")
@@ -29,7 +29,7 @@ def find_weight_plan(
     path = None if beside is None else beside.with_suffix(f".{digest}.weights.json")
     if path is not None and path.is_file():
         try:
-            return WeightPlan.from_json(path.read_text(encoding="utf-8"))
+            return WeightPlan.from_json(read_file(path))
         except (OSError, ValueError, TypeError, KeyError) as error:
             log.warning("%s is damaged and made anew: %s", path, error)
     from compiled_engine.models.foreign.conversion import plan_weights  # imports transformers

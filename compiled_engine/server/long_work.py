@@ -1,0 +1,53 @@
+"""Work of requests that would hold up the event loop: the smallest first, and no more than can be done in time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from compiled_engine.process.smallest_first import SmallestFirst
+from compiled_engine.server.errors import ApiError, bad_request
+
+Result = TypeVar("Result")
+
+# Bytes of a form up to which its check waits for no larger one.
+QUICK_FORM = 16 << 10
+# Requests with large work, and with small work.
+MOST_LARGE, MOST_SMALL = 64, 1024
+RETRY_AFTER_S = 1
+
+
+class LongWork:
+    """Threads for one kind of work, so that no kind holds up another.
+
+    name: of the threads. small: the largest size that is small. timeout: seconds for which work may wait and run. Work
+    whose client goes before it has begun is never begun.
+    """
+
+    def __init__(self, name: str, small: int, timeout: float) -> None:
+        self._small = small
+        self._timeout = timeout
+        self._threads = SmallestFirst(small, name)
+        self._under_way: dict[bool, set[Future[Any]]] = {True: set(), False: set()}  # by whether it is small
+
+    async def run(self, field: str, size: int, work: Callable[[], Result]) -> Result:
+        """What the work returns or raises. field: of the request, for errors. Raises ApiError: 503 if too much is under
+        way, 400 if it takes too long."""
+        is_small = size <= self._small
+        under_way = self._under_way[is_small]
+        if (count := len(under_way)) >= (MOST_SMALL if is_small else MOST_LARGE):
+            raise ApiError(
+                503,
+                f"the server is busy: {field} would wait for {count} other requests",
+                code="server_busy",
+                headers={"retry-after": str(RETRY_AFTER_S)},
+            )
+        running = self._threads.submit(size, work)
+        under_way.add(running)
+        running.add_done_callback(under_way.discard)
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(running), self._timeout)
+        except TimeoutError:
+            raise bad_request(field, f"{field} took more than {self._timeout:g} s to process") from None

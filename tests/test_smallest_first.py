@@ -1,0 +1,47 @@
+"""Work in two threads: small before large, and small work beside large."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from compiled_engine.process.smallest_first import SmallestFirst
+
+
+def test_the_smallest_is_done_first_and_what_is_cancelled_is_not() -> None:
+    threads, go_on, begun, done = SmallestFirst(5, "a test"), threading.Event(), threading.Event(), list[int]()
+
+    def noting(size: int) -> Callable[[], int]:
+        return lambda: done.append(size) or size
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    first = threads.submit(100, hold)
+    assert begun.wait(20)
+    assert threads.submit(5, noting(5)).result(20) == 5  # beside the large one
+    waiting = {size: threads.submit(size, noting(size)) for size in (9, 6, 8, 7)}
+    assert waiting[8].cancel()
+    failing = threads.submit(10, lambda: {}[0])
+    go_on.set()
+    assert isinstance(failing.exception(20), KeyError)
+    assert done == [5, 6, 7, 9]
+    assert first.result(20) is None
+    assert waiting[9].result(20) == 9
+
+
+def test_what_waits_at_the_shutdown_is_cancelled() -> None:
+    threads, go_on, begun = SmallestFirst(5, "a test"), threading.Event(), threading.Event()
+
+    def hold() -> str:
+        begun.set()
+        go_on.wait(20)
+        return "done"
+
+    running, waiting = threads.submit(100, hold), threads.submit(100, hold)
+    assert begun.wait(20)
+    threads.shutdown()
+    go_on.set()
+    assert running.result(20) == "done"
+    assert waiting.cancelled()
