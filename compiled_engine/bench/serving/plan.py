@@ -11,11 +11,19 @@ from typing import Any, get_args
 
 import numpy as np
 
-from compiled_engine.bench.serving.arrivals import parse_ramp, parse_rates
 from compiled_engine.bench.serving.figures import parse_goodput
-from compiled_engine.bench.serving.lengths import Lengths, parse_lengths
-from compiled_engine.bench.serving.measure import LoadPlan
-from compiled_engine.bench.serving.prompts import Endpoint, PlannedRequest, RandomPrompts, longest, read_dataset
+from compiled_engine.bench.serving.load import LoadPlan
+from compiled_engine.bench.serving.requests import (
+    Endpoint,
+    Lengths,
+    PlannedRequest,
+    RandomPrompts,
+    longest,
+    parse_lengths,
+    parse_ramp,
+    parse_rates,
+    read_dataset,
+)
 from compiled_engine.bench.serving.target import find_model, parse_target
 
 DEFAULT_LENGTH = "128"

@@ -1,21 +1,24 @@
-"""A load test from its plan to its result: one run for each rate, one after the other."""
+"""A load test from its plan to its result: one run for each rate, one after the other, sent by its own processes."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from compiled_engine.bench.host import host_provenance
-from compiled_engine.bench.serving.arrivals import Ramp, Rate, arrival_times
+from compiled_engine.bench.processes import Started, started
+from compiled_engine.bench.results import host_provenance
+from compiled_engine.bench.serving.client import Job, Outgoing, Report
 from compiled_engine.bench.serving.figures import figures_of, records_of
-from compiled_engine.bench.serving.prompts import Endpoint, PlannedRequest, RandomPrompts
-from compiled_engine.bench.serving.sender import Job, Outgoing
-from compiled_engine.bench.serving.senders import send
+from compiled_engine.bench.serving.requests import Endpoint, PlannedRequest, Ramp, RandomPrompts, Rate, arrival_times
 from compiled_engine.bench.serving.target import Target
 from compiled_engine.process.progress import Progress
 
@@ -84,7 +87,7 @@ class LoadPlan:
 def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
     """{"benchmark": "serve", "runs": figures of each rate with `rate` (None for inf, or a ramp), ...}.
 
-    Raises SenderError, and ValueError if the server answers no request of the warm-up, or none of a run at inf whose
+    Raises ProcessError, and ValueError if the server answers no request of the warm-up, or none of a run at inf whose
     share is asked for.
     """
     generator = np.random.default_rng(plan.seed)
@@ -99,9 +102,7 @@ def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
                 raise ValueError(f"request_rate is {rate}, but the run at inf has completed no request")
             asked = rate.value * saturating
         due = arrival_times(plan.wanted, asked, plan.burstiness, plan.ramp, generator)
-        name = (
-            f"ramp {plan.ramp}" if plan.ramp is not None else "all at once" if math.isinf(asked) else f"{asked:.3g}/s"
-        )
+        name = _name(plan, asked)
         job = Job(plan.target, plan.endpoint, _outgoing(plan, due, generator), plan.concurrency, plan.timeout_s)
         reports = send(job, plan.processes, name, progress)
         figures = figures_of(reports, plan.goodput, plan.percentiles)
@@ -142,3 +143,71 @@ def _warm_up(plan: LoadPlan, generator: np.random.Generator, progress: Progress)
     if not figures["completed"]:
         said = "; ".join(f"{kind}: {message}" for kind, message in figures["first_errors"].items())
         raise ValueError(f"url is {plan.target.url!r}, which fails every request: {said}")
+
+
+SENDER = "compiled_engine.bench.serving.client"
+# From the last sender's readiness to the start: its line must have reached all of them.
+LEAD_S = 0.05
+
+
+def shared_out(job: Job, processes: int) -> list[Job]:
+    """The job in as many parts, requests in turn, and the concurrency in parts that differ by one at most."""
+    parts = []
+    for number in range(processes):
+        concurrency = job.concurrency
+        if concurrency is not None:
+            concurrency = concurrency // processes + (number < concurrency % processes)
+        parts.append(msgspec.structs.replace(job, requests=job.requests[number::processes], concurrency=concurrency))
+    return parts
+
+
+def send(job: Job, processes: int, name: str, progress: Progress) -> list[Report]:
+    """A report of each process; all start at the same time. Raises ProcessError for one that ends without."""
+    with ExitStack() as stack, progress.stage(name, total=len(job.requests)) as advance:
+        senders = []
+        for part in shared_out(job, processes):
+            senders.append(_Sender(stack.enter_context(started(["-m", SENDER], "a sender"))))
+            senders[-1].process.write(msgspec.json.encode(part))
+        for sender in senders:
+            sender.read_until("ready")
+        start = time.monotonic() + LEAD_S
+        threads = []
+        for sender in senders:
+            sender.process.write(f"{start!r}".encode())
+            threads.append(threading.Thread(target=sender.follow, args=(advance,)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        return [sender.report() for sender in senders]
+
+
+class _Sender:
+    def __init__(self, process: Started) -> None:
+        self.process = process
+        self._report: bytes | None = None
+
+    def read_until(self, key: str) -> None:
+        """Read up to the line that has this key, or to the end."""
+        for line in self._lines():
+            if key in line:
+                return
+
+    def follow(self, advance: Any) -> None:
+        """Read to the end, and report how many requests have ended."""
+        ended = 0
+        for line in self._lines():
+            if "ended" in line:
+                advance(line["ended"] - ended)
+                ended = line["ended"]
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for line in self.process.lines():
+            if line.startswith(b'{"report"'):
+                self._report = line
+            else:
+                yield json.loads(line)
+
+    def report(self) -> Report:
+        if self._report is None:
+            raise self.process.error()
+        return msgspec.json.decode(self._report, type=dict[str, Report])["report"]
