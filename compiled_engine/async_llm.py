@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core_process.core_child import CoreChild
-from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.engine_parts import CoreKind, EngineParts, join_engine, start_engine
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.core_link import end, leave
@@ -23,6 +21,8 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, has_long_text, 
 from compiled_engine.frontend.request_stream import OUTPUT_KINDS, OutputKind
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import RequestLimits
+from compiled_engine.processes.core_child import CoreChild
+from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 
 _POLL_S = 0.01

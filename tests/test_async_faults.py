@@ -20,7 +20,7 @@ from faulty_processor import FAILS_TO_START, NAME, SLOW_TO_START
 from small_engines import PROMPTS, SMALL
 
 from compiled_engine import LLM, AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
-from compiled_engine.core_process.core_child import CoreChild
+from compiled_engine.processes.core_child import CoreChild
 
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "logits_processors": [NAME]}
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

@@ -294,7 +294,7 @@ def test_bad_input_is_refused_before_it_is_sent(engine: AsyncLLM) -> None:
 def test_who_got_more_than_a_message_holds_takes_nothing_any_more(
     in_process: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compiled_engine.core_process.frames.LARGEST_MESSAGE", 100_000)
+    monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 100_000)
     params = replace(SLOW, prompt_logprobs=-1)
 
     async def main() -> RequestOutput:

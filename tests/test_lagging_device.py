@@ -14,8 +14,8 @@ from compiled_engine import LLM, SamplingParams
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.workers.start_core import start_core
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

@@ -10,7 +10,7 @@ from faulty_rank import NAME
 from test_tensor_parallel_engine import ENGINE, KINDS, TEXTS, same
 
 from compiled_engine import LLM, SamplingParams
-from compiled_engine.workers.monitor import WorkerError
+from compiled_engine.processes.monitor import WorkerError
 
 GRAMMARS: list[dict[str, Any]] = [{"regex": "[a-z]{3}(, [a-z]{2}){2}"}, {"choice": ["yes", "no"]}]
 

@@ -21,11 +21,9 @@ from typer.testing import CliRunner
 
 from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.cli.app import app
-from compiled_engine.core_process.ray_actor import ReplicaActor
-from compiled_engine.core_process.ray_cluster import RayCluster
-from compiled_engine.core_process.ray_environment import differences, own_environment
-from compiled_engine.core_process.wire import FrontendOptions, Start, encode
 from compiled_engine.options import EngineOptions
+from compiled_engine.processes.ray_replicas import RayCluster, ReplicaActor, differences, own_environment
+from compiled_engine.processes.wire import FrontendOptions, Start, encode
 from compiled_engine.resolve.engine import resolve
 
 ENGINE: dict[str, Any] = SMALL | {

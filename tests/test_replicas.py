@@ -19,13 +19,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from compiled_engine import EngineDeadError, SamplingParams
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError
-from compiled_engine.core_process import replicas
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.replica import Replica
-from compiled_engine.core_process.replica_metrics import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH
-from compiled_engine.core_process.replicas import AHEAD, MOST_LOST, Replicas
-from compiled_engine.core_process.wire import (
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.options import EngineOptions
+from compiled_engine.processes import replicas
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.replica import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH, Replica
+from compiled_engine.processes.replicas import AHEAD, MOST_LOST, Replicas
+from compiled_engine.processes.wire import (
     Abort,
     Add,
     Answered,
@@ -38,8 +38,6 @@ from compiled_engine.core_process.wire import (
     decode_to_core,
     encode,
 )
-from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
-from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.token_logprobs import LogprobRows, TokenLogprobs
 

@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compiled_engine import SamplingParams
-from compiled_engine.core_process.prefix_history import PrefixHistory
-from compiled_engine.core_process.router import GENERATED, Route, Router
 from compiled_engine.messages import EngineRequest
 from compiled_engine.prefix_hashes import ROOT, hash_blocks, prefix_root
+from compiled_engine.processes.router import GENERATED, PrefixHistory, Route, Router
 
 BLOCK = 4
 

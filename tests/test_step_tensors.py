@@ -37,12 +37,12 @@ from compiled_engine.passes.matching import arg, emit
 from compiled_engine.passes.op_library import define_op
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import model_runner
 from compiled_engine.runner.input_batch import empty_batch, make_batch, prepare, step_of_batch
 from compiled_engine.runner.input_buffers import InputBuffers
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.workers.start_core import start_core
 
 NO_SLOT = 7
 

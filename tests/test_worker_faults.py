@@ -26,10 +26,11 @@ from compiled_engine.core.control import ControlError
 from compiled_engine.messages import ControlCall
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.child import import_path
-from compiled_engine.workers import monitor
-from compiled_engine.workers.heartbeat import Heartbeats
-from compiled_engine.workers.monitor import Monitor, WorkerError
-from compiled_engine.workers.worker_wire import Ready, send
+from compiled_engine.processes import monitor
+from compiled_engine.processes.channel import send
+from compiled_engine.processes.monitor import Monitor, WorkerError
+from compiled_engine.processes.ranks import Heartbeats
+from compiled_engine.processes.wire import Ready, encode
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
@@ -120,7 +121,7 @@ def test_a_process_that_stood_still_does_not_blame_its_workers(
     heartbeats: Any = SimpleNamespace(last_s=lambda rank: clock.looks if alive else 1.0)
     with own, other:
         watch = Monitor([worker], RankLayout(1, 1), heartbeats)
-        send(other, Ready(1, None))
+        send(other, encode(Ready(1, None)))
         watch.wait_ready()
         watch.expect_result_within(8.0 if alive else None)
         clock.wait_for_looks(watch)

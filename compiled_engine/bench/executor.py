@@ -27,9 +27,9 @@ from compiled_engine.llm import LLM
 from compiled_engine.messages import RunnerOutput, SchedulerOutput
 from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import Progress
+from compiled_engine.processes.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.processes.wire import Step, decode_result, decode_to_worker, encode, encode_result
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
-from compiled_engine.workers.worker_wire import Step, decode_result, decode_to_worker, encode, encode_result
 
 CONTEXT = 128
 EXECUTORS = ("in_process", "multiprocess")
@@ -90,22 +90,22 @@ ROUNDS = 2000
 
 
 def step_of_decodes(count: int) -> SchedulerOutput:
-    """A step of so many step_of_decodes."""
+    """A step of so many decodes."""
     ids = [f"0:{number}" for number in range(count)]
     return SchedulerOutput(1, (), (), ids, [500 + n for n in range(count)], [1] * count, [True] * count, {})
 
 
-def there_and_back(count: int, steps: RingWriter, results: RingReader) -> dict[str, float]:
+def measure_rings(count: int, steps: RingWriter, results: RingReader) -> dict[str, float]:
     """Microseconds, medians: of a round trip, and of the encoding in it."""
     step, output = step_of_decodes(count), RunnerOutput([100_000 + n for n in range(count)])
     sent, answered = encode(Step(step)), encode_result(output)
 
-    def there_and_back() -> None:
+    def round_trip() -> None:
         steps.write(encode(Step(step)))
         decode_result(results.read())
 
     return {
-        "round_trip_us": _median_us(there_and_back),
+        "round_trip_us": _median_us(round_trip),
         "encode_step_us": _median_us(lambda: encode(Step(step))),
         "decode_step_us": _median_us(lambda: decode_to_worker(sent)),
         "encode_result_us": _median_us(lambda: encode_result(output)),
@@ -142,7 +142,7 @@ def main() -> None:
         [sys.executable, "-c", f"from {__spec__.name} import echo; echo()", *map(str, passed)], pass_fds=passed
     ) as worker:
         steps, results = RingWriter(rings[0], lambda: None), RingReader(rings[1])
-        found = [{"step_of_decodes": count, **there_and_back(count, steps, results)} for count in SIZES]
+        found = [{"decodes": count, **measure_rings(count, steps, results)} for count in SIZES]
         worker.kill()
     result = {"benchmark": "executor_overhead", **provenance(torch.device("cpu")), "steps": found}
     Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")

@@ -20,7 +20,7 @@ BEFORE = "before the engine"
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The result: start_up (spans, see Timeline; those before the engine in parts), cache (hit, miss, off), and, with a
     workload, what that measured, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
-    from compiled_engine.process.garbage_collection import collection_paused
+    from compiled_engine.process.memory import collection_paused
     from compiled_engine.process.timeline import Timeline
 
     timeline = Timeline()

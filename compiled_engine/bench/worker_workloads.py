@@ -199,4 +199,4 @@ def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
 
 def ablation_workload(record: Mapping[str, Any]) -> AblationWorkload:
     """The reverse of `as_record`."""
-    return AblationWorkload(**record | {"batch_sizes": tuple(record["batch_sizes"])})
+    return AblationWorkload(**{**record, "batch_sizes": tuple(record["batch_sizes"])})

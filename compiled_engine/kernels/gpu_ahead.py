@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
+from compiled_engine.process.begin_gpu import triton_digest
 from compiled_engine.process.in_background import InBackground
-from compiled_engine.process.triton_digest import triton_digest
 
 
 @cache

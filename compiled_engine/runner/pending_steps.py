@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from compiled_engine.messages import RunnerOutput
-from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import InputBatch
 from compiled_engine.runner.input_buffers import LAST_NUMBER, RING, InputBuffers
 from compiled_engine.sampling.logprobs import BatchLogprobs

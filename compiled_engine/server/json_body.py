@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.memory import collection_paused
 from compiled_engine.server.errors import ApiError, bad_request
 
 # Arrays and objects of a body: each takes a microsecond to make and to free, on the event loop.

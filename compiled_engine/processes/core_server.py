@@ -6,7 +6,8 @@ import logging
 import selectors
 import socket
 import time
-from collections.abc import MutableMapping
+from collections import deque
+from collections.abc import Callable, MutableMapping
 from contextlib import suppress
 from itertools import count
 
@@ -14,10 +15,10 @@ import msgspec
 
 from compiled_engine.core.control import ControlError
 from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core_process.api_process import ApiProcess
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.replicas import Replicas
-from compiled_engine.core_process.wire import (
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
+from compiled_engine.processes.replicas import Replicas
+from compiled_engine.processes.wire import (
     Abort,
     Add,
     Answered,
@@ -31,9 +32,65 @@ from compiled_engine.core_process.wire import (
     ToApi,
     ToCore,
     decode_to_core,
+    encode,
 )
-from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
 from compiled_engine.sampling.token_mask import TokenMask
+
+
+class ApiProcess:
+    """While it does not read, steps wait as objects, and are encoded one at a time when there is room.
+
+    What waits is bounded by what its requests may still generate: it cannot send new ones without reading.
+    """
+
+    def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
+        """give_up: called with the id of a request whose output is too large for a message, so that it has ended."""
+        self.number = number
+        self.connection = connection
+        self._give_up = give_up
+        self.request_ids: set[str] = set()
+        self._waiting: deque[ToApi] = deque()
+
+    @property
+    def has_unsent(self) -> bool:
+        return self.connection.has_unsent or bool(self._waiting)
+
+    def send(self, message: ToApi) -> None:
+        """Raises OSError if it is gone."""
+        self._waiting.append(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the socket takes. Raises OSError if the other end is gone."""
+        self.connection.flush()
+        while self._waiting and not self.connection.has_unsent:
+            for each in frames_of(self._waiting.popleft(), self._give_up):
+                self.connection.send(each)
+
+
+def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
+    """The message as frames. A step too large for one is divided; a request's output that is, becomes an error."""
+    try:
+        return [frame(encode(message))]
+    except MessageTooLargeError as error:
+        if not isinstance(message, Stepped):
+            raise
+        if len(message.outputs) == 1:
+            (output,) = message.outputs
+            give_up(output.request_id)
+            ended = EngineOutput(output.request_id, (), finish_reason="error", stop_reason=str(error))
+            return frames_of(Stepped(StepOutputs(others=[ended])), give_up)
+        return [each for part in _divided(message.outputs) for each in frames_of(Stepped(part), give_up)]
+
+
+def _divided(outputs: StepOutputs) -> list[StepOutputs]:
+    """Of several requests."""
+    columns, others = range(len(outputs.request_ids)), outputs.others
+    if columns and others:
+        return [outputs.part(columns, ()), outputs.part((), others)]
+    middle = len(outputs) // 2
+    return [outputs.part(columns[part], others[part]) for part in (slice(middle), slice(middle, None))]
+
 
 log = logging.getLogger("compiled_engine")
 

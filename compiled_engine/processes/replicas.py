@@ -24,11 +24,11 @@ import msgspec
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.control import ControlError
-from compiled_engine.core_process.replica import Replica, RoutedRequest
-from compiled_engine.core_process.replica_metrics import metrics_of_all
-from compiled_engine.core_process.router import Router
-from compiled_engine.core_process.started import EngineDeadError
-from compiled_engine.core_process.wire import (
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.processes.replica import Replica, RoutedRequest, metrics_of_all
+from compiled_engine.processes.router import Router
+from compiled_engine.processes.wire import (
     Abort,
     Add,
     Answered,
@@ -39,7 +39,6 @@ from compiled_engine.core_process.wire import (
     ToApi,
     ToCore,
 )
-from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import TokenMask
 

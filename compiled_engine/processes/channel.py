@@ -1,13 +1,81 @@
-"""One end of the socket between an API process and the core: messages in, frames out, never waiting."""
+"""Messages through a stream socket: each is preceded by its length, four bytes, the most significant first."""
 
 from __future__ import annotations
 
 import select
 import socket
+import struct
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from compiled_engine.core_process.frames import FrameReader
+LARGEST_MESSAGE = 128 * 2**20
+"""Bytes. A whole vocabulary's log-probabilities of a prompt can be more, and are then refused."""
+
+_LENGTH = struct.Struct(">I")
+
+
+class MessageTooLargeError(ValueError):
+    """A message has more than LARGEST_MESSAGE bytes."""
+
+
+def frame(payload: bytes) -> bytes:
+    """Raises MessageTooLargeError."""
+    check_size(len(payload))
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def send(sock: socket.socket, payload: bytes) -> None:
+    """Send one message through a blocking socket. Raises OSError if the other end is gone, MessageTooLargeError."""
+    sock.sendall(frame(payload))
+
+
+def receive(sock: socket.socket) -> bytes:
+    """Wait for one message of a blocking socket. Raises EOFError if the other end is gone."""
+    (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            part = sock.recv(count - len(data))
+        except OSError as error:
+            raise EOFError from error
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def check_size(size: int) -> None:
+    if size > LARGEST_MESSAGE:
+        raise MessageTooLargeError(f"a message must have at most {LARGEST_MESSAGE} bytes, got {size}")
+
+
+class FrameReader:
+    """Takes bytes as they come and gives payloads as they are complete."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytearray]:
+        """The payloads that `data` completes. Raises MessageTooLargeError as soon as one is announced."""
+        buffer = self._buffer
+        buffer += data
+        payloads = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer, start)
+            check_size(size)
+            first = start + _LENGTH.size
+            if len(buffer) < first + size:
+                break
+            start = first + size
+            payloads.append(buffer[first:start])
+        del buffer[:start]
+        return payloads
+
 
 _CHUNK = 256 * 1024
 
@@ -15,7 +83,7 @@ Incoming = TypeVar("Incoming")
 
 
 class Connection(Generic[Incoming]):
-    """Owns a stream socket. `decode` turns a payload into a message."""
+    """One end of a socket that never waits. It owns the socket; `decode` turns a payload into a message."""
 
     def __init__(self, sock: socket.socket, decode: Callable[[bytearray], Incoming]) -> None:
         sock.setblocking(False)

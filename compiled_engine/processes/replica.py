@@ -1,16 +1,17 @@
-"""One of several engine cores, each in a process of its own, as the one who divides requests among them sees it."""
+"""One of several engine cores, as the process that divides requests among them sees it; the figures of all together."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.router import Route
-from compiled_engine.core_process.running_core import RunningCore
-from compiled_engine.core_process.wire import ToApi, ToCore, encode
 from compiled_engine.messages import EngineOutput, EngineRequest
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_child import RunningCore
+from compiled_engine.processes.router import Route
+from compiled_engine.processes.wire import ToApi, ToCore, encode
 
 _EXIT_S = 0.5
 
@@ -80,3 +81,39 @@ class Replica:
         """End it, if it has not ended. May be called again."""
         self.connection.close()
         self.core.close(timeout_s)
+
+
+# What adds up. Of those that ended, what they have counted stays; what they held does not.
+COUNTED = (
+    *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
+    *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
+    *("recordings", "recorded_replays"),
+    *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
+)
+HELD = (
+    *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
+    *("graph_bytes_used", "graph_bytes_predicted"),
+)
+COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason")
+OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
+
+
+def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
+    """From what each has answered last; at least one lives."""
+    answers = [replica.metrics for replica in replicas if replica.metrics]
+    living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
+    found = dict((living or answers)[0])
+    for names, those in ((COUNTED, answers), (HELD, living)):
+        found |= {name: sum(each[name] for each in those) for name in names if all(name in each for each in those)}
+    for name in COUNTED_BY_NAME:
+        found[name] = dict(sum((Counter(each[name]) for each in answers), Counter()))
+    found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
+    found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
+    return found | {"replicas": [_of_one(replica) for replica in replicas]}
+
+
+def _of_one(replica: Replica) -> dict[str, Any]:
+    of_metrics = {name: replica.metrics[name] for name in OF_EACH if name in replica.metrics}
+    if replica.dead is not None:
+        of_metrics |= {"running": 0, "waiting": 0, "kv_usage": 0.0}
+    return {"replica": replica.number, "lives": replica.dead is None, "ended": replica.dead, **of_metrics}

@@ -1,9 +1,7 @@
-"""Workers that are launched before anybody has looked at the options, and before PyTorch is imported."""
+"""The launch of workers: what they inherit, and what is left of them when the start fails or is ended."""
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,12 +15,12 @@ from small_engines import SMALL
 
 from compiled_engine import LLM, AsyncLLM
 from compiled_engine.options import EngineOptions
-from compiled_engine.process.progress import SilentProgress
+from compiled_engine.process.begin_gpu import core_has_device
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.monitor import WorkerError
+from compiled_engine.processes.multiprocess_executor import MultiprocessExecutor
+from compiled_engine.processes.ranks import LaunchedWorkers, visible_gpus
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.workers.given_devices import core_has_device, num_early_workers
-from compiled_engine.workers.launched_workers import LaunchedWorkers
-from compiled_engine.workers.monitor import WorkerError
-from compiled_engine.workers.start_core import start_core
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
@@ -32,69 +30,43 @@ from compiled_engine import LLM
 LLM(**{ENGINE!r}).close()
 """
 ELSEWHERE = f"""
-from compiled_engine.core_process.core_child import CoreChild
+from compiled_engine.processes.core_child import CoreChild
 core = CoreChild.of({ENGINE!r})
 from compiled_engine import AsyncLLM
 import asyncio
 asyncio.run(AsyncLLM(**{ENGINE!r}, core=core).shutdown())
 """
-# Imported by every process that Python starts.
-WATCH = """
-import json, os, sys
-
-def look(event, arguments):
-    if event == "subprocess.Popen":
-        with open(os.environ["LAUNCHES"], "a") as file:
-            program = " ".join(map(str, arguments[1]))
-            file.write(json.dumps([program, "torch" in sys.modules]) + chr(10))
-
-sys.addaudithook(look)
-"""
-
-
-@pytest.mark.parametrize("program", [HERE, ELSEWHERE])
-def test_they_are_launched_before_torch_is_imported(program: str, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(WATCH)
-    log = tmp_path / "launches"
-    environment = os.environ | {"PYTHONPATH": str(tmp_path), "LAUNCHES": str(log)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
-    launches = [json.loads(line) for line in log.read_text().splitlines()]
-    assert [torch for program, torch in launches if "worker_main" in program] == [False, False]
 
 
 @pytest.mark.parametrize(
-    ("options", "count"),
+    "options",
     [
-        ({}, 0),
-        ({"tensor_parallel_size": 2}, 2),
-        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "device": "cuda"}, 6),
-        ({"tensor_parallel_size": 2, "device": "cuda:1"}, 0),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, 0),
-        ({"tensor_parallel_size": 2, "distributed_executor": "ray"}, 0),
-        ({"tensor_parallel_size": 2, "distributed_executor": "in_process"}, 0),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}, 2),
-        ({"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}, 0),
-        ({"distributed_executor": "multiprocess"}, 1),
-        ({"tensor_parallel_size": "2"}, 0),
-        ({"tensor_parallel_size": True, "pipeline_parallel_size": 2}, 0),
-        ({"tensor_parallel_size": -2, "pipeline_parallel_size": -1}, 0),
-        ({"tensor_parallel_size": 10**9}, 0),
-        ({"tensor_parallel_size": 2, "device": None}, 0),
-        ({"tensor_parallel_size": [2], "distributed_executor": [2]}, 0),
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 3},
+        {"data_parallel_size": 2},
+        {"distributed_executor": "multiprocess"},
+        {"distributed_executor_backend": "mp"},
+        {"distributed_executor": "ray"},
+        {"tensor_parallel_size": "2"},
+        {"tensor_parallel_size": True},
+        {"tensor_parallel_size": [2], "distributed_executor": [2]},
     ],
 )
-def test_how_many_there_are(options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VISIBLE, raising=False)
-    assert num_early_workers(options) == count
-    assert core_has_device(options) == (options == {})
+def test_a_core_has_no_device_where_other_processes_may_have_it(options: dict[str, Any]) -> None:
+    assert core_has_device({})
+    assert not core_has_device(options)
 
 
-@pytest.mark.parametrize(("visible", "count"), [("4,5,6", 2), ("4", 0), ("4,-1,5", 0), ("", 2), ("-1", 2)])
-def test_no_more_than_the_visible_gpus(visible: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where none is visible, the engine runs on the CPU."""
-    monkeypatch.setenv(VISIBLE, visible)
-    assert num_early_workers({"tensor_parallel_size": 2}) == count
-    assert num_early_workers({"tensor_parallel_size": 2, "device": "cpu"}) == 2
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [(None, ["0", "1"]), ("4,5,6", ["4", "5"]), ("4", ["4"]), ("4,-1,5", ["4"]), ("", []), ("-1", [])],
+)
+def test_no_more_than_the_visible_gpus(visible: str | None, found: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    if visible is None:
+        monkeypatch.delenv(VISIBLE, raising=False)
+    else:
+        monkeypatch.setenv(VISIBLE, visible)
+    assert visible_gpus(2) == found
 
 
 @pytest.mark.parametrize(
@@ -148,16 +120,8 @@ def test_one_that_is_killed_while_it_waits_is_named() -> None:
     launched.children[1].kill()
     assert launched.children[1].wait(SOON_S)
     with pytest.raises(WorkerError, match="the worker of rank 1 of 2 was killed by SIGKILL"):
-        start_core(config, SilentProgress(), workers=launched)
+        MultiprocessExecutor(config, launched, Timeline())
     assert not workers()
-
-
-def test_those_that_are_not_needed_end() -> None:
-    launched = LaunchedWorkers(2, "cpu")
-    config = resolve(EngineOptions(**{name: value for name, value in SMALL.items() if name != "progress"}))
-    core = start_core(config, SilentProgress(), workers=launched)
-    assert not workers()
-    core.close()
 
 
 @pytest.mark.parametrize("program", [HERE, ELSEWHERE])

@@ -22,15 +22,16 @@ from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput,
 from compiled_engine.parallel.connect import connect, join_ranks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.parallel.stage_link import StageLink
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import RichProgress, SilentProgress
-from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.resolve.logits_processors import resolve_logits_processors
-from compiled_engine.workers.heartbeat import Heartbeats
-from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
-from compiled_engine.workers.worker_wire import (
-    Answer,
-    Call,
+from compiled_engine.processes.channel import receive, send
+from compiled_engine.processes.ranks import Heartbeats
+from compiled_engine.processes.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.processes.wire import (
+    Answered,
+    Control,
+    FromWorker,
     GoOn,
     Masks,
     Ready,
@@ -38,21 +39,22 @@ from compiled_engine.workers.worker_wire import (
     Step,
     StepFailed,
     Stop,
+    decode_start,
     decode_to_worker,
+    encode,
     encode_result,
-    receive_start,
-    send,
 )
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
 
 
 def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
-    """device: its kind. folder: where the ranks find each other. descriptors: those that worker_child passes, after the
+    """device: its kind. folder: where the ranks find each other. descriptors: those that WorkerChild passes, after the
     socket's."""
     heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
     try:
         # What needs no configuration is done before there is one.
         join_ranks(device, rank, len(steps_bells), folder)
-        start = receive_start(connection)
+        start = decode_start(receive(connection))
         layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
         steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), rank, start.busy_s)
         results = None
@@ -66,12 +68,12 @@ def serve(connection: socket.socket, device: str, rank: int, folder: Path, descr
             group, link = connect(start.config, rank)
         with in_group(group):
             worker = Worker(start, rank, timeline, group, link, connection, results)
-            send(connection, Ready(worker.executor.num_blocks, worker.metrics()["cache_key"]))
+            _send(connection, Ready(worker.executor.num_blocks, worker.metrics()["cache_key"]))
             Heartbeats(layout.size, heartbeats).beat(rank)
             worker.run(steps)
     except BaseException as error:
         try:
-            send(connection, Failed.of(error))
+            _send(connection, Failed.of(error))
         except OSError:  # the executor is gone
             shutil.rmtree(folder, ignore_errors=True)
         # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
@@ -115,8 +117,8 @@ class Worker:
                     self._sample(masks)
                 case GoOn():
                     self._failure = None
-                case Call(number, call):
-                    send(self._connection, self._answer(number, call))
+                case Control(number, call):
+                    _send(self._connection, self._answer(number, call))
                 case Stop():
                     self.executor.close()
                     self._group.close()
@@ -161,7 +163,7 @@ class Worker:
             runner = self.executor.runner
             between = runner.runs_begun == runner.runs_ended
             place = runner.runs_begun + runner.sampler.num_exchanges
-            send(self._connection, StepFailed(number, Failed.of(error), between, place))
+            _send(self._connection, StepFailed(number, Failed.of(error), between, place))
             return _Raised(error)
 
     def _hand_over(self, pending: PendingOutput) -> None:
@@ -175,11 +177,11 @@ class Worker:
         while True:
             self._results.write(encode_result(_outcome(launched.get())))
 
-    def _answer(self, number: int, call: ControlCall) -> Answer:
+    def _answer(self, number: int, call: ControlCall) -> Answered:
         try:
-            return Answer(number, apply(call, self, RANK_CALLS))
+            return Answered(number, apply(call, self, RANK_CALLS))
         except ControlError as error:
-            return Answer(number, error=str(error))
+            return Answered(number, error=str(error))
 
     def metrics(self) -> dict[str, Any]:
         """Those of this rank's runner, and what carries the collectives."""
@@ -194,6 +196,10 @@ class _Raised:
 
     def result(self) -> RunnerOutput:
         raise self._error
+
+
+def _send(connection: socket.socket, message: FromWorker) -> None:
+    send(connection, encode(message))
 
 
 def _outcome(pending: PendingOutput) -> RunnerOutput | Failed:

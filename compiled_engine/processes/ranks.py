@@ -1,29 +1,34 @@
-"""A worker's process, as the one that starts it sees it.
-
-It is a fresh process, not a fork: it inherits no threads and no CUDA context, and the caller's script needs no guard.
-"""
+"""The processes of an engine's ranks and what they share, as the process that launches them sees them."""
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
-import signal
+import shutil
 import socket
 import subprocess
-import sys
+import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from compiled_engine.process.child import as_this_one
-from compiled_engine.workers.ring import RingDescriptors
+from compiled_engine.process.child import how_it_ended, open_standard_streams, start_process
+from compiled_engine.processes.ring import RingDescriptors
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
 
 log = logging.getLogger("compiled_engine")
 
-_MAIN = "compiled_engine.workers.worker_main"
+_EVERY_S = 0.5  # between two signs of life
+_WORD = 8
+_PROGRAMS = "compiled_engine.processes.programs"
 # How long a process that was killed may take to end.
 _END_S = 3.0
 # All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
@@ -38,6 +43,38 @@ _ENVIRONMENT = {
     "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
     "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
 }
+
+
+class Heartbeats:
+    """One number a rank: when its worker last gave a sign of life, in seconds of time.monotonic; 0 before the first."""
+
+    def __init__(self, num_ranks: int, descriptor: int | None = None):
+        """descriptor: of the memory that another process has made."""
+        self.descriptor = descriptor
+        if self.descriptor is None:
+            self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, num_ranks * _WORD)
+        self._map = mmap.mmap(self.descriptor, num_ranks * _WORD)
+        self._times = memoryview(self._map).cast("d")
+
+    def last_s(self, rank: int) -> float:
+        """When the rank last gave a sign of life; 0 before its first."""
+        return self._times[rank]
+
+    def beat(self, rank: int) -> None:
+        """Give signs of life from now on, as long as this process runs Python."""
+        threading.Thread(target=self._beat, args=(rank,), name="heartbeat", daemon=True).start()
+
+    def _beat(self, rank: int) -> None:
+        while True:
+            self._times[rank] = time.monotonic()
+            time.sleep(_EVERY_S)
+
+    def close(self) -> None:
+        self._times.release()
+        self._map.close()
+        assert self.descriptor is not None
+        os.close(self.descriptor)
 
 
 class WorkerChild:
@@ -61,15 +98,12 @@ class WorkerChild:
         self.socket, other = socket.socketpair()
         passed = [other.fileno(), heartbeats, steps.memory, results.memory, *results.bells, *steps.bells]
         with other:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-c", f"from {_MAIN} import main; main()"),
-                    *("cuda" if gpus else "cpu", str(rank), str(folder), *map(str, passed)),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=passed,
-                start_new_session=True,  # Ctrl-C is the caller's business
-                env={**os.environ, **_ENVIRONMENT, **_visible(rank, gpus), **as_this_one()},
+            self._process = start_process(
+                _PROGRAMS,
+                ["cuda" if gpus else "cpu", str(rank), str(folder), *map(str, passed)],
+                passed,
+                function="worker_main",
+                environment=_ENVIRONMENT | _visible(rank, gpus),
             )
 
     @property
@@ -78,14 +112,7 @@ class WorkerChild:
 
     def how_it_ended(self, timeout_s: float) -> str:
         """Wait for its end; say how it came."""
-        try:
-            status = self._process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return "has closed its connection"
-        if status >= 0:
-            return f"has ended with status {status}"
-        name = signal.Signals(-status).name
-        return f"was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")
+        return how_it_ended(self._process, timeout_s)
 
     def is_stopped(self) -> bool:
         """Whether it stands still, as after SIGSTOP, or is dying."""
@@ -125,7 +152,7 @@ class WorkerChild:
 
 
 def end_all(workers: Sequence[WorkerChild]) -> None:
-    """At once: one that waits for another on the device may only end when that one does. Nobody waits for long."""
+    """End all at once, in a few seconds: one that waits for another on the device may only end when that one does."""
     for worker in workers:
         worker.kill()
     deadline = time.monotonic() + _END_S
@@ -145,3 +172,46 @@ def visible_gpus(count: int) -> list[str]:
 def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
     others = [gpu for index, gpu in enumerate(gpus) if index != rank]
     return {"CUDA_VISIBLE_DEVICES": ",".join([gpus[rank], *others])} if gpus else {}
+
+
+class LaunchedWorkers:
+    """The processes of all ranks, which import what they need and wait to be started.
+
+    children: by rank. steps, results: see WorkerChild. folder: where the ranks will find each other; only this user may
+    enter it.
+    """
+
+    def __init__(self, count: int, device: str) -> None:
+        """device: its kind. Unless it is "cpu", ranks see the GPUs that there are."""
+        open_standard_streams()
+        self._gpus = [] if device == "cpu" else visible_gpus(count)
+        self.heartbeats = Heartbeats(count)
+        self.steps, self.results = RingDescriptors.make(count), RingDescriptors.make(1)
+        self.folder = Path(tempfile.mkdtemp(prefix="compiled-engine-"))
+        self.children: list[WorkerChild] = []
+        self._closed = False
+        try:
+            assert self.heartbeats.descriptor is not None
+            for rank in range(count):
+                self.children.append(
+                    WorkerChild(rank, self._gpus, self.folder, self.steps, self.results, self.heartbeats.descriptor)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LaunchedWorkers:
+        """Those that the configuration asks for."""
+        return cls(config.parallel.devices_per_replica, config.device.type)
+
+    def close(self) -> None:
+        """End them at once; nothing of them is left. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        end_all(self.children)
+        for ring in (self.steps, self.results):
+            ring.close()
+        self.heartbeats.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The caller's end of the socket to the engine core, on an asyncio event loop."""
+"""The caller's end of the socket to the engine core: its first message, then all others on an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 
 from compiled_engine.core.control import ControlError
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.running_core import RunningCore
-from compiled_engine.core_process.started import EngineDeadError
-from compiled_engine.core_process.wire import (
+from compiled_engine.failure import FatalError
+from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_child import RunningCore
+from compiled_engine.processes.wire import (
     Abort,
     Add,
     Answered,
@@ -26,11 +26,30 @@ from compiled_engine.core_process.wire import (
     Stepped,
     ToApi,
     ToCore,
+    decode_to_api,
     encode,
 )
-from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
 
 _EXIT_S = 2.0
+
+
+class EngineDeadError(FatalError):
+    """The engine core has ended; the text says why."""
+
+
+def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
+    """Wait for the core's first message. Raises what the start raised; EngineDeadError if the core just ended."""
+    connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
+    try:
+        while not (messages := connection.receive()):
+            connection.wait_readable()
+    except (EOFError, OSError) as error:
+        raise EngineDeadError(f"the engine core did not start: {core.how_it_ended(_EXIT_S)}") from error
+    (message,) = messages
+    if isinstance(message, Failed):
+        raise message.as_exception("the engine core")
+    assert isinstance(message, Started)
+    return connection, message
 
 
 class CoreClient:

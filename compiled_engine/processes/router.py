@@ -11,12 +11,45 @@ That the router weighs cached blocks against load, from a history that it keeps 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from compiled_engine.core_process.prefix_history import PrefixHistory
 from compiled_engine.messages import EngineRequest
 from compiled_engine.prefix_hashes import hash_blocks
+
+
+class PrefixHistory:
+    """The hashes of the `capacity` blocks that were sent last; a prefix cache evicts in nearly the same order.
+
+    Whoever asks again for blocks makes them the newest, the first of a sequence above all: without that one the others
+    are not found.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._hashes: OrderedDict[bytes, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._hashes)
+
+    def num_known(self, hashes: Sequence[bytes]) -> int:
+        """How many of a sequence's first blocks are there."""
+        known = self._hashes
+        return next((index for index, block_hash in enumerate(hashes) if block_hash not in known), len(hashes))
+
+    def add(self, hashes: Sequence[bytes]) -> None:
+        """The blocks of a sequence were sent there."""
+        known = self._hashes
+        for block_hash in reversed(hashes):
+            known[block_hash] = None
+            known.move_to_end(block_hash)
+        while len(known) > self._capacity:
+            known.popitem(last=False)
+
+    def clear(self) -> None:
+        self._hashes.clear()
+
 
 # What generating a token takes in a large batch, in tokens of a prompt.
 GENERATED = 4

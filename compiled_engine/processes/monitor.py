@@ -12,9 +12,9 @@ from typing import Any
 
 from compiled_engine.failure import Failed, FatalError
 from compiled_engine.parallel.layout import RankLayout
-from compiled_engine.workers.heartbeat import Heartbeats
-from compiled_engine.workers.worker_child import WorkerChild, end_all
-from compiled_engine.workers.worker_wire import Answer, Ready, StepFailed, receive
+from compiled_engine.processes.channel import receive
+from compiled_engine.processes.ranks import Heartbeats, WorkerChild, end_all
+from compiled_engine.processes.wire import Answered, Ready, StepFailed, decode_from_worker
 
 _LOOK_S = 0.5
 # What is longer between two looks does not count: this process itself stood still, as may have its workers.
@@ -40,7 +40,7 @@ class Monitor:
     def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
         self._workers, self._layout, self._heartbeats = workers, layout, heartbeats
         self._ready: list[Future[Ready]] = [Future() for _ in workers]
-        self._answers: dict[tuple[int, int], Future[Answer]] = {}
+        self._answers: dict[tuple[int, int], Future[Answered]] = {}
         self._lock = threading.Lock()
         self._failed_steps: dict[int, dict[int, StepFailed]] = {}
         self._step_failed = threading.Condition(self._lock)
@@ -62,9 +62,9 @@ class Monitor:
         """Of all ranks. Raises WorkerError if one ends, and what kept one from starting, with its rank."""
         return [future.result() for future in self._ready]
 
-    def expect(self, number: int) -> list[Future[Answer]]:
+    def expect(self, number: int) -> list[Future[Answered]]:
         """The answers of all ranks to the call with this number."""
-        futures: list[Future[Answer]] = [Future() for _ in self._workers]
+        futures: list[Future[Answered]] = [Future() for _ in self._workers]
         with self._lock:
             if self.failure is not None:
                 raise self.failure
@@ -138,7 +138,7 @@ class Monitor:
         """Whether the worker is still there after what it has sent."""
         worker, name = self._workers[rank], self._layout.name(rank)
         try:
-            message = receive(worker.socket)
+            message = decode_from_worker(receive(worker.socket))
         except EOFError:
             if not self._closing:
                 self.fail(WorkerError(f"the worker of {name} {worker.how_it_ended(_LAST_WORDS_S)}"))
@@ -146,7 +146,7 @@ class Monitor:
         match message:
             case Ready():
                 self._ready[rank].set_result(message)
-            case Answer(number):
+            case Answered(number):
                 with self._lock:
                     future = self._answers.pop((rank, number), None)
                 if future is not None:

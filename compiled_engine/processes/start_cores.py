@@ -10,19 +10,51 @@ import torch
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core_process.core_child import CoreChild
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.replica import Replica
-from compiled_engine.core_process.replicas import Replicas
-from compiled_engine.core_process.running_core import RunningCore
-from compiled_engine.core_process.started import wait_started
-from compiled_engine.core_process.wire import FrontendOptions, Start, encode
+from compiled_engine.core.executor import Executor, InProcessExecutor
+from compiled_engine.process.memory import no_full_gc
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress, SilentProgress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.channel import frame
+from compiled_engine.processes.core_child import CoreChild, RunningCore, device_of_core
+from compiled_engine.processes.core_client import wait_started
+from compiled_engine.processes.multiprocess_executor import MultiprocessExecutor
+from compiled_engine.processes.ranks import LaunchedWorkers, visible_gpus
+from compiled_engine.processes.replica import Replica
+from compiled_engine.processes.replicas import Replicas
+from compiled_engine.processes.wire import FrontendOptions, Start, encode
+from compiled_engine.resolve.logits_processors import resolve_logits_processors
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
-from compiled_engine.workers.launched_workers import LaunchedWorkers
-from compiled_engine.workers.start_core import start_core
-from compiled_engine.workers.worker_child import visible_gpus
+
+
+def start_core(
+    config: EngineConfig,
+    progress: Progress,
+    logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
+    timeline: Timeline | None = None,
+) -> EngineCore:
+    """A core, ready to serve. Raises what `Runner` raises; of workers in processes of their own WorkerError.
+
+    logits_processors: objects or "package.module:Name"; for workers the names alone. timeline: holds the stages of the
+    start so far, and gets those of the core.
+    """
+    timeline, clock = timeline or Timeline(), StepClock(config.device)
+    start_s = timeline.now()
+    executor: Executor
+    with no_full_gc():
+        if config.parallel.executor == "multiprocess":
+            names = [given for given in logits_processors if isinstance(given, str)]
+            executor = MultiprocessExecutor(
+                config,
+                LaunchedWorkers.of(config),
+                timeline,
+                names,
+                progress=not isinstance(progress, SilentProgress),
+            )
+        else:
+            found = resolve_logits_processors(tuple(logits_processors))
+            executor = InProcessExecutor(config, progress, timeline, clock, found)
+    return EngineCore(config, executor, clock, timeline.now() - start_s)
 
 
 def start_cores(
@@ -30,15 +62,12 @@ def start_cores(
     progress: Progress,
     logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
     timeline: Timeline | None = None,
-    workers: LaunchedWorkers | None = None,
 ) -> EngineCore | Replicas:
     """See start_core. Replicas start side by side; the lock of the compile cache has one of them build the entry, and
     the others load it. Raises what the first of them raises that cannot start."""
     timeline = timeline or Timeline()
     if not config.parallel.has_replicas:
-        return start_core(config, progress, logits_processors, timeline, workers)
-    if workers is not None:
-        workers.close()  # each replica has its own
+        return start_core(config, progress, logits_processors, timeline)
     names = tuple(given for given in logits_processors if isinstance(given, str))
     return _start_replicas(config, names, timeline, shows_progress=not isinstance(progress, SilentProgress))
 
@@ -88,13 +117,13 @@ def _start_replicas(
 def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
     """Add a core for each replica; what is to be done when all have ended."""
     if config.parallel.executor == "ray":
-        from compiled_engine.core_process.ray_cluster import RayCluster  # which needs a package that is not for all
+        from compiled_engine.processes.ray_replicas import RayCluster  # which needs a package that is not for all
 
-        cluster = RayCluster(config, _num_workers(config))
+        cluster = RayCluster(config)
         cores += cluster.cores
         return cluster.close
     for number in range(config.parallel.data_parallel_size):
-        cores.append(CoreChild(config.device.type, _num_workers(config), _environment(config, number)))
+        cores.append(CoreChild(device_of_core(config), _environment(config, number)))
     return lambda: None
 
 
@@ -118,12 +147,6 @@ def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
             core = cores[number]
             found.append(Replica(number, name, core, connection, started.limits.num_slots, core.clock_ahead_s()))
     return sorted(found, key=lambda replica: replica.number)
-
-
-def _num_workers(config: EngineConfig) -> int:
-    """Of each replica, which its process launches before it imports."""
-    parallel = config.of_replica.parallel
-    return parallel.devices_per_replica if parallel.executor == "multiprocess" else 0
 
 
 def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:

@@ -22,11 +22,12 @@ from compiled_engine.failure import Failed
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.layout import RankLayout
 from compiled_engine.process.timeline import Timeline
-from compiled_engine.workers.launched_workers import LaunchedWorkers
-from compiled_engine.workers.monitor import Monitor, WorkerError
-from compiled_engine.workers.ring import RingReader, RingWriter, await_bell
-from compiled_engine.workers.worker_wire import (
-    Call,
+from compiled_engine.processes.channel import send
+from compiled_engine.processes.monitor import Monitor, WorkerError
+from compiled_engine.processes.ranks import LaunchedWorkers
+from compiled_engine.processes.ring import RingReader, RingWriter, await_bell
+from compiled_engine.processes.wire import (
+    Control,
     GoOn,
     Masks,
     Ready,
@@ -35,7 +36,6 @@ from compiled_engine.workers.worker_wire import (
     Stop,
     decode_result,
     encode,
-    send,
 )
 
 # How long the result of a step on GPUs is waited for, for each so many tokens of the largest step. A rank hangs then.
@@ -106,7 +106,7 @@ class MultiprocessExecutor:
         )
         for worker in self._workers.children:
             with suppress(OSError):  # it has ended: the monitor says how
-                send(worker.socket, start)
+                send(worker.socket, encode(start))
 
     def _agreed(self, ready: Sequence[Ready]) -> int:
         """Number of blocks. Raises WorkerError unless all ranks say the same."""
@@ -158,7 +158,7 @@ class MultiprocessExecutor:
         """See Executor. Raises WorkerError if the workers have ended."""
         number = next(self._numbers)
         expected = self._monitor.expect(number)
-        self._steps.write(encode(Call(number, call)))
+        self._steps.write(encode(Control(number, call)))
         answers = [answer.result() for answer in expected]
         errors = [f"{self._layout.name(rank)}: {each.error}" for rank, each in enumerate(answers) if each.error]
         if errors:
