@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from compiled_engine.process.bytecode import bytecode_kept
-from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.memory import collection_paused
 
 if TYPE_CHECKING:
     from compiled_engine.async_llm import AsyncLLM
-    from compiled_engine.core_process.started import EngineDeadError
     from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestOutput
     from compiled_engine.llm import LLM
     from compiled_engine.passes.registry import register_pass, unregister_pass
+    from compiled_engine.processes.core_client import EngineDeadError
     from compiled_engine.sampling.logits_processor import LogitsProcessor
     from compiled_engine.sampling.params import SamplingParams
     from compiled_engine.sampling.structured_outputs import StructuredOutputs
@@ -42,7 +42,7 @@ _MODULES = {
     "LLM": "compiled_engine.llm",
     "AsyncLLM": "compiled_engine.async_llm",
     "CompletionOutput": "compiled_engine.frontend.outputs",
-    "EngineDeadError": "compiled_engine.core_process.started",
+    "EngineDeadError": "compiled_engine.processes.core_client",
     "LogitsProcessor": "compiled_engine.sampling.logits_processor",
     "Logprob": "compiled_engine.frontend.outputs",
     "RequestOutput": "compiled_engine.frontend.outputs",

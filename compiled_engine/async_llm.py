@@ -15,15 +15,6 @@ from typing import Any, Literal, get_args
 import torch
 
 from compiled_engine.config import EngineConfig
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_child import CoreChild
-from compiled_engine.core_process.core_client import CoreClient
-from compiled_engine.core_process.core_thread import CoreThread
-from compiled_engine.core_process.foreign_core import ForeignCore
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.running_core import RunningCore
-from compiled_engine.core_process.started import EngineDeadError, wait_started
-from compiled_engine.core_process.wire import FrontendOptions, Start, Started, ToApi, encode
 from compiled_engine.frontend.chat import Conversation, read_chat_template, render_chat
 from compiled_engine.frontend.core_link import connect, end, leave
 from compiled_engine.frontend.generation_config import read_default_sampling_params
@@ -40,6 +31,11 @@ from compiled_engine.other_engines.translate import make_options
 from compiled_engine.process.progress import RichProgress, SilentProgress
 from compiled_engine.process.smallest_first import SmallestFirst
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_child import CoreChild, ForeignCore, RunningCore
+from compiled_engine.processes.core_client import CoreClient, EngineDeadError, wait_started
+from compiled_engine.processes.run_core import CoreThread
+from compiled_engine.processes.wire import FrontendOptions, Start, Started, ToApi, encode
 from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import TokenMask

@@ -17,23 +17,21 @@ from compiled_engine.frontend.prompts import Prompt, PromptLike, parse_prompts
 from compiled_engine.frontend.tokenizer import Tokenizer
 from compiled_engine.messages import ControlCall
 from compiled_engine.other_engines.methods import MISSING, refuse_arguments
-from compiled_engine.process.begin_gpu import begin_gpu
+from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 from compiled_engine.process.bytecode import bytecode_kept
-from compiled_engine.process.garbage_collection import collection_paused, young_collected_alone
-from compiled_engine.process.import_apart import import_apart
+from compiled_engine.process.in_background import import_apart
+from compiled_engine.process.memory import collection_paused, no_full_gc
 from compiled_engine.process.progress import Progress, RichProgress, SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.workers.given_devices import core_has_device, given_device
-from compiled_engine.workers.launched_workers import launch_early
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from compiled_engine.config import EngineConfig
     from compiled_engine.core.engine_core import EngineCore
-    from compiled_engine.core_process.replicas import Replicas
     from compiled_engine.llm_parts import LLMParts
+    from compiled_engine.processes.replicas import Replicas
 
 
 class LLM:
@@ -222,7 +220,7 @@ class LLM:
     ) -> list[RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         progress = self._progress if use_tqdm else SilentProgress()
-        with young_collected_alone():
+        with no_full_gc():
             requests = self._prepare(prompts, sampling_params, priority)
             with (
                 progress.stage("generate", total=len(requests)) as advance,
@@ -260,18 +258,12 @@ class LLM:
 
 @bytecode_kept()
 def _start(keywords: Mapping[str, Any], progress: Progress, timeline: Timeline) -> LLMParts:
-    """PyTorch is imported here and not with this module, so that workers or the GPU's context start in parallel."""
-    workers = launch_early(keywords)
-    try:
-        if "torch" not in sys.modules:
-            begin_gpu(given_device(keywords), runs_here=core_has_device(keywords))
-        with timeline.span("import torch"), collection_paused():
-            import_apart("compiled_engine.llm_parts")
-        from compiled_engine.llm_parts import start_llm
-        from compiled_engine.other_engines.translate import make_options
+    """PyTorch is imported here and not with this module, so that the GPU's context is created in parallel."""
+    if "torch" not in sys.modules:
+        begin_gpu(given_device(keywords), runs_here=core_has_device(keywords))
+    with timeline.span("import torch"), collection_paused():
+        import_apart("compiled_engine.llm_parts")
+    from compiled_engine.llm_parts import start_llm
+    from compiled_engine.other_engines.translate import make_options
 
-        return start_llm(make_options(keywords), progress, timeline, workers)
-    except BaseException:
-        if workers is not None:
-            workers.close()
-        raise
+    return start_llm(make_options(keywords), progress, timeline)

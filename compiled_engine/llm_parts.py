@@ -7,8 +7,6 @@ from pathlib import Path
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.core.engine_core import EngineCore
-from compiled_engine.core_process.replicas import Replicas
-from compiled_engine.core_process.start_cores import start_cores
 from compiled_engine.frontend.engine_loop import EngineLoop
 from compiled_engine.frontend.generation_config import read_default_sampling_params
 from compiled_engine.frontend.input_processor import InputProcessor
@@ -17,12 +15,13 @@ from compiled_engine.frontend.tokenizer import Tokenizer, find_tokenizer_folder,
 from compiled_engine.messages import RequestLimits
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.in_background import InBackground
-from compiled_engine.process.profiler import Profiler
+from compiled_engine.process.profiling import Profiler
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.replicas import Replicas
+from compiled_engine.processes.start_cores import start_cores
 from compiled_engine.resolve.engine import resolve, warn_if_eager
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.workers.launched_workers import LaunchedWorkers
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,8 @@ class LLMParts:
     profiler: Profiler
 
 
-def start_llm(
-    options: EngineOptions, progress: Progress, timeline: Timeline, workers: LaunchedWorkers | None
-) -> LLMParts:
-    """Raises what `LLM` raises. workers: see start_core; after an error some may be left."""
+def start_llm(options: EngineOptions, progress: Progress, timeline: Timeline) -> LLMParts:
+    """Raises what `LLM` raises."""
     with timeline.span("configuration"):
         config = resolve(options, progress)
     warn_if_eager(options, config)
@@ -54,7 +51,7 @@ def start_llm(
     # No text arrives before the engine is ready, so the tokenizer is loaded in parallel.
     tokenizer_start_s = timeline.now()
     loading = InBackground(lambda: load_tokenizer(tokenizer_path) if tokenizer_path else None)
-    core = start_cores(config, progress, options.logits_processors, timeline, workers)
+    core = start_cores(config, progress, options.logits_processors, timeline)
     try:
         with timeline.span("wait for the tokenizer"):
             tokenizer = loading.result()

@@ -93,12 +93,11 @@ def up_to_date(text: str, load: Load = load) -> str:
 
 
 def draw_plots() -> None:
-    from compiled_engine.bench import ablation_plots, curve_plots
-    from compiled_engine.bench.plot_style import LIGHT, write_pngs
+    from compiled_engine.bench.plots import LIGHT, draw_ablation, draw_curves, write_pngs
 
-    write_pngs(curve_plots.draw_all(load(CURVES), LIGHT), DOCS / "images")
+    write_pngs(draw_curves(load(CURVES), LIGHT), DOCS / "images")
     for name in ABLATIONS:
-        drawn = ablation_plots.draw_all(load(name), LIGHT)
+        drawn = draw_ablation(load(name), LIGHT)
         for plot, ending in (("step_by_batch", "by_batch"), ("step_batch_1", "batch_1")):
             (DOCS / "images" / f"{name}_{ending}.png").write_bytes(drawn[plot])
 

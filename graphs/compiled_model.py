@@ -24,8 +24,8 @@ from compiled_engine.parallel.stages import Stage
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import require_contracts
 from compiled_engine.passes.parameter import Parameter
-from compiled_engine.process.garbage_collection import collection_paused
-from compiled_engine.process.import_apart import import_apart
+from compiled_engine.process.in_background import import_apart
+from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from faulty_processor import NAME
 from small_engines import SMALL
 
-from compiled_engine import AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.sampling.params import SamplingParams
 
 ENGINE: dict[str, Any] = SMALL | {
     "dtype": "float32",

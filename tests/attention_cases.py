@@ -378,7 +378,8 @@ def listed_work(
     device: str, lens: list[int], seq_lens: list[int], num_kv_heads: int, queries: int, min_keys: int
 ) -> tuple[list[tuple[int, int]], list[tuple[int, int]], bool]:
     """What the work list of a batch holds: its splits, its tiles, and whether no split has arrived."""
-    from compiled_engine.attention.backends.work_list import MAX_LISTED_SPLITS, WorkLayout, write_lists
+    from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
+    from compiled_engine.attention.backends.work_list import WorkLayout, write_lists
 
     starts = torch.tensor([0, *lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     layout = WorkLayout(len(lens), num_kv_heads, queries)
@@ -400,7 +401,7 @@ def listed_work(
 
 def wrong_lists(device: str = "cpu") -> list[int]:
     """Random batches of which the work list is not what it should be, by seed."""
-    from compiled_engine.attention.backends.work_list import MAX_LISTED_SPLITS
+    from compiled_engine.attention.backends.decode_splits import MAX_LISTED_SPLITS
 
     wrong = []
     for seed in range(12):

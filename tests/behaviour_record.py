@@ -25,15 +25,16 @@ from typing import Any
 
 import torch
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import compile_model
+from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.parallel.stages import stages_of
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.model_forward import load_model
+from compiled_engine.sampling.params import SamplingParams
 
 # Textbook and foreign, dense and experts; with windows and soft caps, norms behind blocks, and packed weights.
 FAMILIES = ("qwen3", "gemma2", "qwen3_moe", "glm4", "olmo2", "gpt_oss")

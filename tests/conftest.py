@@ -155,7 +155,7 @@ def server() -> Iterator[RunningServer]:
     """A server with the bundled model."""
     from running_server import ENGINE, running
 
-    from compiled_engine import AsyncLLM
+    from compiled_engine.async_llm import AsyncLLM
 
     with running(AsyncLLM(**ENGINE)) as server:
         yield server

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compiled_engine import SamplingParams
+from compiled_engine.sampling.params import SamplingParams
 
 NAME = "faulty_processor:Faulty"
 FAILS_TO_START = "faulty_processor:FailsToStart"

@@ -12,8 +12,8 @@ from types import FrameType
 
 import torch
 
-from compiled_engine import SamplingParams
 from compiled_engine.parallel.group import current_group
+from compiled_engine.sampling.params import SamplingParams
 
 NAME = "faulty_rank:FaultyRank"
 FAILS_TO_START = "faulty_rank:FailsToStart"

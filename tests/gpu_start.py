@@ -7,7 +7,8 @@ import json
 import sys
 from typing import Any
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 OUTPUT_LEN = 12
 COUNTS = ("traces", "compiles", "captures", "graph_replays", "cache")

@@ -35,7 +35,7 @@ FAREWELL_S = 10.0
 # In a process of its own: one that has asked for the GPU's name keeps some of its memory.
 PROVENANCE = """
 import json, torch
-from compiled_engine.bench.machine import provenance
+from compiled_engine.bench.results import provenance
 print(json.dumps(provenance(torch.device("cuda", 0))))
 """
 

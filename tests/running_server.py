@@ -11,8 +11,9 @@ from typing import Any
 
 import httpx
 
-from compiled_engine import AsyncLLM, RequestOutput, SamplingParams
-from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.server.app import build_app
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.run import Server, address, bind, serve

@@ -14,11 +14,11 @@ from compiled_engine.core.kv_cache_manager import KVCacheManager
 from compiled_engine.core.request import Request
 from compiled_engine.messages import EngineRequest, RunnerOutput, SchedulerOutput
 from compiled_engine.options import EngineOptions
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import SilentProgress
-from compiled_engine.process.step_clock import StepClock
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.workers.start_core import start_core
 
 NUM_BLOCKS = 12
 

@@ -19,8 +19,12 @@ import pytest
 from faulty_processor import FAILS_TO_START, NAME, SLOW_TO_START
 from small_engines import PROMPTS, SMALL
 
-from compiled_engine import LLM, AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
-from compiled_engine.core_process.core_child import CoreChild
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.processes.core_child import CoreChild
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.sampling.params import SamplingParams
 
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "logits_processors": [NAME]}
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -146,7 +150,8 @@ def test_a_start_that_fails_says_why(children: Children) -> None:
 
 CALLER = """
 import asyncio
-from compiled_engine import AsyncLLM, SamplingParams
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.sampling.params import SamplingParams
 
 engine = AsyncLLM(**{options})
 

@@ -16,8 +16,11 @@ import pytest
 from async_engines import ENGINE, LONG, collect, idle, run
 from small_engines import PROMPTS
 
-from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.control import ControlError
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=20),
@@ -294,7 +297,7 @@ def test_bad_input_is_refused_before_it_is_sent(engine: AsyncLLM) -> None:
 def test_who_got_more_than_a_message_holds_takes_nothing_any_more(
     in_process: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compiled_engine.core_process.frames.LARGEST_MESSAGE", 100_000)
+    monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 100_000)
     params = replace(SLOW, prompt_logprobs=-1)
 
     async def main() -> RequestOutput:

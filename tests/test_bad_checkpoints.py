@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from compiled_engine import LLM
+from compiled_engine.llm import LLM
 
 FILES = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'a' * 64}\nsize 10414000\n"

@@ -15,14 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from compiled_engine.bench.ablation import COUNTS, Preparation, measure
-from compiled_engine.bench.ablation_report import Asked, make_plan
-from compiled_engine.bench.ablation_subject import whole_name
-from compiled_engine.bench.ablation_workload import AblationWorkload, workload_from
-from compiled_engine.bench.fresh_process import WorkerError, run_worker
+from compiled_engine.bench.ablation import COUNTS, Asked, Preparation, make_plan, measure
 from compiled_engine.bench.large_tokenizer import SPECIAL_TOKENS, write_tokenizer
+from compiled_engine.bench.plots import whole_name
+from compiled_engine.bench.processes import ProcessError, run_worker
 from compiled_engine.bench.start_up import torch_alone
 from compiled_engine.bench.variants import Variant, chosen, variants
+from compiled_engine.bench.worker_workloads import AblationWorkload, ablation_workload
 from compiled_engine.bench.workloads import request_lengths
 from compiled_engine.cli.app import app
 from compiled_engine.frontend.tokenizer import load_tokenizer
@@ -183,7 +182,7 @@ def test_repeats_are_interleaved_after_a_preparation_of_what_compiles() -> None:
 def test_a_variant_that_fails_is_marked_and_the_others_are_kept() -> None:
     def fake(options: Any, workload: Any) -> dict[str, Any]:
         if "disable_passes" in options:
-            raise WorkerError("ended with exit code 1\nboom")
+            raise ProcessError("ended with exit code 1\nboom")
         return a_result(1.0)
 
     found = variants("cpu", ["silu_mul"])
@@ -198,7 +197,7 @@ def test_a_repeat_that_fails_costs_none_before_it() -> None:
     def fake(options: Any, workload: Any) -> dict[str, Any]:
         calls.append(1)
         if len(calls) > 2:
-            raise WorkerError("ended with exit code 1\nboom")
+            raise ProcessError("ended with exit code 1\nboom")
         return a_result(1.0)
 
     (found,) = chosen(variants("cpu", []), ["eager"])
@@ -209,14 +208,14 @@ def test_a_repeat_that_fails_costs_none_before_it() -> None:
 
 def test_a_variant_that_cannot_be_is_refused_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
     impossible = [Variant("eager", {"mode": "eager", "graph_mode": "piecewise"})]
-    monkeypatch.setattr("compiled_engine.bench.ablation_report.variants", lambda *about: impossible)
+    monkeypatch.setattr("compiled_engine.bench.ablation.variants", lambda *about: impossible)
     with pytest.raises(ValueError, match="variant 'eager' cannot be measured: graph_mode is 'piecewise'"):
         make_plan({}, None, Asked(quick=True))
 
 
 def test_the_command_names_a_variant_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(options: Any, workload: Any, limit_s: float = 0) -> dict[str, Any]:
-        raise WorkerError("ended with exit code 1\nboom")
+        raise ProcessError("ended with exit code 1\nboom")
 
     monkeypatch.setattr("compiled_engine.bench.ablation.measure.__defaults__", (fail,))
     result = run("ablation", "--quick", "--variant", "eager", "--json")
@@ -227,26 +226,26 @@ def test_the_command_names_a_variant_that_failed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_worker_that_fails_says_why() -> None:
-    with pytest.raises(WorkerError, match=r"(?s)exit code 1.*max_num_seqs is 0"):
+    with pytest.raises(ProcessError, match=r"(?s)exit code 1.*max_num_seqs is 0"):
         run_worker({"mode": "eager", "max_num_seqs": 0}, None)
 
 
 def test_a_worker_killed_in_the_middle_of_a_line_has_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "half.py").write_text("import os; print('{\"first_to', flush=True); os._exit(9)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("compiled_engine.bench.fresh_process.WORKER", "half")
-    with pytest.raises(WorkerError, match="exit code 9"):
+    monkeypatch.setattr("compiled_engine.bench.processes.WORKER", "half")
+    with pytest.raises(ProcessError, match="exit code 9"):
         run_worker({}, None)
 
 
 def test_a_worker_that_takes_too_long_is_ended() -> None:
-    with pytest.raises(WorkerError, match="took longer than"):
+    with pytest.raises(ProcessError, match="took longer than"):
         run_worker({"mode": "eager"}, None, limit_s=0.1)
 
 
 def test_the_workload_travels_as_json() -> None:
     workload = AblationWorkload(batch_sizes=(1, 3), prefill_len=7)
-    assert workload_from(json.loads(json.dumps(workload.as_record()))) == workload
+    assert ablation_workload(json.loads(json.dumps(workload.as_record()))) == workload
 
 
 def test_a_plan_bounds_the_kv_cache_and_fits_the_model() -> None:
@@ -292,7 +291,7 @@ def test_startup_shows_its_stages() -> None:
 
 
 def test_a_start_that_fails_says_why() -> None:
-    with pytest.raises(WorkerError, match=r"(?s)ended with exit code 1\n.*XPU"):
+    with pytest.raises(ProcessError, match=r"(?s)ended with exit code 1\n.*XPU"):
         torch_alone(torch.device("xpu"))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_engine.bench import device_rates
+from compiled_engine.bench import bounds
 from compiled_engine.bench.bounds import (
     Chunk,
     Job,
@@ -140,7 +140,7 @@ def test_the_bounds_of_a_known_shape(tmp_path: Path) -> None:
 
 
 def test_rates_are_measured_where_they_are_not_known() -> None:
-    rates = device_rates.measured_rates(torch.device("cpu"), torch.float32)
+    rates = bounds.measured_rates(torch.device("cpu"), torch.float32)
     assert rates.bytes_per_s > 0
     assert rates.flops_per_s > 0
     assert rates.source == "measured: a copy of 256 MiB, a product of 1024 x 1024 in float32"
@@ -151,7 +151,7 @@ def test_rates_are_measured_where_they_are_not_known() -> None:
 )
 def test_rates_are_known_for_the_whole_of_a_device(name: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    monkeypatch.setattr(device_rates, "measured_rates", lambda device, dtype: RATES)
-    found = device_rates.device_rates(torch.device("cuda"), torch.bfloat16)
+    monkeypatch.setattr(bounds, "measured_rates", lambda device, dtype: RATES)
+    found = bounds.device_rates(torch.device("cuda"), torch.bfloat16)
     assert (found.source == "known for H200") == known
     assert (found == RATES) != known

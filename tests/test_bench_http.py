@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from compiled_engine.bench.processes import ProcessError, Ready, run_worker, server
 from compiled_engine.bench.serving import beside_offline
-from compiled_engine.bench.serving.http_workload import ON_GPU, HttpWorkload
-from compiled_engine.bench.serving.processes import ProcessError, Ready, offline, server
+from compiled_engine.bench.worker_workloads import ON_GPU, HttpWorkload
 from compiled_engine.bench.workloads import request_lengths
 from compiled_engine.cli.app import app
 from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, as_written
@@ -39,7 +39,7 @@ def run(*arguments: str) -> Any:
 
 
 def test_engine_and_server_are_measured_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_engine.bench.serving.http_workload.ON_CPU", TINY)
+    monkeypatch.setattr("compiled_engine.bench.worker_workloads.ON_CPU", TINY)
     output = tmp_path / "http.json"
     result = run("--repeats", "1", "--starts", "0", "--output", str(output))
     assert result.exit_code == 0, result.stderr
@@ -69,13 +69,13 @@ def test_what_ends_early_says_why() -> None:
     with pytest.raises(ProcessError, match=r"(?s)^the server ended with exit code 2\n.*error: model must be"):
         server(["--model", "missing"]).__enter__()
     with pytest.raises(ProcessError, match=r"(?s)^the engine ended with exit code 1\n.*model must be"):
-        offline({"model": "missing"}, None, 0)
+        run_worker({"model": "missing"}, None, name="the engine")
 
 
 def test_starts_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
 
-    def start_engine(options: Any, workload: Any, repeats: int) -> dict[str, Any]:
+    def start_engine(options: Any, workload: Any, name: str) -> dict[str, Any]:
         started.append("engine")
         return OFFLINE
 
@@ -84,7 +84,7 @@ def test_starts_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
         started.append("server")
         yield Ready("", 4.0, 0)
 
-    monkeypatch.setattr(beside_offline, "offline", start_engine)
+    monkeypatch.setattr(beside_offline, "run_worker", start_engine)
     monkeypatch.setattr(beside_offline, "server", start_server)
     monkeypatch.setattr(beside_offline, "_measure_server", lambda *_: {})
     plan = beside_offline.HttpPlan({}, [], TINY, [(), ("--strict",)], 0.7, repeats=1, starts=2, processes=1)
@@ -98,7 +98,7 @@ def test_starts_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_fails_later_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside_offline, "offline", lambda *_: OFFLINE)
+    monkeypatch.setattr(beside_offline, "run_worker", lambda *_, **__: OFFLINE)
 
     def fail(arguments: Any) -> Any:
         raise ProcessError("the server ended")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from compiled_engine.bench import layouts
-from compiled_engine.bench.executor_steps import options_for
+from compiled_engine.bench import family_comparison
+from compiled_engine.bench.executor import options_for
 from compiled_engine.bench.family_comparison import Difference
 from compiled_engine.cli.app import app
 
@@ -44,7 +44,7 @@ def test_a_layout_that_is_refused_says_why_and_the_others_are_kept(
             raise ValueError("no stages")
         return Difference(1e-5, 1e-6, 0.0)
 
-    monkeypatch.setattr(layouts, "difference_of", difference)
+    monkeypatch.setattr(family_comparison, "difference_of", difference)
     output = tmp_path / "layouts.json"
     names = ("TP 2, eager", "PP 2, compiled")
     arguments = ["bench", "layouts", "--family", "qwen3", "--output", str(output), "--json"]

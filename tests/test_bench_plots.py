@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from compiled_engine.bench.ablation_lines import LABEL_GAP, apart
-from compiled_engine.bench.ablation_page import render
-from compiled_engine.bench.ablation_plots import draw_all
-from compiled_engine.bench.ablation_workload import AblationWorkload
-from compiled_engine.bench.plot_style import DARK, LIGHT, short
+from compiled_engine.bench.pages import render_ablation
+from compiled_engine.bench.plots import DARK, LABEL_GAP, LIGHT, apart, draw_ablation, short
+from compiled_engine.bench.worker_workloads import AblationWorkload
 from compiled_engine.cli.app import app
 from compiled_engine.cli.bench_ablation import ablation_table, print_ablation
 
@@ -109,7 +107,7 @@ def test_plots_and_page_are_made_from_json(result: dict[str, Any], tmp_path: Pat
 
 def test_the_page_parses_needs_nothing_else_and_escapes_names(result: dict[str, Any]) -> None:
     page = Page()
-    page.feed(render(result))
+    page.feed(render_ablation(result))
     assert page.open == []
     tags = [tag for tag, _ in page.tags]
     assert "script" not in tags
@@ -125,30 +123,30 @@ def test_the_page_parses_needs_nothing_else_and_escapes_names(result: dict[str, 
 
 
 def test_light_and_dark_plots_differ_and_one_batch_has_no_lines(result: dict[str, Any]) -> None:
-    light, dark = draw_all(result, LIGHT), draw_all(result, DARK)
+    light, dark = draw_ablation(result, LIGHT), draw_ablation(result, DARK)
     assert light.keys() == dark.keys() == {"step_batch_1", "step_batch_64", "step_by_batch"}
     assert all(light[name] != dark[name] for name in light)
     del result["bound"]["step_ms"]["64"]
-    assert draw_all(result, LIGHT).keys() == {"step_batch_1"}
+    assert draw_ablation(result, LIGHT).keys() == {"step_batch_1"}
 
 
 def test_there_are_bars_without_the_whole_engine(result: dict[str, Any]) -> None:
     whole = {"name": "compiled + full", "options": {}, "error": "ended with exit code 1"}
     result["variants"] = [whole, record("compiled + full without silu_mul", 0.9)]
-    assert draw_all(result, LIGHT).keys() == {"step_batch_1", "step_batch_64", "step_by_batch"}
-    assert "failed" in render(result)
+    assert draw_ablation(result, LIGHT).keys() == {"step_batch_1", "step_batch_64", "step_by_batch"}
+    assert "failed" in render_ablation(result)
 
 
 def test_figures_of_a_variant_that_failed_later_are_shown(result: dict[str, Any]) -> None:
     result["variants"] = [record("eager", 9.0) | {"error": "ended with exit code 1"}]
-    assert draw_all(result, LIGHT)
-    assert "9.000" in render(result)
+    assert draw_ablation(result, LIGHT)
+    assert "9.000" in render_ablation(result)
 
 
 def test_without_any_figures_there_is_a_page_without_plots(result: dict[str, Any]) -> None:
     result["variants"] = [found for found in result["variants"] if "error" in found]
     page = Page()
-    page.feed(render(result))
+    page.feed(render_ablation(result))
     assert "img" not in [tag for tag, _ in page.tags]
     assert "compiled + piecewise failed" in page.text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from compiled_engine.bench.step_split import LAPS, split
+from compiled_engine.bench.engine_steps import LAPS, split
 from compiled_engine.cli.app import app
 
 

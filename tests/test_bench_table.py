@@ -13,13 +13,11 @@ from typer.testing import CliRunner
 
 from compiled_engine.bench import table as table_module
 from compiled_engine.bench.bounds import Rates, model_sizes
-from compiled_engine.bench.fresh_process import WorkerError
+from compiled_engine.bench.processes import ProcessError
 from compiled_engine.bench.shapes import write_shape
-from compiled_engine.bench.table import measure
+from compiled_engine.bench.table import make_plan, measure
 from compiled_engine.bench.table_comparison import compare, is_slower
-from compiled_engine.bench.table_plan import make_plan
-from compiled_engine.bench.table_rows import BUNDLED, ON_A_CPU, chosen, known_rows, rows_of
-from compiled_engine.bench.table_workloads import Start
+from compiled_engine.bench.table_rows import BUNDLED, ON_A_CPU, Start, chosen, known_rows, rows_of
 from compiled_engine.cli.app import app
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH
 from compiled_engine.models.checkpoint.config_reader import read_model_config
@@ -100,7 +98,7 @@ def test_an_own_model_has_the_rows_that_fit_it(tmp_path: Path) -> None:
 
 def test_what_fails_has_an_error_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(options: Any, workload: Any) -> Any:
-        raise WorkerError("ended with exit code 1")
+        raise ProcessError("ended with exit code 1")
 
     monkeypatch.setattr("compiled_engine.bench.start_up.run_worker", fail)
     # Blocks of 16 tokens: eight requests of 16 + 33 tokens find no room, one does.

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from running_server import ENGINE, RunningServer, running
 
-from compiled_engine import AsyncLLM
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.core.block_pool import hash_block
 from compiled_engine.frontend.prompts import LONGEST_SALT
 from compiled_engine.messages import prefix_root

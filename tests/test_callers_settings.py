@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6)
 OPTIONS: dict[str, Any] = {"device": "cpu", "progress": False, "max_num_seqs": 2, "max_num_batched_tokens": 64}

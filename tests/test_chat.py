@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level, with_bos
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.chat import render_chat, split_conversations
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 TEMPLATE = (
     "{% for message in messages %}"

@@ -13,8 +13,9 @@ import pytest
 from running_server import ENGINE, RunningServer
 from typer.testing import CliRunner
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.cli.app import app
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 LOCAL = [
     *("--mode", "eager", "--device", "cpu", "--dtype", "float32", "--max-model-len", "256", "--num-blocks", "64"),

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.attention.backends.torch_backend import BACKEND as TORCH
 from compiled_engine.attention.inputs import attention_inputs_of
 from compiled_engine.core.executor import InProcessExecutor
 from compiled_engine.kernels.compile_ahead import KernelWorkers
+from compiled_engine.llm import LLM
 from compiled_engine.parallel.group import StandIn
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.runner import warm_up
 from compiled_engine.runner.input_batch import empty_batch, prepare, step_of_batch
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.warm_up import BatchShape, compile_kernels, compile_kernels_ahead, start_up_batches
+from compiled_engine.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [5, 6, 7]}, {"prompt_token_ids": list(range(40))}]

@@ -15,11 +15,12 @@ import pytest
 import torch
 from cache_cases import FACTORS, LOADED, Builder, build_once, changed, load
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.graphs.cache.entry import factors_key, read_factors
 from compiled_engine.graphs.cache.folder import CacheFolder, open_cache
 from compiled_engine.graphs.cache.lookup import find_or_build
+from compiled_engine.llm import LLM
 from compiled_engine.process.cache_root import default_root
+from compiled_engine.sampling.params import SamplingParams
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import pytest
 from async_engines import ENGINE
 from small_engines import PROMPTS
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.prompts import parse_prompts
+from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineOutput, EngineRequest
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -13,14 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_engines import PROMPTS
 
-from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
-from compiled_engine.core_process.api_process import frames_of
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.foreign_core import ForeignCore
-from compiled_engine.core_process.frames import FrameReader, MessageTooLargeError, frame
-from compiled_engine.core_process.started import wait_started
-from compiled_engine.core_process.wire import Abort, Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.processes.channel import Connection, FrameReader, MessageTooLargeError, frame
+from compiled_engine.processes.core_child import ForeignCore
+from compiled_engine.processes.core_client import wait_started
+from compiled_engine.processes.core_server import frames_of
+from compiled_engine.processes.wire import Abort, Add, Answered, Started, Stepped, ToApi, decode_to_api, encode
+from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -162,7 +164,7 @@ def test_frames_are_read_whatever_the_pieces(payloads: list[bytes], choose: rand
 
 def test_a_step_that_is_too_large_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is divided; what one request got and is too large by itself becomes an error of that request."""
-    monkeypatch.setattr("compiled_engine.core_process.frames.LARGEST_MESSAGE", 1000)
+    monkeypatch.setattr("compiled_engine.processes.channel.LARGEST_MESSAGE", 1000)
     small = [EngineOutput(f"0:{number}", (5,), num_cached_tokens=0) for number in range(40)]
     large = EngineOutput("0:40", tuple(range(1000)))
     step = StepOutputs([f"0:{number}" for number in range(50, 90)], list(range(40)), [*small, large])

@@ -17,7 +17,11 @@ from serve_process import SMALL, Served, served
 from small_engines import PROMPTS
 from token_masks import OneOf
 
-from compiled_engine import LLM, AsyncLLM, EngineDeadError, RequestOutput, SamplingParams
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
 TWO = ENGINE | {"data_parallel_size": 2}

@@ -10,7 +10,7 @@ import pytest
 from running_server import RunningServer, running
 from test_server_metrics import samples
 
-from compiled_engine import AsyncLLM
+from compiled_engine.async_llm import AsyncLLM
 
 # The entry of the compile cache that the tests of `compiled-engine inspect` have as well.
 ENGINE: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 import torch
 from checkpoints import make_checkpoint
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -12,8 +12,9 @@ import pytest
 from cache_cases import Builder, load
 from checkpoints import make_checkpoint
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.graphs.cache.lookup import find_or_build
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 # Below an entry; the first file of each kind is damaged.
 OF_AN_ENTRY = (

@@ -16,7 +16,6 @@ from pass_cases import CPU
 from small_engines import PROMPTS, SMALL
 from transformers import AutoModelForCausalLM, OlmoConfig, OlmoForCausalLM
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.families import IN_TESTS, family, write_checkpoint
 from compiled_engine.bench.family_comparison import (
     difference_after_passes,
@@ -27,6 +26,7 @@ from compiled_engine.config import ModelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
 from compiled_engine.models.foreign import compat, description
@@ -36,6 +36,7 @@ from compiled_engine.other_engines.translate import make_options
 from compiled_engine.passes.graph_text import graph_text
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
 
 TEXTBOOK_PASSES = ("merge_linears", "residual_rms_norm", "rms_norm", "rope_angles", "rope_kv_write", "silu_mul")
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 from small_engines import PROMPTS, SMALL
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 ENDLESS: dict[str, Any] = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
 
@@ -145,7 +146,8 @@ def test_nothing_is_left(way: str, one_thread: None) -> None:
 FIRST = """
 import gc, weakref
 gc.disable()
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 def use():
     llm = LLM(mode={mode!r}, device="cpu", progress=False, max_model_len=64, num_blocks=64)

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.shapes import write_shape
+from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.workers.start_core import start_core
+from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

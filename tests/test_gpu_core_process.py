@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.async_llm import AsyncLLM
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.bench.shapes import write_shape
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

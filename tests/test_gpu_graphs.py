@@ -14,10 +14,12 @@ import pytest
 import torch
 from other_padding import prepare_with, replay_with_other_padding
 
-from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.core.executor import InProcessExecutor
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
 from compiled_engine.runner import captured_steps
 from compiled_engine.runner.model_runner import Runner
+from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
@@ -185,7 +187,7 @@ def test_padding_changes_no_bit(
 DEFAULT_GRAPHS = """
 import json, sys, tempfile
 from pathlib import Path
-from compiled_engine import LLM
+from compiled_engine.llm import LLM
 from compiled_engine.bench.shapes import write_shape
 
 with tempfile.TemporaryDirectory() as folder:

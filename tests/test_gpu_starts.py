@@ -182,7 +182,7 @@ OUT_OF_MEMORY = """
 import itertools, tempfile
 from pathlib import Path
 import torch
-from compiled_engine import LLM
+from compiled_engine.llm import LLM
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.graphs.cuda_graphs.capture import CudaCapture
 

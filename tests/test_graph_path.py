@@ -24,12 +24,12 @@ from compiled_engine.graphs.cuda_graphs.counters import GraphCounters
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import captured_steps, model_runner
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.runner.pending_steps import PendingSteps
 from compiled_engine.sampling.params import SamplingParams
-from compiled_engine.workers.start_core import start_core
 
 MODES = [mode for mode in GraphMode if mode not in (GraphMode.NONE, GraphMode.RECORDED)]
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.tokenizer import Tokenizer
+from compiled_engine.llm import LLM
 from compiled_engine.models.bundled_training.held_out import held_out_windows, scored_tokens
+from compiled_engine.sampling.params import SamplingParams
 
 
 def test_held_out_loss(bundled_model_path: Path, bundled_tokenizer: Tokenizer) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 
 from small_engines import SMALL
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 VOCAB_SIZE = 64
 CONFIG: dict[str, Any] = {

@@ -11,7 +11,7 @@ from compiled_engine.attention.inputs import AttentionInputs, attention_inputs_o
 from compiled_engine.attention.op import write_and_attend
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
 from compiled_engine.messages import NewRequest, SchedulerOutput
-from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import (
     LAST_NUMBER,
     RING,

@@ -10,12 +10,13 @@ import pytest
 from lagging_device import lagging_device
 from token_masks import ByLastToken
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
-from compiled_engine.workers.start_core import start_core
+from compiled_engine.sampling.params import SamplingParams
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

@@ -15,9 +15,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.core.engine_core import EngineCore
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import num_words
 
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def __init__(self", "import os\nimport sys\n\n", "for i in range("]

@@ -9,7 +9,8 @@ import httpx
 import pytest
 from running_server import ENGINE, MODEL, RunningServer
 
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 CONTEXTS = ("import", "def __init__(self", "class Error(", "    return é")
 CONTINUATIONS = (" os", ", name):\n        self.name = name", "Exception):", " None")

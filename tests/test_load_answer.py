@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.bench.serving.answer import AnswerReader, Record
-from compiled_engine.bench.serving.figures import figures_of
-from compiled_engine.bench.serving.notes import notes
-from compiled_engine.bench.serving.sender import Report
+from compiled_engine.bench.serving.client import AnswerReader, Record, Report
+from compiled_engine.bench.serving.figures import figures_of, notes
 
 USAGE = {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 5}}
 

@@ -11,12 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.bench.serving.arrivals import Rate, arrival_times, parse_ramp, parse_rates
+from compiled_engine.bench.serving.client import Job, Outgoing
 from compiled_engine.bench.serving.figures import parse_goodput
-from compiled_engine.bench.serving.lengths import parse_lengths
-from compiled_engine.bench.serving.prompts import RandomPrompts, longest, read_dataset
-from compiled_engine.bench.serving.sender import Job, Outgoing
-from compiled_engine.bench.serving.senders import shared_out
+from compiled_engine.bench.serving.load import shared_out
+from compiled_engine.bench.serving.requests import (
+    RandomPrompts,
+    Rate,
+    arrival_times,
+    longest,
+    parse_lengths,
+    parse_ramp,
+    parse_rates,
+    read_dataset,
+)
 from compiled_engine.bench.serving.target import parse_target
 
 

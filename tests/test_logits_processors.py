@@ -12,13 +12,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from compiled_engine import LLM, LogitsProcessor, SamplingParams
 from compiled_engine.cli.app import app
 from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.rows.row_fields import RowFields
-from compiled_engine.sampling.logits_processor import build_processors, resolve_logits_processors
+from compiled_engine.sampling.logits_processor import LogitsProcessor, build_processors, resolve_logits_processors
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.ranks import row_chunks
 from compiled_engine.sampling.sampler import Sampler, SamplerClass
 

@@ -12,8 +12,9 @@ from checkpoints import make_checkpoint
 from safetensors.torch import load_file, save_file
 from small_engines import PROMPTS, SMALL
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -10,8 +10,9 @@ import openai
 import pytest
 from running_server import ENGINE, MODEL, RunningServer, ScriptedEngine, running
 
-from compiled_engine import LLM, RequestOutput, SamplingParams
-from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 PROMPT = "def add(a, b):\n"
 MESSAGES: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "import os"}]

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.shapes import write_shape
 from compiled_engine.cli.app import app
-from compiled_engine.core_process.start_cores import gpus_of_replica
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
 from compiled_engine.models.checkpoint.rank_shards import shards_of
@@ -24,6 +23,7 @@ from compiled_engine.models.checkpoint.staged_copy import CHUNK_BYTES, chunks_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import gpus_of_replica
 from compiled_engine.resolve.engine import resolve
 
 CPU = torch.device("cpu")

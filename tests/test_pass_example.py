@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from compiled_engine import unregister_pass
+from compiled_engine.passes.registry import unregister_pass
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "passes.md"
 

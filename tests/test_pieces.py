@@ -104,7 +104,7 @@ def test_pieces_compile_here_and_in_workers(tmp_path: Path, workers: int) -> Non
 
 
 def test_without_living_workers_pieces_are_compiled_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compiled_engine.process.worker_process.sys.executable", "/bin/false")
+    monkeypatch.setattr("sys.executable", "/bin/false")
     keys = entry_with(tmp_path, pointwise_piece(2.0), pointwise_piece(3.0), pointwise_piece(4.0))
     with compile_pool(tmp_path, 2) as compile_pieces:
         done = {piece.key: piece.worker for piece in compile_pieces(keys)}

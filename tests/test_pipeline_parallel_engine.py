@@ -9,8 +9,9 @@ import pytest
 from faulty_rank import NAME
 from test_tensor_parallel_engine import ENGINE, KINDS, TEXTS, same
 
-from compiled_engine import LLM, SamplingParams
-from compiled_engine.workers.monitor import WorkerError
+from compiled_engine.llm import LLM
+from compiled_engine.processes.monitor import WorkerError
+from compiled_engine.sampling.params import SamplingParams
 
 GRAMMARS: list[dict[str, Any]] = [{"regex": "[a-z]{3}(, [a-z]{2}){2}"}, {"choice": ["yes", "no"]}]
 

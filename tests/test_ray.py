@@ -19,14 +19,14 @@ from ray.cluster_utils import Cluster
 from small_engines import PROMPTS, SMALL
 from typer.testing import CliRunner
 
-from compiled_engine import LLM, RequestOutput, SamplingParams
 from compiled_engine.cli.app import app
-from compiled_engine.core_process.ray_actor import ReplicaActor
-from compiled_engine.core_process.ray_cluster import RayCluster
-from compiled_engine.core_process.ray_environment import differences, own_environment
-from compiled_engine.core_process.wire import FrontendOptions, Start, encode
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
 from compiled_engine.options import EngineOptions
+from compiled_engine.processes.ray_replicas import RayCluster, ReplicaActor, differences, own_environment
+from compiled_engine.processes.wire import FrontendOptions, Start, encode
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
 
 ENGINE: dict[str, Any] = SMALL | {
     "dtype": "float32",

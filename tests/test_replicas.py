@@ -16,21 +16,20 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from compiled_engine import EngineDeadError, SamplingParams
 from compiled_engine.config import EngineConfig
-from compiled_engine.core.control import ControlError
-from compiled_engine.core_process import replicas
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.frames import frame
-from compiled_engine.core_process.replica import Replica
-from compiled_engine.core_process.replica_metrics import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH
-from compiled_engine.core_process.replicas import AHEAD, MOST_LOST, Replicas
-from compiled_engine.core_process.wire import (
+from compiled_engine.core.control import ControlError, Failed
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
+from compiled_engine.options import EngineOptions
+from compiled_engine.processes import replicas
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.processes.replica import COUNTED, COUNTED_BY_NAME, HELD, OF_EACH, Replica
+from compiled_engine.processes.replicas import AHEAD, MOST_LOST, Replicas
+from compiled_engine.processes.wire import (
     Abort,
     Add,
     Answered,
     Control,
-    Failed,
     Stepped,
     ToApi,
     ToCore,
@@ -38,9 +37,8 @@ from compiled_engine.core_process.wire import (
     decode_to_core,
     encode,
 )
-from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, StepOutputs
-from compiled_engine.options import EngineOptions
 from compiled_engine.resolve.engine import resolve
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import LogprobRows, TokenLogprobs
 
 MOST = 2

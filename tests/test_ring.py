@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine.workers.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.processes.ring import RingDescriptors, RingReader, RingWriter
 
 
 def never() -> None:

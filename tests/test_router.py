@@ -5,11 +5,10 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_engine import SamplingParams
 from compiled_engine.core.block_pool import hash_blocks
-from compiled_engine.core_process.prefix_history import PrefixHistory
-from compiled_engine.core_process.router import GENERATED, Route, Router
 from compiled_engine.messages import ROOT, EngineRequest, prefix_root
+from compiled_engine.processes.router import GENERATED, PrefixHistory, Route, Router
+from compiled_engine.sampling.params import SamplingParams
 
 BLOCK = 4
 

@@ -17,7 +17,7 @@ from faulty_processor import NAME
 from prometheus_client.parser import text_string_to_metric_families
 from running_server import ENGINE, RunningServer, running
 
-from compiled_engine import AsyncLLM
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.server.options import Limits
 
 LIMITS = Limits(max_body_bytes=100_000, receive_timeout=1.0, keep_alive_timeout=1.0)

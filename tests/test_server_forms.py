@@ -18,7 +18,7 @@ from running_server import ENGINE, MODEL
 from test_structured_outputs import HOSTILE
 from test_tool_calls import TEMPLATE
 
-from compiled_engine import AsyncLLM
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.server.app import build_app
 from compiled_engine.server.options import ServerOptions
 

@@ -14,7 +14,8 @@ NEVER = {"transformers", "huggingface_hub", "depyf", "matplotlib", "pandas", "py
 # Not dill: PyTorch itself imports it where it is installed.
 COMPILERS = {"torch._dynamo", "torch._inductor", "sympy", "networkx"}
 API = """
-from compiled_engine import LLM, SamplingParams
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 def main():
     with LLM(progress=False, **options) as llm:

@@ -15,13 +15,13 @@ import pytest
 from small_engines import SMALL
 
 import compiled_engine
-from compiled_engine import LLM
 from compiled_engine.bench.bounds import model_sizes
 from compiled_engine.bench.engine_steps import decodes
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
 from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.options import EngineOptions
 from compiled_engine.passes.parameter import Parameter

@@ -16,7 +16,6 @@ from planned_models import NUM_LAYERS, config_of, inputs, planned
 from recorded_capture import RecordedCapture
 from torch import fx
 
-from compiled_engine import LLM, SamplingParams, register_pass, unregister_pass
 from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.graphs.cache.key import cache_factors
@@ -24,6 +23,7 @@ from compiled_engine.graphs.compiler.example_inputs import example_inputs
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import forward_source, stitch
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
+from compiled_engine.llm import LLM
 from compiled_engine.messages import EngineRequest, NewRequest, SchedulerOutput
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
@@ -34,13 +34,14 @@ from compiled_engine.passes.graph_inputs import argument
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass, PassResult
 from compiled_engine.passes.matching import arg, emit
 from compiled_engine.passes.op_library import define_op
-from compiled_engine.passes.registry import step_tensors
+from compiled_engine.passes.registry import register_pass, step_tensors, unregister_pass
 from compiled_engine.process.progress import SilentProgress
+from compiled_engine.processes.start_cores import start_core
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.runner import model_runner
 from compiled_engine.runner.input_batch import InputBuffers, empty_batch, make_batch, prepare, step_of_batch
 from compiled_engine.runner.request_states import RequestStates
-from compiled_engine.workers.start_core import start_core
+from compiled_engine.sampling.params import SamplingParams
 
 NO_SLOT = 7
 

@@ -14,8 +14,10 @@ from busy_threads import busy
 from random_schemas import is_valid, random_schema
 from token_masks import ByLastToken
 
-from compiled_engine import LLM, SamplingParams, StructuredOutputs
 from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
+from compiled_engine.sampling.structured_outputs import StructuredOutputs
 
 PERSON = {
     "type": "object",

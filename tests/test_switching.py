@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from compiled_engine import LLM, Logprob, SamplingParams
+from compiled_engine.frontend.outputs import Logprob
+from compiled_engine.llm import LLM
 from compiled_engine.other_engines.methods import ARGUMENTS, MISSING
+from compiled_engine.sampling.params import SamplingParams
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "switching.md"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)

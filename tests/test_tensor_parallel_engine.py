@@ -12,9 +12,12 @@ import torch
 from checkpoints import make_checkpoint
 from small_engines import PROMPTS
 
-from compiled_engine import LLM, AsyncLLM, RequestOutput, SamplingParams
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.bench.families import family, write_checkpoint
 from compiled_engine.bench.family_comparison import difference_of
+from compiled_engine.frontend.outputs import RequestOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 
 # Few blocks, so that requests are preempted; few tokens a step, so that prompts come in chunks.
 ENGINE: dict[str, Any] = {

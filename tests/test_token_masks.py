@@ -13,8 +13,9 @@ from simulated_engine import SimulatedEngine
 from small_engines import PROMPTS, SMALL
 from token_masks import WAYS_TO_FAIL, ByLastToken, OneOf, packed
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.frontend.outputs import CompletionOutput
+from compiled_engine.llm import LLM
+from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.token_mask import ask, num_words
 
 TEXTS = ["yes", "no", "not at all", "never mind that at all"]

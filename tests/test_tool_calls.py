@@ -10,8 +10,7 @@ import openai
 import pytest
 from running_server import MODEL, RunningServer, ScriptedEngine, running
 
-from compiled_engine import RequestOutput
-from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics
+from compiled_engine.frontend.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 TEMPLATE = (
     "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>"

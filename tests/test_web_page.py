@@ -13,7 +13,7 @@ import pytest
 from devtools import Page, browser
 from running_server import ENGINE, RunningServer, ScriptedEngine, running
 
-from compiled_engine import AsyncLLM
+from compiled_engine.async_llm import AsyncLLM
 from compiled_engine.server.app import build_app
 from compiled_engine.server.options import ServerOptions
 from compiled_engine.server.web_page import FOLDER, page_files

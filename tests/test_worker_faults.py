@@ -21,15 +21,17 @@ from faulty_rank import DEED, FAILS_INSIDE, FAILS_TO_START, INSIDE, NAME, SLOW_T
 from left_over import SOON_S, wait_until, workers
 from small_engines import PROMPTS, SMALL
 
-from compiled_engine import LLM, SamplingParams
 from compiled_engine.core.control import ControlError
+from compiled_engine.llm import LLM
 from compiled_engine.messages import ControlCall
 from compiled_engine.parallel.connect import RankLayout
 from compiled_engine.process.child import import_path
-from compiled_engine.workers import monitor
-from compiled_engine.workers.heartbeat import Heartbeats
-from compiled_engine.workers.monitor import Monitor, WorkerError
-from compiled_engine.workers.worker_wire import Ready, send
+from compiled_engine.processes import monitor
+from compiled_engine.processes.channel import send
+from compiled_engine.processes.monitor import Monitor, WorkerError
+from compiled_engine.processes.ranks import Heartbeats
+from compiled_engine.processes.wire import Ready, encode
+from compiled_engine.sampling.params import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 ENGINE: dict[str, Any] = SMALL | {"dtype": "float32", "tensor_parallel_size": 2}
@@ -120,7 +122,7 @@ def test_a_process_that_stood_still_does_not_blame_its_workers(
     heartbeats: Any = SimpleNamespace(last_s=lambda rank: clock.looks if alive else 1.0)
     with own, other:
         watch = Monitor([worker], RankLayout(1, 1), heartbeats)
-        send(other, Ready(1, None))
+        send(other, encode(Ready(1, None)))
         watch.wait_ready()
         watch.expect_result_within(8.0 if alive else None)
         clock.wait_for_looks(watch)
@@ -276,7 +278,7 @@ SCRIPT = """
 import sys
 from small_engines import PROMPTS
 from test_worker_faults import ENGINE, SHORT
-from compiled_engine import LLM
+from compiled_engine.llm import LLM
 
 if __name__ == "__main__":
     llm = LLM(**ENGINE, logits_processors=sys.argv[1:])

@@ -18,8 +18,7 @@ from left_over import wait_until
 
 from compiled_engine.process import worker_pool
 from compiled_engine.process.child import start_process
-from compiled_engine.process.worker_pool import WorkerPool
-from compiled_engine.process.worker_process import WorkerEnded, WorkerProcesses
+from compiled_engine.process.worker_pool import WorkerEnded, WorkerPool, WorkerProcesses
 
 
 class Worker:
@@ -84,7 +83,7 @@ def main():
     run_workers(lambda order: work)
 """
 PARENT = """
-from compiled_engine.process.worker_process import WorkerProcesses
+from compiled_engine.process.worker_pool import WorkerProcesses
 
 processes = WorkerProcesses("slow_worker", 2)
 processes.begin({})

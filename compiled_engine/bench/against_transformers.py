@@ -19,9 +19,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.generation import CompileConfig, ContinuousBatchingConfig
 
-from compiled_engine.bench.bounds import Chunk, model_sizes, step_bytes
-from compiled_engine.bench.device_rates import device_rates
-from compiled_engine.bench.machine import model_record, provenance
+from compiled_engine.bench.bounds import Chunk, device_rates, model_sizes, step_bytes
+from compiled_engine.bench.results import model_record, provenance
 from compiled_engine.bench.workloads import summary
 from compiled_engine.llm import LLM
 from compiled_engine.models.bundled import BUNDLED_MODEL_PATH

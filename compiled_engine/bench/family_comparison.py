@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
 from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
-from compiled_engine.bench.machine import provenance
+from compiled_engine.bench.results import provenance
 from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_rank, trace_whole
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
@@ -197,3 +197,46 @@ def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:
 def _summary(report: PassReport) -> dict[str, Any]:
     names = ("name", "applied", "matches", "contract")
     return {name: getattr(report, name) for name in names} | {"near_misses": list(report.near_misses)}
+
+
+_TENSOR, _STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+_COMPILED: dict[str, Any] = {"mode": "compiled", "compile_workers": 0}
+# Stages are parts of a compiled plan, and the last one is a pass: without the compiler there is TP alone.
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "TP 2, eager": {**_TENSOR, "mode": "eager"},
+    "TP 2, compiled": {**_TENSOR, **_COMPILED},
+    "PP 2, compiled": {**_STAGES, **_COMPILED},
+    "TP 2 x PP 2, compiled": {**_TENSOR, **_STAGES, **_COMPILED},
+    "TP 2, sequence parallel": {**_TENSOR, **_COMPILED, "sequence_parallel": True},
+}
+
+
+def compare_layouts(
+    cases: Sequence[Family], layouts: Sequence[str], options: Mapping[str, Any], done: Callable[[dict[str, Any]], None]
+) -> dict[str, Any]:
+    """As JSON: results, a list of family, implementation and, for each layout, largest, mean and right, or refused.
+
+    options: further ones of `LLM`. `done` is given the result so far after each family.
+    """
+    found: dict[str, Any] = {"benchmark": "layouts", "layouts": list(layouts), "results": []}
+    found |= provenance(torch.device("cpu"))
+    for case in cases:
+        with tempfile.TemporaryDirectory() as folder:
+            oracle = write_checkpoint(Path(folder), case.to_divide())
+            row: dict[str, Any] = {"family": case.name, "implementation": options["model_impl"]}
+            for name in layouts:
+                given = {**options, **LAYOUTS[name]}
+                # What contracts of transformers' code may miss, `bench families` says.
+                given |= {"strict_passes": True} if given["model_impl"] == "textbook" and "eager" not in name else {}
+                row[name] = _compared(Path(folder), oracle, given)
+        found["results"].append(row)
+        done(found)
+    return found
+
+
+def _compared(folder: Path, oracle: Any, options: dict[str, Any]) -> dict[str, Any]:
+    try:
+        difference = difference_of(folder, oracle, {"device": "cpu"} | options)
+    except Exception as error:
+        return {"refused": f"{type(error).__name__}: {error}"}
+    return {"largest": difference.largest, "mean": difference.mean, "right": difference.is_right(torch.float32)}

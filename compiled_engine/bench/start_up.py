@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from compiled_engine.bench.fresh_process import run_worker, seconds_to_print
+from compiled_engine.bench.processes import run_worker, seconds_to_print
 from compiled_engine.bench.workloads import summary
 from compiled_engine.process.progress import Progress
 
@@ -30,7 +30,7 @@ def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repe
     """PyTorch alone, cold and warm starts alternate; each pair of cold and warm has a temporary cache of its own.
 
     device: the one that the engine's options mean. Files that the system keeps in memory stay there: a cold start reads
-    warm files. Raises WorkerError if a start fails.
+    warm files. Raises ProcessError if a start fails.
     """
     alone: list[float] = []
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
@@ -53,7 +53,7 @@ def measure(options: Mapping[str, Any], device: torch.device, warm_up: int, repe
 
 def torch_alone(device: torch.device) -> float:
     """Seconds from the start of a process to a number computed by PyTorch on the device, and nothing else: the bound of
-    every start, as this host has it. Raises WorkerError if it fails."""
+    every start, as this host has it. Raises ProcessError if it fails."""
     return seconds_to_print(TORCH_ALONE, str(device))
 
 

@@ -1,7 +1,8 @@
 """One engine in a process of its own: a JSON task on stdin, JSON lines on stdout, all else on stderr.
 
-Task: {"options": engine options, "workload": what `AblationWorkload.as_record` gives, or null to start only}.
-Lines: {"first_token": true} as soon as it is there, then the result.
+Task: {"options": engine options, "workload": the `task()` of a worker's workload, or null to start only}.
+Lines: {"ready": true} once the engine could take requests, {"first_token": true} as soon as it is there, then the
+result.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ BEFORE = "before the engine"
 def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """The result: start_up (spans, see Timeline; those before the engine in parts), cache (hit, miss, off), and, with a
     workload, what that measured, memory_bytes, compiles_after_start, captures, graph_fallbacks and preemptions."""
-    from compiled_engine.process.garbage_collection import collection_paused
+    from compiled_engine.process.memory import collection_paused
     from compiled_engine.process.timeline import Timeline
 
     timeline = Timeline()
     timeline.add("interpreter", 0.0, timeline.now(), BEFORE)
     with collection_paused(), timeline.span("import the engine", BEFORE):  # as the package does
-        from compiled_engine import LLM, SamplingParams
+        from compiled_engine.llm import LLM
+        from compiled_engine.sampling.params import SamplingParams
 
     with LLM(**task["options"], progress=False) as llm:
+        say({"ready": True})
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
         llm.generate([{"prompt_token_ids": [1]}], params, use_tqdm=False)
         say({"first_token": True})
@@ -35,10 +38,10 @@ def run(task: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> dict[str
         spans = [*started["start_up"], *timeline.as_records()]
         result = {"start_up": sorted(spans, key=lambda span: span["start_s"]), "cache": started["cache"]}
         if task["workload"] is not None:
-            from compiled_engine.bench.ablation_workload import workload_from
+            from compiled_engine.bench.worker_workloads import measure
 
             kernels = compiled_kernels() if llm.config.device.type == "cuda" else []
-            result |= workload_from(task["workload"]).measure(llm)
+            result |= measure(task["workload"], llm)
             metrics = llm.metrics()
             result["memory_bytes"] = memory_bytes(llm.config, metrics)
             result["compiles_after_start"] = len(kernels)
@@ -73,14 +76,14 @@ def memory_bytes(config: Any, metrics: dict[str, Any]) -> dict[str, int] | None:
 
 
 def main() -> None:
-    """Whatever a library prints goes to stderr: stdout is for results alone."""
+    """Run one task. All that libraries print goes to stderr: stdout is for results alone."""
     results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     def say(record: dict[str, Any]) -> None:
         print(json.dumps(record), file=results, flush=True)
 
-    say(run(json.load(sys.stdin), say))
+    say(run(json.loads(sys.stdin.readline()), say))
 
 
 if __name__ == "__main__":

@@ -165,7 +165,7 @@ def load(
 
 def _measure_load(model: Path | None, shape: str | None, folder: Path, device: str, repeats: int) -> dict[str, Any]:
     from compiled_engine.bench.load_rate import measure, write_random_checkpoint
-    from compiled_engine.bench.machine import provenance
+    from compiled_engine.bench.results import provenance
     from compiled_engine.process.progress import RichProgress
     from compiled_engine.resolve.engine import resolve_device
 

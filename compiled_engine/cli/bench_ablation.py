@@ -24,7 +24,7 @@ from compiled_engine.cli.bench_engine import (
     print_json,
     print_rates,
 )
-from compiled_engine.cli.bench_plot import make_plot_folder, write_ablation
+from compiled_engine.cli.bench_plot import make_plot_folder, write_ablation_and_page
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
 
 Output = Annotated[
@@ -70,7 +70,7 @@ def ablation(
       compiled-engine bench ablation --shape qwen3-0.6b --batch 1 --variant compiled --variant "compiled + full" --json
     """
     with bad_input_is_reported(), engine_options(engine, shape) as options:
-        from compiled_engine.bench.ablation_report import Asked, make_plan, run
+        from compiled_engine.bench.ablation import Asked, make_plan, run
         from compiled_engine.process.progress import RichProgress
 
         if output is not None:
@@ -81,7 +81,7 @@ def ablation(
         if output is not None:
             with written_to(output):
                 (output / RESULTS).write_text(json.dumps(result, indent=2) + "\n")
-                write_ablation(result, output)
+                write_ablation_and_page(result, output)
     if as_json:
         print_json(result)
     else:
@@ -95,7 +95,7 @@ def ablation(
 
 def ablation_table(result: Mapping[str, Any]) -> Table:
     """A row a variant, medians; the last row has the bounds."""
-    from compiled_engine.bench.ablation_subject import measured
+    from compiled_engine.bench.results import has_figures
 
     batches = list(result["bound"]["tpot_ms"])
     with_kernels = any(record.get("kernels") for record in result["variants"])
@@ -108,7 +108,7 @@ def ablation_table(result: Mapping[str, Any]) -> Table:
     title = f"{model['name']}, {model['dtype']}, {device}"
     table = aligned(Table("variant", *headings, title=title, box=SIMPLE_HEAD, show_edge=False), 1)
     for record in result["variants"]:
-        if not measured(record):
+        if not has_figures(record):
             table.add_row(record["name"], "failed")
             continue
         row = [_median(record[name][batch], 3) for name in ("step_ms", "tpot_ms") for batch in batches]

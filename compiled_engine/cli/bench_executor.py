@@ -46,8 +46,8 @@ def executor(
       compiled-engine bench executor --shape qwen3-0.6b --max-model-len 2048 --batch 256
     """
     from compiled_engine.bench.engine_steps import STEP_SAMPLES, outputs_needed
-    from compiled_engine.bench.executor_steps import CONTEXT, compare_executors, options_for
-    from compiled_engine.bench.machine import conditions
+    from compiled_engine.bench.executor import CONTEXT, compare_executors, options_for
+    from compiled_engine.bench.results import conditions
     from compiled_engine.process.progress import RichProgress
 
     with bad_input_is_reported(), engine_options(engine, shape) as given:

@@ -91,7 +91,7 @@ def layouts(
     """
     from compiled_engine.bench.families import FAMILIES
     from compiled_engine.bench.families import family as known
-    from compiled_engine.bench.layouts import LAYOUTS, compare_layouts
+    from compiled_engine.bench.family_comparison import LAYOUTS, compare_layouts
 
     console = Console(stderr=as_json, highlight=False)
     head = {"command": command_line()}

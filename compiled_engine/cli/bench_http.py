@@ -12,7 +12,7 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from compiled_engine.bench.host import require_httptools
+from compiled_engine.bench.results import require_httptools
 from compiled_engine.cli.arguments import ENGINE_ARGUMENTS, as_written, takes_engine_options
 from compiled_engine.cli.bench_engine import (
     AsJson,
@@ -67,9 +67,9 @@ def http(
     with bad_input_is_reported(), engine_options(engine, shape) as options:
         require_httptools()
         from compiled_engine.bench.large_tokenizer import write_tokenizer
-        from compiled_engine.bench.machine import plain_options
+        from compiled_engine.bench.results import plain_options
         from compiled_engine.bench.serving.beside_offline import HttpPlan, compare
-        from compiled_engine.bench.serving.http_workload import ON_CPU, ON_GPU
+        from compiled_engine.bench.worker_workloads import ON_CPU, ON_GPU
         from compiled_engine.process.progress import RichProgress
 
         if output is not None and output.is_dir():
@@ -109,7 +109,7 @@ def http(
 
 def print_beside_offline(result: Mapping[str, Any]) -> None:
     """A row for the engine itself and for each server."""
-    from compiled_engine.bench.serving.notes import notes
+    from compiled_engine.bench.serving.figures import notes
 
     out = console()
     title = f"{result['model']['name']}, {result['model']['dtype']}, requests: {result['workload']['num_requests']}"

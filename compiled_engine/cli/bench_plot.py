@@ -30,7 +30,7 @@ def plot(
       compiled-engine bench plot table.json --output plots
     """
     with bad_input_is_reported():
-        from compiled_engine.bench.result_file import read_result
+        from compiled_engine.bench.results import read_result
 
         result = read_result("results", results, *KINDS)
         kind = KINDS[result["benchmark"]]
@@ -55,44 +55,48 @@ def make_plot_folder(name: str, folder: Path) -> None:
     make_folder(name, folder)
 
 
-def write_ablation(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    from compiled_engine.bench.ablation_page import write_page
-    from compiled_engine.bench.ablation_plots import write_plots
+def write_ablation_and_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    """Write an ablation's plots and its page, ablation.html; their paths."""
+    from compiled_engine.bench.pages import render_ablation
+    from compiled_engine.bench.plots import write_ablation
 
-    return [*write_plots(result, folder), write_page(result, folder)]
-
-
-def write_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    from compiled_engine.bench.curve_plots import write_plots
-
-    return write_plots(result, folder)
-
-
-def write_load(result: Mapping[str, Any], folder: Path) -> list[Path]:
-    from compiled_engine.bench.serving.plots import write_plots
-
-    return write_plots(result, folder)
+    paths = write_ablation(result, folder)
+    return [*paths, write_page(folder / "ablation.html", render_ablation(result))]
 
 
 def write_load_page(result: Mapping[str, Any], path: Path) -> Path:
-    from compiled_engine.bench.serving.page import render
+    """Write a load test's page; its path."""
+    from compiled_engine.bench.pages import render_load
+    from compiled_engine.bench.serving.figures import notes
 
-    path.write_text(render(result), encoding="utf-8")
+    return write_page(path, render_load(result, notes(result["runs"])))
+
+
+def write_page(path: Path, page: str) -> Path:
+    path.write_text(page, encoding="utf-8")
     return path
 
 
+def _write_curves(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    from compiled_engine.bench.plots import write_curves
+
+    return write_curves(result, folder)
+
+
 def _write_load_and_page(result: Mapping[str, Any], folder: Path) -> list[Path]:
+    from compiled_engine.bench.plots import write_load
+
     return [*write_load(result, folder), write_load_page(result, folder / "load.html")]
 
 
 def _has_variants(result: Mapping[str, Any]) -> bool:
-    from compiled_engine.bench.ablation_subject import measured
+    from compiled_engine.bench.results import has_figures
 
-    return any(measured(record) for record in result.get("variants", ()))
+    return any(has_figures(record) for record in result.get("variants", ()))
 
 
 def _has_curves(result: Mapping[str, Any]) -> bool:
-    from compiled_engine.bench.curve_plots import curves_of
+    from compiled_engine.bench.plots import curves_of
 
     return bool(curves_of(result))
 
@@ -110,7 +114,7 @@ class _Kind(NamedTuple):
 
 
 KINDS = {
-    "ablation": _Kind("variant with figures", _has_variants, write_ablation),
-    "table": _Kind("points of a curve", _has_curves, write_curves),
+    "ablation": _Kind("variant with figures", _has_variants, write_ablation_and_page),
+    "table": _Kind("points of a curve", _has_curves, _write_curves),
     "serve": _Kind("answer", _has_answers, _write_load_and_page),
 }

@@ -12,9 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.bench.host import require_httptools
+from compiled_engine.bench.results import require_httptools
 from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json
-from compiled_engine.cli.bench_plot import make_plot_folder, write_load, write_load_page
+from compiled_engine.cli.bench_plot import make_plot_folder, write_load_page
 from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
 
 LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST"
@@ -121,8 +121,8 @@ def serve(
     """
     with bad_input_is_reported():
         require_httptools()
-        from compiled_engine.bench.serving.asked import Asked, make_plan
-        from compiled_engine.bench.serving.measure import measure
+        from compiled_engine.bench.serving.load import measure
+        from compiled_engine.bench.serving.plan import Asked, make_plan
         from compiled_engine.process.progress import RichProgress, SilentProgress
 
         _check_outputs(output, plots, html)
@@ -185,6 +185,8 @@ def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, h
         with written_to(output):
             output.write_text(json.dumps(result, indent=1) + "\n")
     if plots is not None:
+        from compiled_engine.bench.plots import write_load
+
         with written_to(plots):
             write_load(result, plots)
     if html is not None:
@@ -194,7 +196,7 @@ def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, h
 
 def print_load(result: Mapping[str, Any]) -> None:
     """Throughput a row for each rate, latencies a row for each rate and metric, then what is to be said."""
-    from compiled_engine.bench.serving.notes import notes
+    from compiled_engine.bench.serving.figures import notes
 
     out = console()
     title = f"{result['served_model']} at {result['url']}, {result['load']['endpoint']}"

@@ -55,9 +55,9 @@ def startup(
                 raise ValueError(f"{name} is {str(options[name])!r}; allowed: none, since each start has its own cache")
         config = resolved(options)
 
-        from compiled_engine.bench.fresh_process import WorkerError
         from compiled_engine.bench.large_tokenizer import write_tokenizer
-        from compiled_engine.bench.machine import conditions, plain_options
+        from compiled_engine.bench.processes import ProcessError
+        from compiled_engine.bench.results import conditions, plain_options
         from compiled_engine.bench.start_up import measure
         from compiled_engine.process.progress import RichProgress
 
@@ -67,7 +67,7 @@ def startup(
         head |= conditions(config, options, shape)
         try:
             starts = measure(plain_options(options), config.device, warm_up, repeats, RichProgress())
-        except WorkerError as error:
+        except ProcessError as error:
             raise BadInputError(f"a start failed: {error}") from error
     result = head | {"results": starts.kinds, "torch_alone": starts.torch_alone}
     if as_json:

@@ -54,10 +54,9 @@ def step(
 
       compiled-engine bench step --shape qwen3-0.6b --max-model-len 4096 --batch 256 --profile traces
     """
-    from compiled_engine.bench.engine_steps import outputs_needed
-    from compiled_engine.bench.machine import conditions
-    from compiled_engine.bench.step_split import CONTEXT, step_split
-    from compiled_engine.bench.step_split import profile as write_profile
+    from compiled_engine.bench.engine_steps import CONTEXT, outputs_needed, step_split
+    from compiled_engine.bench.engine_steps import profile as write_profile
+    from compiled_engine.bench.results import conditions
     from compiled_engine.process.progress import RichProgress
 
     with bad_input_is_reported(), engine_options(engine, shape) as options:

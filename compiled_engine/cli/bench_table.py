@@ -14,7 +14,7 @@ from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json, print_rates
-from compiled_engine.cli.bench_plot import make_plot_folder, write_curves
+from compiled_engine.cli.bench_plot import make_plot_folder
 from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
 
 # For every column, where no terminal says how wide it is.
@@ -65,9 +65,8 @@ def table(
       compiled-engine bench table --rows 'curve-*' --plots plots
     """
     with bad_input_is_reported(), tempfile.TemporaryDirectory() as folder:
-        from compiled_engine.bench.peers import read_peers, with_peers
-        from compiled_engine.bench.table import measure
-        from compiled_engine.bench.table_plan import make_plan
+        from compiled_engine.bench.table import make_plan, measure
+        from compiled_engine.bench.table_comparison import read_peers, with_peers
         from compiled_engine.process.progress import RichProgress
 
         if show_rows:
@@ -92,6 +91,8 @@ def table(
 
         result = complete(measure(plan, repeats, RichProgress(), keep))
         if plots is not None:
+            from compiled_engine.bench.plots import write_curves
+
             with written_to(plots):
                 write_curves(result, plots)
     if as_json:
@@ -129,7 +130,7 @@ def compare(
       compiled-engine bench compare before.json after.json --fail-on-slower
     """
     with bad_input_is_reported():
-        from compiled_engine.bench.result_file import read_result
+        from compiled_engine.bench.results import read_result
         from compiled_engine.bench.table_comparison import compare as judged
         from compiled_engine.bench.table_comparison import is_slower
 

@@ -68,7 +68,7 @@ def config(
 
 def replica_plan(config: EngineConfig) -> list[list[str]]:
     """The devices of each replica."""
-    from compiled_engine.core_process.start_cores import gpus_of_replica
+    from compiled_engine.processes.start_cores import gpus_of_replica
 
     parallel = config.parallel
     if parallel.executor == "ray":

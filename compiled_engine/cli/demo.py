@@ -32,11 +32,11 @@ def demo(
       compiled-engine demo --mode eager
     """
     with bad_input_is_reported():
-        from compiled_engine import LLM
-        from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+        from compiled_engine.llm import LLM
+        from compiled_engine.process.memory import freeze_heap
 
         llm = LLM(**engine)
-    leave_alone_what_is_there()
+    freeze_heap()
     with llm:
         with bad_input_is_reported():
             params = replace(llm.get_default_sampling_params(), max_tokens=max_tokens)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from compiled_engine.process.standard_streams import replace_missing_streams
+from compiled_engine.process.child import replace_missing_streams
 
 # click's UsageError: recent versions of typer have their own copy of click.
 UsageError: Any = typer.BadParameter.__bases__[0]

@@ -15,8 +15,7 @@ import typer
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
 from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
-from compiled_engine.process.begin_gpu import begin_gpu
-from compiled_engine.workers.given_devices import core_has_device, given_device
+from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 
 if TYPE_CHECKING:
     from compiled_engine.options import EngineOptions
@@ -50,16 +49,16 @@ def generate(
     # Whatever else prints to stdout must not mix with the JSON.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
         with bad_input_is_reported():
-            from compiled_engine import LLM
+            from compiled_engine.llm import LLM
             from compiled_engine.other_engines.translate import make_options
-            from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+            from compiled_engine.process.memory import freeze_heap
             from compiled_engine.process.progress import RichProgress, SilentProgress
 
             params = _checked(make_options(engine), sampling, prompt, SilentProgress() if quiet else RichProgress())
         # The options are right; what may still be wrong is the checkpoint, or the memory too small.
         with bad_input_is_reported((ValueError, OSError, MemoryError)):
             llm = LLM(**engine, progress=not quiet)
-        leave_alone_what_is_there()
+        freeze_heap()
         ready_s = time.time() - psutil.Process().create_time()
         with llm:
             begin = time.perf_counter()

@@ -85,9 +85,8 @@ def serve(
 
 def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
     """The engine. Its core's process imports what it needs while this one does."""
-    from compiled_engine.core_process.core_child import CoreChild
-    from compiled_engine.process.begin_gpu import begin_gpu
-    from compiled_engine.workers.given_devices import given_device
+    from compiled_engine.process.begin_gpu import begin_gpu, given_device
+    from compiled_engine.processes.core_child import CoreChild
 
     core = CoreChild.of(engine)
     try:
@@ -102,7 +101,7 @@ def _start(engine: dict[str, Any], quiet: bool) -> AsyncLLM:
 
 
 async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str, others: ApiServers) -> str | None:
-    from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+    from compiled_engine.process.memory import freeze_heap
     from compiled_engine.server.api_servers import Order
     from compiled_engine.server.app import build_app
     from compiled_engine.server.run import Server, address, allow_many_connections, serve
@@ -117,7 +116,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
         await engine.shutdown()
         raise
     allow_many_connections()
-    leave_alone_what_is_there()
+    freeze_heap()
     names = ", ".join(options.served_model_name or (name,))
     typer.secho(f"{names} is served at {address(options, bound)}/v1", err=True)
     return await serve(

@@ -21,9 +21,9 @@ class LocalModel:
 
     def __init__(self, engine: Mapping[str, Any], sampling: Mapping[str, Any], *, quiet: bool) -> None:
         with bad_input_is_reported():
-            from compiled_engine import LLM
             from compiled_engine.frontend.tokenizer import find_tokenizer_folder, load_tokenizer
-            from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+            from compiled_engine.llm import LLM
+            from compiled_engine.process.memory import freeze_heap
 
             self._llm = LLM(**engine, progress=not quiet)
             try:
@@ -32,7 +32,7 @@ class LocalModel:
                 folder = find_tokenizer_folder(config.tokenizer, config.model.path)
                 self._tokenizer = None if folder is None else load_tokenizer(folder)
                 self._params = replace(default, **{"max_tokens": None, **sampling})
-                leave_alone_what_is_there()
+                freeze_heap()
             except BaseException:
                 self._llm.close()
                 raise

@@ -22,7 +22,7 @@ from compiled_engine.messages import (
     SchedulerOutput,
     StepOutputs,
 )
-from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.sampling.params import derived
 from compiled_engine.sampling.token_mask import MaskConstraint, TokenMask
 

@@ -14,10 +14,10 @@ from compiled_engine.kernels.compile_ahead import triton_digests
 from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
 from compiled_engine.parallel.group import Group
 from compiled_engine.parallel.stages import StageLink
-from compiled_engine.process.cuda_context import cuda_context
-from compiled_engine.process.import_apart import import_apart
+from compiled_engine.process.begin_gpu import cuda_context
+from compiled_engine.process.in_background import import_apart
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
-from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner.model_runner import Runner
 from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from compiled_engine.core_process.connection import Connection
-from compiled_engine.core_process.core_client import CoreClient
-from compiled_engine.core_process.running_core import RunningCore
-from compiled_engine.core_process.started import EngineDeadError
-from compiled_engine.core_process.wire import ToApi
 from compiled_engine.frontend.request_streams import RequestStreams
 from compiled_engine.messages import StepOutputs
+from compiled_engine.processes.channel import Connection
+from compiled_engine.processes.core_child import RunningCore
+from compiled_engine.processes.core_client import CoreClient, EngineDeadError
+from compiled_engine.processes.wire import ToApi
 
 _EXIT_S = 30.0
 

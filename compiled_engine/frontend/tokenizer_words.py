@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from tokenizers import Tokenizer
 
-from compiled_engine.process.free_memory import return_free_memory
+from compiled_engine.process.memory import return_free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

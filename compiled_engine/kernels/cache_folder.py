@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from compiled_engine.process.cache_root import private_folder
-from compiled_engine.process.environment_variables import environment_variables
+from compiled_engine.process.child import environment_variables
 
 log = logging.getLogger("compiled_engine")
 

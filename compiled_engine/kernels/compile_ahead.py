@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from compiled_engine.kernels.cache_folder import kernel_variables
+from compiled_engine.process.begin_gpu import triton_digest
 from compiled_engine.process.in_background import InBackground
-from compiled_engine.process.triton_digest import triton_digest
 from compiled_engine.process.worker_pool import WorkerPool
 
 log = logging.getLogger("compiled_engine")

@@ -1,13 +1,96 @@
-"""What a GPU and its first kernels need, begun by threads before this process imports torch."""
+"""A GPU and its first kernels, made ready by threads while this process imports torch or reads files.
+
+These are CUDA's driver, the GPU's primary context, and Triton's digest of its own files. Torch uses the primary context
+too, and finds it made. Only a process that will run on the GPU may make one: a context takes some hundred megabytes of
+the device, and a child that is forked afterwards cannot use CUDA.
+"""
 
 from __future__ import annotations
 
-from compiled_engine.process.cuda_context import cuda_driver, index_of
-from compiled_engine.process.triton_digest import triton_digest
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from compiled_engine.process.in_background import InBackground
+
+DRIVER = "libcuda.so.1"
+# Options that give the devices to other processes than the core's.
+_SIZES = ("data_parallel_size", "tensor_parallel_size", "pipeline_parallel_size")
+_EXECUTORS = ("distributed_executor", "distributed_executor_backend")
+_ELSEWHERE = ("multiprocess", "mp", "ray")
+
+
+@cache
+def cuda_driver() -> InBackground[bool]:
+    """The driver without a context. The result says whether there is one."""
+    return InBackground(lambda: _driver() is not None)
+
+
+@cache
+def cuda_context(index: int) -> InBackground[bool]:
+    """Of the GPU `index`, as CUDA counts them. The first call starts a thread, and every call gives the same one.
+
+    The result says whether there is a context; what is wrong, if there is none, torch will say.
+    """
+    return InBackground(lambda: _make(index))
+
+
+def index_of(device: str | None) -> int | None:
+    """The GPU that the option `device` names, or that "auto" would take if there is one; None for a CPU."""
+    kind, _, index = (device or "auto").partition(":")
+    if kind not in ("auto", "cuda") or (index and not (index.isdecimal() and len(index) < 3)):
+        return None
+    return int(index or 0)
+
+
+def _driver() -> ctypes.CDLL | None:
+    """Calls of it leave Python's lock to others."""
+    try:
+        driver = ctypes.CDLL(DRIVER)
+        return driver if driver.cuInit(0) == 0 else None
+    except (OSError, AttributeError):
+        return None
+
+
+def _make(index: int) -> bool:
+    driver = _driver()
+    if driver is None:
+        return False
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    return (
+        driver.cuDeviceGet(ctypes.byref(device), index) == 0
+        and driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    )
+
+
+@cache
+def triton_digest(index: int) -> InBackground[bool]:
+    """Triton's digest of its own files, hundreds of megabytes, after which it names every binary: the first kernel
+    waits for it. Python keeps it for the rest of the process.
+
+    The first call starts a thread, and every call gives the same one. For a process that will run on the GPU `index`,
+    see `cuda_context`.
+
+    The result says whether the digest was made, which it is not without that GPU.
+    """
+    context = cuda_context(index)
+    return InBackground(lambda: context.result() and _make_digest())
+
+
+def _make_digest() -> bool:
+    try:
+        from triton.runtime.cache import triton_key
+
+        triton_key()
+    except Exception:  # another version, or a damaged one: the first kernel will do it, and say what is wrong
+        return False
+    return True
 
 
 def begin_gpu(device: str, *, runs_here: bool) -> None:
-    """For the option `device`. runs_here: this process runs on the GPU; else it only asks which there are."""
+    """Begin all that the option `device` needs. runs_here: this process runs on the GPU; else it only asks which there
+    are."""
     index = index_of(device)
     if index is None:
         return
@@ -15,3 +98,16 @@ def begin_gpu(device: str, *, runs_here: bool) -> None:
         triton_digest(index)  # which begins with a context
     else:
         cuda_driver()
+
+
+def given_device(options: Mapping[str, Any]) -> str:
+    """The device that keywords of `LLM` name, which are not checked yet."""
+    return str(options.get("device", "auto"))
+
+
+def core_has_device(options: Mapping[str, Any]) -> bool:
+    """Whether the process of the engine core has the device, by keywords of `LLM` that are not checked yet; False where
+    replicas or workers have it."""
+    sizes = [options.get(name, 1) for name in _SIZES]
+    is_alone = all(type(size) is int and size == 1 for size in sizes)
+    return is_alone and not any(str(options.get(name)) in _ELSEWHERE for name in _EXECUTORS)

@@ -1,13 +1,50 @@
-"""A fresh process of this program: no fork, so it inherits no threads and no CUDA context."""
+"""Fresh processes of this program, and what they inherit: import path, environment variables, standard streams.
+
+They are no forks, so they inherit no threads and no CUDA context.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import IO
 
 from compiled_engine.process.bytecode import bytecode_environment
+
+
+def open_standard_streams() -> None:
+    """Open standard streams that are closed, on the null device. A daemon may have closed them: their numbers are then
+    given to the descriptors that are opened next, which a process is to inherit."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def replace_missing_streams() -> None:
+    """The same, and where Python has None since a stream was closed before it started, one of the null device."""
+    open_standard_streams()
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115 - until the process ends
+
+
+@contextmanager
+def environment_variables(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set them, and put back what the caller had when the block ends."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def import_path() -> str:
@@ -26,20 +63,36 @@ def start_process(
     arguments: Sequence[str],
     descriptors: Sequence[int],
     *,
+    function: str = "main",
     has_input: bool = False,
+    output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A process that runs `main()` of a module, with the caller's import path and these open file descriptors.
+    """Start a process that runs a function of a module, with the caller's import path and these open descriptors.
 
     It has a session of its own: Ctrl-C is the caller's business. While it imports the module nothing is collected, see
-    `compiled_engine`. has_input: its stdin is a pipe. environment: variables
-    that it has beside the caller's, or instead of them.
+    `compiled_engine`. has_input: its stdin is a pipe. output: where its stdout and stderr go, else where the caller's
+    do. environment: variables that it has beside the caller's, or instead of them.
     """
-    program = f"import gc; gc.disable(); from {module} import main; gc.enable(); main()"
+    program = f"import gc; gc.disable(); from {module} import {function}; gc.enable(); {function}()"
     return subprocess.Popen(
         [sys.executable, "-P", "-c", program, *arguments],
         stdin=subprocess.PIPE if has_input else subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         pass_fds=descriptors,
         start_new_session=True,
         env={**os.environ, **(environment or {}), **as_this_one()},
     )
+
+
+def how_it_ended(process: subprocess.Popen[bytes], timeout_s: float) -> str:
+    """Wait for the end of a process that has closed its connection; say how it came."""
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return "has closed its connection"
+    if status >= 0:
+        return f"has ended with status {status}"
+    name = signal.Signals(-status).name
+    return f"was killed by {name}" + ", as when memory runs out" * (name == "SIGKILL")

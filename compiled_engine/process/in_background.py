@@ -1,11 +1,12 @@
-"""A value that a thread makes while its owner goes on."""
+"""Work in a thread of its own: a value that is made while its owner goes on, and imports of torch and its compiler."""
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 Value = TypeVar("Value")
 
@@ -38,3 +39,9 @@ class InBackground(Generic[Value]):
     def seconds(self) -> float:
         """How long it took, once the result is there."""
         return self._seconds
+
+
+def import_apart(name: str) -> Any:
+    """The module, imported by a thread of its own. Raises what the import raises."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(importlib.import_module, name).result()

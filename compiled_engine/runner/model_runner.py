@@ -22,8 +22,8 @@ from compiled_engine.parallel.group import Group, StandIn, in_group, stand_in_fo
 from compiled_engine.parallel.stages import Stage, StageLink
 from compiled_engine.passes.registry import step_tensors
 from compiled_engine.process.in_background import InBackground
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.process.progress import Progress
-from compiled_engine.process.step_clock import StepClock
 from compiled_engine.process.timeline import Timeline
 from compiled_engine.runner import kv_cache
 from compiled_engine.runner.captured_steps import CapturedSteps, PaddedStep, affordable

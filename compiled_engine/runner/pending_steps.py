@@ -10,7 +10,7 @@ import torch
 
 from compiled_engine.kernels.launch_arguments import dependent_launch, next_power_of_2
 from compiled_engine.messages import RunnerOutput
-from compiled_engine.process.step_clock import StepClock
+from compiled_engine.process.profiling import StepClock
 from compiled_engine.runner.input_batch import LAST_NUMBER, RING, InputBatch, InputBuffers
 from compiled_engine.runner.request_states import RequestStates
 from compiled_engine.sampling.logprobs import BatchLogprobs

@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from compiled_engine.async_llm import AsyncLLM
-from compiled_engine.process.garbage_collection import leave_alone_what_is_there
+from compiled_engine.process.memory import freeze_heap
 from compiled_engine.server.api_servers import Order
 from compiled_engine.server.app import build_app
 from compiled_engine.server.place import Place
@@ -36,5 +36,5 @@ async def _serve(order: Order, listening: int, descriptor: int, number: int) -> 
     engine = await AsyncLLM.join(order.address)
     app = build_app(engine, options, order.model_name, figures)
     allow_many_connections()
-    leave_alone_what_is_there()
+    freeze_heap()
     return await serve(engine, Server(app, options, place), socket.socket(fileno=listening))

@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing, suppress
 from typing import TypeAlias, TypeVar
 
-from compiled_engine.core_process.started import EngineDeadError
 from compiled_engine.frontend.outputs import CompletionOutput, RequestOutput
 from compiled_engine.frontend.prompts import PromptLike
 from compiled_engine.frontend.request_stream import OutputKind
+from compiled_engine.processes.core_client import EngineDeadError
 from compiled_engine.sampling.params import SamplingParams
 from compiled_engine.sampling.sampled_tokens import NOTHING_ALLOWED, WHY_NO_TOKEN
 from compiled_engine.server.cache_salt import salted

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
-from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.memory import collection_paused
 from compiled_engine.server.errors import ApiError, bad_request
 
 # Bytes from which bodies are decoded one after the other. A few milliseconds each: together they would hold up others.

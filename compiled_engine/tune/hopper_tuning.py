@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from compiled_engine.bench.device_rates import device_rates
+from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import rms_norm, silu_mul, small_batch_linear_op
 from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear

@@ -18,7 +18,7 @@ from itertools import groupby
 
 import torch
 
-from compiled_engine.bench.device_rates import device_rates
+from compiled_engine.bench.bounds import device_rates
 from compiled_engine.passes.hopper_linear import HopperTiles
 from compiled_engine.passes.hopper_product import ProductTiles
 from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from compiled_engine.bench.device_rates import device_rates
+from compiled_engine.bench.bounds import device_rates
 from compiled_engine.config import ModelConfig
 from compiled_engine.passes import silu_mul
 from compiled_engine.passes.hopper_launch import multiprocessors

@@ -26,7 +26,7 @@ from triton._C import libtriton
 
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS, changed_settings, settings_of
 from compiled_engine.passes.profile import DeviceProfile, profile_of
-from compiled_engine.process.import_apart import import_apart
+from compiled_engine.process.in_background import import_apart
 
 # The packages that shape a compiled graph: every file directly in them counts.
 SOURCE_ROOMS = ("attention", "graphs.compiler", "models.textbook", "passes")

@@ -30,7 +30,7 @@ from compiled_engine.passes.manager import PassReport, run_passes
 from compiled_engine.passes.profile import profile_of
 from compiled_engine.passes.registry import op_modules, registered_passes
 from compiled_engine.passes.tensor_parallel import TensorParallel
-from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.memory import collection_paused
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 

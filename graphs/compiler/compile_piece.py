@@ -15,7 +15,7 @@ from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
 from compiled_engine.graphs.compiler.trace import require_no_guards
-from compiled_engine.process.environment_variables import environment_variables
+from compiled_engine.process.child import environment_variables
 
 
 def compile_piece(entry: Path, key: str) -> float:

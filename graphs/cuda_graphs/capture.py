@@ -12,7 +12,7 @@ import torch
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.graphs.cuda_graphs.memory import MemoryReading
 from compiled_engine.graphs.cuda_graphs.segments import SegmentedGraph
-from compiled_engine.process.garbage_collection import collection_paused
+from compiled_engine.process.memory import collection_paused
 
 # By element size: the protocol for sharing memory has no type for bfloat16.
 _INTEGERS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}

@@ -7,19 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from compiled_engine.bench.serving.arrivals import Rate
-from compiled_engine.bench.serving.http_workload import HttpWorkload
-from compiled_engine.bench.serving.lengths import parse_lengths
-from compiled_engine.bench.serving.measure import LoadPlan, measure
-from compiled_engine.bench.serving.processes import Ready, offline, server
-from compiled_engine.bench.serving.prompts import PlannedRequest, RandomPrompts
+from compiled_engine.bench.processes import Ready, run_worker, server
+from compiled_engine.bench.serving.load import LoadPlan, measure
+from compiled_engine.bench.serving.requests import PlannedRequest, RandomPrompts, Rate, parse_lengths
 from compiled_engine.bench.serving.target import find_model, parse_target
+from compiled_engine.bench.worker_workloads import HttpWorkload
 from compiled_engine.bench.workloads import summary
 from compiled_engine.process.progress import Progress
 
 # A run at a rate has so many times the requests of the workload: long enough for a steady state.
 TIMES = 2
-WARM_UPS = 8
+ENGINE = "the engine"
 TIMEOUT_S = 600.0
 
 Say = Callable[[dict[str, Any]], None]
@@ -50,7 +48,7 @@ def compare(plan: HttpPlan, progress: Progress, say: Say) -> dict[str, Any]:
     model}. Raises ProcessError.
     """
     with progress.stage("offline", total=1) as advance:
-        found = offline(plan.options, asdict(plan.workload), plan.repeats)
+        found = run_worker(plan.options, plan.workload.task(plan.repeats), name=ENGINE)
         advance(1)
     result: dict[str, Any] = {
         "benchmark": "http",
@@ -79,7 +77,7 @@ def _measure_starts(plan: HttpPlan, servers: list[float], progress: Progress) ->
     engines: list[float] = []
     with progress.stage("starts", total=plan.starts) as advance:
         for number in range(plan.starts):
-            engines.append(offline(plan.options, None, 0)["ready_s"])
+            engines.append(run_worker(plan.options, None, name=ENGINE)["ready_s"])
             if number >= len(servers):
                 with server(plan.arguments) as started:
                     servers.append(started.ready_s)

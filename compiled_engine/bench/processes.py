@@ -1,0 +1,195 @@
+"""The processes that benchmarks start: workers with an engine of their own, servers, senders, and any program.
+
+Each is fresh, so that its imports count, and none outlives the block that started it. One that fails says why.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from http.client import HTTPConnection, HTTPException
+from typing import IO, Any, NamedTuple
+
+import psutil
+
+from compiled_engine.process.child import as_this_one
+
+WORKER = "compiled_engine.bench.worker"
+COMMAND = "from compiled_engine.cli.app import main; main()"
+WORKER_LIMIT_S = 1200.0
+SERVER_LIMIT_S = 600.0
+POLL_S = 0.01
+# How long a server may take to end.
+END_S = 60.0
+LAST_LINES = 8
+
+
+class ProcessError(RuntimeError):
+    """A process ended early, failed, or took too long; the message ends with the last lines that it wrote to stderr."""
+
+
+class Started:
+    """A process with pipes to its stdin and stdout. name: as errors call it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str, stderr: IO[bytes], start: float) -> None:
+        self.process = process
+        self._name = name
+        self._stderr = stderr
+        self._start = start
+
+    def seconds(self) -> float:
+        """Seconds since it was started."""
+        return time.perf_counter() - self._start
+
+    def write(self, line: bytes) -> None:
+        """Write a line to its stdin. A process that has ended reads nothing; its exit code says why."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.write(line + b"\n")
+            self.process.stdin.flush()
+
+    def lines(self) -> Iterator[bytes]:
+        """The lines of its stdout, as they come, to its end."""
+        assert self.process.stdout is not None
+        return iter(self.process.stdout)
+
+    def error(self, reason: str | None = None) -> ProcessError:
+        """Describe its failure: the reason, without one its exit code, and its last lines."""
+        self._stderr.seek(0)
+        lines = [line.rstrip() for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
+        what = reason or f"ended with exit code {self.process.wait()}"
+        return ProcessError("\n".join([f"{self._name} {what}".strip(), *lines[-LAST_LINES:]]))
+
+
+@contextmanager
+def started(
+    arguments: Sequence[str], name: str = "", *, has_pipes: bool = True, environment: Mapping[str, str] | None = None
+) -> Iterator[Started]:
+    """Start a Python process with these arguments; it is killed at the end of the block.
+
+    has_pipes: without them it has no input, and its stdout goes where its stderr does. environment: instead of this
+    process's.
+    """
+    with tempfile.TemporaryFile() as stderr:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            [sys.executable, "-P", *arguments],
+            stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
+            stdout=subprocess.PIPE if has_pipes else stderr,
+            stderr=stderr,
+            env=environment,
+        )
+        try:
+            yield Started(process, name, stderr, start)
+        finally:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with suppress(OSError):
+                        pipe.close()
+
+
+def run_worker(
+    options: Mapping[str, Any],
+    workload: Mapping[str, Any] | None,
+    limit_s: float = WORKER_LIMIT_S,
+    name: str = "",
+) -> dict[str, Any]:
+    """The worker's result, with ready_s and wall_s: seconds from starting the process until its engine could take
+    requests, and to its first token, seen from here.
+
+    options: of the engine, as JSON. workload: what it measures, see `worker_workloads`; None to start only. Raises
+    ProcessError if the worker fails or takes longer than limit_s seconds.
+    """
+    with started(["-m", WORKER], name) as worker:
+        timer = threading.Timer(limit_s, worker.process.kill)
+        timer.start()
+        try:
+            worker.write(json.dumps({"options": dict(options), "workload": workload}).encode())
+            result: dict[str, Any] = {}
+            for line in worker.lines():
+                try:
+                    record = json.loads(line)
+                except ValueError:  # it was killed in the middle of a line
+                    break
+                for event, figure in (("ready", "ready_s"), ("first_token", "wall_s")):
+                    if event in record:
+                        record = {figure: worker.seconds()}
+                result |= record
+            code = worker.process.wait()
+        finally:
+            is_late = not timer.is_alive()
+            timer.cancel()
+        if code == 0 and "start_up" in result:
+            return result
+        raise worker.error(f"took longer than {limit_s:.0f} s" if is_late else None)
+
+
+def seconds_to_print(program: str, *arguments: str) -> float:
+    """Seconds from starting a process with a Python program to its first line on stdout. It imports as this process
+    does, see `keep_bytecode`. Raises ProcessError if it fails."""
+    with started(["-c", program, *arguments], environment=os.environ | as_this_one()) as process:
+        line = next(process.lines(), b"")
+        seconds = process.seconds()
+        if process.process.wait() or not line:
+            raise process.error()
+        return seconds
+
+
+class Ready(NamedTuple):
+    """url: of a server. ready_s: seconds from starting the process until it could take requests."""
+
+    url: str
+    ready_s: float
+    pid: int
+
+    def cpu_s(self) -> dict[str, float]:
+        """Processor time so far, in seconds, of the process and of each below it, by name and id."""
+        own = psutil.Process(self.pid)
+        found = {}
+        for process in (own, *own.children(recursive=True)):
+            times = process.cpu_times()
+            found[f"{'server' if process.pid == self.pid else 'child'} {process.pid}"] = times.user + times.system
+        return found
+
+
+@contextmanager
+def server(arguments: Sequence[str]) -> Iterator[Ready]:
+    """`compiled-engine serve` with these arguments, at a free port. Raises ProcessError."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    whole = ["serve", "--port", str(port), "--quiet", "--uvicorn-log-level", "warning", *arguments]
+    with started(["-c", COMMAND, *whole], "the server", has_pipes=False) as found:
+        try:
+            while not _is_ready(port):
+                if found.process.poll() is not None:
+                    raise found.error()
+                if found.seconds() > SERVER_LIMIT_S:
+                    raise found.error(f"was not ready after {SERVER_LIMIT_S:.0f} s")
+                time.sleep(POLL_S)
+            yield Ready(f"http://127.0.0.1:{port}", found.seconds(), found.process.pid)
+        finally:
+            found.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                found.process.wait(END_S)
+
+
+def _is_ready(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=SERVER_LIMIT_S)
+    try:
+        connection.request("GET", "/ready")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,157 @@
+"""The results of benchmarks, plain JSON: reading them back, and what each states of its machine, versions and model."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+    from compiled_engine.config import EngineConfig
+
+
+def read_json(name: str, path: Path) -> Any:
+    """What a JSON file holds. ValueError for one that is missing or no JSON."""
+    if not path.is_file():
+        raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{name} is {str(path)!r}, which is no JSON: {error}") from error
+
+
+def read_result(name: str, path: Path, *benchmarks: str) -> dict[str, Any]:
+    """The result of one of these benchmarks. ValueError for anything else."""
+    result = read_json(name, path)
+    if not isinstance(result, dict) or result.get("benchmark") not in benchmarks:
+        allowed = " or ".join(f"bench {benchmark}" for benchmark in benchmarks)
+        raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file of {allowed}")
+    return result
+
+
+def host_record() -> dict[str, Any]:
+    """The processor, its usable cores, the memory in bytes, the system."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "processor": processor(),
+        "cores": cores,
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": platform.system(),
+    }
+
+
+def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions of Python and of those of the packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def today() -> str:
+    """The date, as ISO has it."""
+    return datetime.date.today().isoformat()
+
+
+def host_provenance() -> dict[str, Any]:
+    """What the result of a client states of its origin."""
+    return {"date": today(), "machine": host_record(), "versions": installed_versions(("compiled-engine", "httptools"))}
+
+
+def processor() -> str:
+    """Its name where the system tells it, else its architecture."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def require_httptools() -> None:
+    """Raises ValueError where a load test cannot read answers."""
+    if find_spec("httptools") is None:
+        raise ValueError("this benchmark needs httptools: python -m pip install 'compiled-engine[bench]'")
+
+
+PACKAGES = ("compiled-engine", "torch", "triton", "transformers", "flash-attn")
+
+
+def machine_record(device: torch.device) -> dict[str, Any]:
+    """The device's name and memory in bytes, the processor, its usable cores and threads, the host's memory."""
+    import torch
+
+    record: dict[str, Any] = {"device": str(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        record |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory}
+    return record | host_record() | {"threads": torch.get_num_threads()}
+
+
+def versions_record() -> dict[str, str]:
+    """Versions of Python, CUDA and the packages that matter, of those that are installed."""
+    import torch
+
+    versions = installed_versions(PACKAGES)
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+    return versions
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What every result of a benchmark states of its origin: date (of today, ISO), machine, versions."""
+    return {"date": today(), "machine": machine_record(device), "versions": versions_record()}
+
+
+def model_record(config: EngineConfig, shape: str | None) -> dict[str, Any]:
+    """The model's name (the shape's, the hub's or the folder's), architecture, data type and limits."""
+    model = config.model
+    return {
+        "name": shape or model.hub_name or model.path.name,
+        "architecture": model.architecture,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "layers": model.num_layers,
+        "max_model_len": model.max_model_len,
+        "load_format": model.load_format,
+        "attention_backend": config.attention_backend,
+    }
+
+
+def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Engine options as JSON has them: paths become text, tuples lists."""
+    plain: dict[str, Any] = {}
+    for name, value in options.items():
+        if isinstance(value, Path):
+            plain[name] = str(value)
+        else:
+            plain[name] = list(value) if isinstance(value, tuple) else value
+    return plain
+
+
+def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None) -> dict[str, Any]:
+    """What the result of an engine's benchmark states: its provenance, the model, and options: those that were
+    given."""
+    given = {name: value for name, value in plain_options(options).items() if shape is None or name != "model"}
+    return {
+        **provenance(config.device),
+        "model": model_record(config, shape),
+        "options": given | ({"shape": shape} if shape else {}),
+    }
+
+
+def has_figures(record: Mapping[str, Any]) -> bool:
+    """Whether the record of an ablation's variant has figures; one that failed at once has none."""
+    return "step_ms" in record

@@ -1,0 +1,213 @@
+"""A load test from its plan to its result: one run for each rate, one after the other, sent by its own processes."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from compiled_engine.bench.processes import Started, started
+from compiled_engine.bench.results import host_provenance
+from compiled_engine.bench.serving.client import Job, Outgoing, Report
+from compiled_engine.bench.serving.figures import figures_of, records_of
+from compiled_engine.bench.serving.requests import Endpoint, PlannedRequest, Ramp, RandomPrompts, Rate, arrival_times
+from compiled_engine.bench.serving.target import Target
+from compiled_engine.process.progress import Progress
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """All of a load test; see `compiled-engine bench serve --help`.
+
+    prompts: random ones, drawn anew for each run, or those of a dataset, the same for each. fields: of every request's
+    body, beside its prompt and length. wanted: requests of a run.
+    """
+
+    target: Target
+    model: str
+    endpoint: Endpoint
+    prompts: RandomPrompts | tuple[PlannedRequest, ...]
+    wanted: int
+    fields: Mapping[str, Any]
+    rates: tuple[Rate, ...]
+    ramp: Ramp | None
+    burstiness: float
+    concurrency: int | None
+    warm_ups: int
+    timeout_s: float
+    processes: int
+    seed: int
+    goodput: Mapping[str, float]
+    percentiles: tuple[float, ...]
+    detailed: bool
+
+    def requests(self, generator: np.random.Generator) -> Sequence[PlannedRequest]:
+        """Those of one run."""
+        if isinstance(self.prompts, RandomPrompts):
+            return self.prompts.requests(self.endpoint, self.wanted, generator)
+        return self.prompts
+
+    def body(self, request: PlannedRequest) -> bytes:
+        """A request as JSON."""
+        prompt = {"prompt" if self.endpoint == "completions" else "messages": request.prompt}
+        return msgspec.json.encode({"model": self.model, **prompt, "max_tokens": request.output_len, **self.fields})
+
+    def settings(self) -> dict[str, Any]:
+        """What a result states of its load."""
+        if isinstance(self.prompts, RandomPrompts):
+            workload: dict[str, Any] = {
+                "input_len": self.prompts.input_len.text,
+                "output_len": self.prompts.output_len.text,
+                "shared_prefix": self.prompts.shared_prefix,
+                "num_prefixes": self.prompts.num_prefixes,
+            }
+        else:
+            workload = {"dataset_requests": len(self.prompts)}
+        return {
+            "endpoint": self.endpoint,
+            "requests": self.wanted,
+            **workload,
+            "request_rate": [str(rate) for rate in self.rates] if self.ramp is None else None,
+            "ramp": None if self.ramp is None else str(self.ramp),
+            "burstiness": self.burstiness,
+            "concurrency": self.concurrency,
+            "fields": dict(self.fields),
+            "seed": self.seed,
+        }
+
+
+def measure(plan: LoadPlan, progress: Progress) -> dict[str, Any]:
+    """{"benchmark": "serve", "runs": figures of each rate with `rate` (None for inf, or a ramp), ...}.
+
+    Raises ProcessError, and ValueError if the server answers no request of the warm-up, or none of a run at inf whose
+    share is asked for.
+    """
+    generator = np.random.default_rng(plan.seed)
+    if plan.warm_ups:
+        _warm_up(plan, generator, progress)
+    saturating: float | None = None
+    runs = []
+    for rate in plan.rates:
+        asked = rate.value
+        if rate.is_share:
+            if not saturating:
+                raise ValueError(f"request_rate is {rate}, but the run at inf has completed no request")
+            asked = rate.value * saturating
+        due = arrival_times(plan.wanted, asked, plan.burstiness, plan.ramp, generator)
+        name = _name(plan, asked)
+        job = Job(plan.target, plan.endpoint, _outgoing(plan, due, generator), plan.concurrency, plan.timeout_s)
+        reports = send(job, plan.processes, name, progress)
+        figures = figures_of(reports, plan.goodput, plan.percentiles)
+        if math.isinf(asked) and plan.ramp is None:
+            saturating = figures["request_throughput"]
+        shown = None if plan.ramp is not None or math.isinf(asked) else asked
+        runs.append({"name": name, "rate": shown, "asked": str(rate), **figures})
+        if plan.detailed:
+            runs[-1]["records"] = records_of(reports)
+    return {
+        "benchmark": "serve",
+        "url": plan.target.url,
+        "served_model": plan.model,
+        "load": plan.settings(),
+        "runs": runs,
+        **host_provenance(),
+    }
+
+
+def _name(plan: LoadPlan, rate: float) -> str:
+    if plan.ramp is not None:
+        return f"ramp {plan.ramp}"
+    return "all at once" if math.isinf(rate) else f"{rate:.3g}/s"
+
+
+def _outgoing(plan: LoadPlan, due: Sequence[float], generator: np.random.Generator) -> list[Outgoing]:
+    return [
+        Outgoing(index, each, msgspec.Raw(plan.body(request)))
+        for index, (each, request) in enumerate(zip(due, plan.requests(generator), strict=True))
+    ]
+
+
+def _warm_up(plan: LoadPlan, generator: np.random.Generator, progress: Progress) -> None:
+    """A few requests, one after the other, that do not count."""
+    requests = _outgoing(plan, [0.0] * plan.wanted, generator)[: plan.warm_ups]
+    reports = send(Job(plan.target, plan.endpoint, requests, 1, plan.timeout_s), 1, "warm-up", progress)
+    figures = figures_of(reports, {}, ())
+    if not figures["completed"]:
+        said = "; ".join(f"{kind}: {message}" for kind, message in figures["first_errors"].items())
+        raise ValueError(f"url is {plan.target.url!r}, which fails every request: {said}")
+
+
+SENDER = "compiled_engine.bench.serving.client"
+# From the last sender's readiness to the start: its line must have reached all of them.
+LEAD_S = 0.05
+
+
+def shared_out(job: Job, processes: int) -> list[Job]:
+    """The job in as many parts, requests in turn, and the concurrency in parts that differ by one at most."""
+    parts = []
+    for number in range(processes):
+        concurrency = job.concurrency
+        if concurrency is not None:
+            concurrency = concurrency // processes + (number < concurrency % processes)
+        parts.append(msgspec.structs.replace(job, requests=job.requests[number::processes], concurrency=concurrency))
+    return parts
+
+
+def send(job: Job, processes: int, name: str, progress: Progress) -> list[Report]:
+    """A report of each process; all start at the same time. Raises ProcessError for one that ends without."""
+    with ExitStack() as stack, progress.stage(name, total=len(job.requests)) as advance:
+        senders = []
+        for part in shared_out(job, processes):
+            senders.append(_Sender(stack.enter_context(started(["-m", SENDER], "a sender"))))
+            senders[-1].process.write(msgspec.json.encode(part))
+        for sender in senders:
+            sender.read_until("ready")
+        start = time.monotonic() + LEAD_S
+        threads = []
+        for sender in senders:
+            sender.process.write(f"{start!r}".encode())
+            threads.append(threading.Thread(target=sender.follow, args=(advance,)))
+            threads[-1].start()
+        for thread in threads:
+            thread.join()
+        return [sender.report() for sender in senders]
+
+
+class _Sender:
+    def __init__(self, process: Started) -> None:
+        self.process = process
+        self._report: bytes | None = None
+
+    def read_until(self, key: str) -> None:
+        """Read up to the line that has this key, or to the end."""
+        for line in self._lines():
+            if key in line:
+                return
+
+    def follow(self, advance: Any) -> None:
+        """Read to the end, and report how many requests have ended."""
+        ended = 0
+        for line in self._lines():
+            if "ended" in line:
+                advance(line["ended"] - ended)
+                ended = line["ended"]
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        for line in self.process.lines():
+            if line.startswith(b'{"report"'):
+                self._report = line
+            else:
+                yield json.loads(line)
+
+    def report(self) -> Report:
+        if self._report is None:
+            raise self.process.error()
+        return msgspec.json.decode(self._report, type=dict[str, Report])["report"]

@@ -1,0 +1,202 @@
+"""The workloads that a worker process measures: an ablation's, and the one that engine and server are both given.
+
+They travel to the worker as JSON.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from compiled_engine.bench.bounds import Chunk, ModelSizes, Rates, step_seconds
+from compiled_engine.bench.engine_steps import (
+    PROMPTS_IN_FLIGHT,
+    STEP_SAMPLES,
+    decode_kernels,
+    decode_steps_ms,
+    mixed_step_ms,
+    outputs_needed,
+)
+from compiled_engine.bench.results import model_record, provenance
+from compiled_engine.bench.table_rows import WARM_UP_TOKENS, MixedStep, Prefill, TimePerToken
+from compiled_engine.bench.workloads import LARGEST_TOKEN_ID, generate_seconds, request_lengths, tpot_ms
+from compiled_engine.config import EngineConfig
+from compiled_engine.llm import LLM
+
+# Measured mixed steps of an HTTP workload.
+STEPS = 16
+
+
+@dataclass(frozen=True)
+class AblationWorkload:
+    """Lengths in tokens.
+
+    batch_sizes, prompt_len, output_len: of the time per output token. mixed_decodes, mixed_prompt_len: a mixed step is
+    so many decodes and a prompt of that length; num_steps: mixed steps, and decode steps whose kernels are counted.
+    prefill_prompts, prefill_len: of the prefill. seed: of all prompts.
+    """
+
+    batch_sizes: tuple[int, ...] = (1, 8, 64, 256)
+    prompt_len: int = 128
+    output_len: int = 65
+    mixed_decodes: int = 32
+    mixed_prompt_len: int = 256
+    num_steps: int = 16
+    prefill_prompts: int = 8
+    prefill_len: int = 4000
+    seed: int = 0
+
+    def requests_at_once(self) -> int:
+        return max(*self.batch_sizes, self.mixed_decodes + PROMPTS_IN_FLIGHT, self.prefill_prompts)
+
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output."""
+        mixed = self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps)
+        return max(self.prompt_len + self.output_len, mixed, self.mixed_prompt_len + 1, self.prefill_len + 1)
+
+    def num_blocks(self, block_size: int) -> int:
+        """KV blocks that hold every part of the workload without preemption."""
+
+        def blocks(num_requests: int, tokens: int) -> int:
+            return num_requests * -(-tokens // block_size)
+
+        mixed = blocks(self.mixed_decodes, self.prompt_len + outputs_needed(self.num_steps))
+        return 1 + max(
+            blocks(max(self.batch_sizes), self.prompt_len + self.output_len),
+            blocks(max(self.batch_sizes), self.prompt_len + outputs_needed(STEP_SAMPLES * self.num_steps)),
+            mixed + blocks(PROMPTS_IN_FLIGHT, self.mixed_prompt_len + 1),
+            blocks(self.prefill_prompts, self.prefill_len + 1),
+        )
+
+    def check(self, config: EngineConfig) -> None:
+        """Raise ValueError naming the option that does not allow this workload."""
+        scheduler = config.scheduler
+        mixed = self.mixed_decodes + self.mixed_prompt_len
+        blocks = self.num_blocks(config.cache.block_size)
+        given = config.cache.num_blocks
+        if scheduler.max_num_seqs < self.requests_at_once():
+            raise ValueError(f"max_num_seqs is {scheduler.max_num_seqs}; allowed: at least {self.requests_at_once()}")
+        if scheduler.max_model_len < self.longest():
+            raise ValueError(
+                f"max_model_len is {scheduler.max_model_len}; allowed: at least {self.longest()}, the longest request"
+            )
+        if scheduler.max_num_batched_tokens < mixed:
+            raise ValueError(
+                f"max_num_batched_tokens is {scheduler.max_num_batched_tokens}; allowed: at least {mixed}, a mixed step"
+            )
+        if given is not None and given < blocks:
+            raise ValueError(f"num_blocks is {given}; allowed: at least {blocks} of {config.cache.block_size} tokens")
+
+    def measure(self, llm: LLM) -> dict[str, Any]:
+        """One repeat, after a short warm-up of each part: see `AblationWorkload.bound` for the keys."""
+        generator = random.Random(self.seed)
+        mixed, prefill = self._mixed(), self._prefill()
+        for batch_size in self.batch_sizes:
+            tpot_ms(llm, generator, batch_size, self.prompt_len, WARM_UP_TOKENS)
+        tpots = {str(tpot.batch): tpot.once(llm, generator) for tpot in self._tpots()}
+        steps = {
+            str(batch_size): decode_steps_ms(llm, generator, batch_size, self.prompt_len, self.num_steps)
+            for batch_size in self.batch_sizes
+        }
+        mixed.warm_up(llm, generator)
+        mixed_ms = mixed.once(llm, generator)
+        prefill.warm_up(llm, generator)
+        return {
+            "tpot_ms": tpots,
+            "step_ms": steps,
+            "mixed_step_ms": mixed_ms,
+            "prefill_tokens_per_s": prefill.once(llm, generator),
+            "kernels": decode_kernels(llm, generator, self.prompt_len, self.num_steps),
+        }
+
+    def bound(self, sizes: ModelSizes, rates: Rates) -> dict[str, Any]:
+        """The lower bounds of times, the upper bound of the rate: tpot_ms and step_ms by batch size, mixed_step_ms,
+        prefill_tokens_per_s."""
+        most = self.requests_at_once()
+        step = Chunk(self.prompt_len + self.num_steps, 1)
+        return {
+            "tpot_ms": {str(tpot.batch): tpot.bound(sizes, rates, most) for tpot in self._tpots()},
+            "step_ms": {str(size): step_seconds(sizes, rates, [step] * size) * 1e3 for size in self.batch_sizes},
+            "mixed_step_ms": self._mixed().bound(sizes, rates, most),
+            "prefill_tokens_per_s": self._prefill().bound(sizes, rates, most),
+        }
+
+    def _tpots(self) -> list[TimePerToken]:
+        return [TimePerToken(batch_size, self.prompt_len, self.output_len) for batch_size in self.batch_sizes]
+
+    def _mixed(self) -> MixedStep:
+        return MixedStep(self.mixed_decodes, self.mixed_prompt_len, self.prompt_len, self.num_steps)
+
+    def _prefill(self) -> Prefill:
+        return Prefill(self.prefill_prompts, self.prefill_len)
+
+    def as_record(self) -> dict[str, Any]:
+        return asdict(self) | {"batch_sizes": list(self.batch_sizes)}
+
+    def task(self) -> dict[str, Any]:
+        """Describe it to a worker, as JSON."""
+        return {"kind": "ablation", "fields": self.as_record()}
+
+
+@dataclass(frozen=True)
+class HttpWorkload:
+    """num_requests with prompts and outputs of `least` to `most` tokens each, all there at the start. vocab_size: token
+    ids are below it. mixed_*: a mixed step, as in the table, against which the time between tokens is held."""
+
+    num_requests: int
+    least: int
+    most: int
+    vocab_size: int
+    temperature: float
+    mixed_decodes: int
+    mixed_context: int
+    mixed_prompt: int
+    seed: int = 0
+
+    def requests(self, shift: int) -> tuple[list[list[int]], list[int]]:
+        """Prompts and output lengths; with each `shift` other ids of the same lengths, so that nothing is cached."""
+        bounds = (self.least, self.most)
+        prompts, lengths = request_lengths(self.num_requests, bounds, bounds, self.seed)
+        return [[(token + shift) % self.vocab_size for token in prompt] for prompt in prompts], lengths
+
+    def task(self, repeats: int) -> dict[str, Any]:
+        """Describe it to a worker, as JSON."""
+        return {"kind": "http", "fields": asdict(self), "repeats": repeats}
+
+    def measure(self, llm: LLM, repeats: int) -> dict[str, Any]:
+        """output_throughput: output tokens a second of each repeat, after one that does not count. mixed_step_ms. The
+        model and the machine."""
+        generator = random.Random(self.seed)
+        rates = []
+        for _ in range(repeats + 1):
+            prompts, lengths = self.requests(generator.randrange(self.vocab_size))
+            seconds = generate_seconds(llm, prompts, lengths, temperature=self.temperature, detokenize=True)
+            rates.append(sum(lengths) / seconds)
+        mixed = (self.mixed_decodes, self.mixed_context, self.mixed_prompt, STEPS)
+        mixed_step_ms(llm, generator, *mixed)
+        return {
+            "output_throughput": rates[1:],
+            "mixed_step_ms": mixed_step_ms(llm, generator, *mixed),
+            "model": model_record(llm.config, None),
+            **provenance(llm.config.device),
+        }
+
+
+# Workload T of the table, and the mixed step of 32 decodes and 1,024 tokens.
+ON_GPU = HttpWorkload(256, 100, 1024, LARGEST_TOKEN_ID + 1, 0.6, 32, 128, 1024)
+# The bundled model's, where a processor is all there is.
+ON_CPU = HttpWorkload(32, 16, 64, 4096, 0.6, 8, 32, 64)
+
+
+def measure(task: Mapping[str, Any], llm: LLM) -> dict[str, Any]:
+    """Measure the workload of a `task()` with this engine."""
+    if task["kind"] == "http":
+        return HttpWorkload(**task["fields"]).measure(llm, task["repeats"])
+    return ablation_workload(task["fields"]).measure(llm)
+
+
+def ablation_workload(record: Mapping[str, Any]) -> AblationWorkload:
+    """The reverse of `as_record`."""
+    return AblationWorkload(**{**record, "batch_sizes": tuple(record["batch_sizes"])})

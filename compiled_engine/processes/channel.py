@@ -1,0 +1,145 @@
+"""Messages through a stream socket: each is preceded by its length, four bytes, the most significant first."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+LARGEST_MESSAGE = 128 * 2**20
+"""Bytes. A whole vocabulary's log-probabilities of a prompt can be more, and are then refused."""
+
+_LENGTH = struct.Struct(">I")
+
+
+class MessageTooLargeError(ValueError):
+    """A message has more than LARGEST_MESSAGE bytes."""
+
+
+def frame(payload: bytes) -> bytes:
+    """Raises MessageTooLargeError."""
+    check_size(len(payload))
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def send(sock: socket.socket, payload: bytes) -> None:
+    """Send one message through a blocking socket. Raises OSError if the other end is gone, MessageTooLargeError."""
+    sock.sendall(frame(payload))
+
+
+def receive(sock: socket.socket) -> bytes:
+    """Wait for one message of a blocking socket. Raises EOFError if the other end is gone."""
+    (size,) = _LENGTH.unpack(_exactly(sock, _LENGTH.size))
+    return _exactly(sock, size)
+
+
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count:
+        try:
+            part = sock.recv(count - len(data))
+        except OSError as error:
+            raise EOFError from error
+        if not part:
+            raise EOFError
+        data += part
+    return bytes(data)
+
+
+def check_size(size: int) -> None:
+    if size > LARGEST_MESSAGE:
+        raise MessageTooLargeError(f"a message must have at most {LARGEST_MESSAGE} bytes, got {size}")
+
+
+class FrameReader:
+    """Takes bytes as they come and gives payloads as they are complete."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytearray]:
+        """The payloads that `data` completes. Raises MessageTooLargeError as soon as one is announced."""
+        buffer = self._buffer
+        buffer += data
+        payloads = []
+        start = 0
+        while len(buffer) - start >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(buffer, start)
+            check_size(size)
+            first = start + _LENGTH.size
+            if len(buffer) < first + size:
+                break
+            start = first + size
+            payloads.append(buffer[first:start])
+        del buffer[:start]
+        return payloads
+
+
+_CHUNK = 256 * 1024
+
+Incoming = TypeVar("Incoming")
+
+
+class Connection(Generic[Incoming]):
+    """One end of a socket that never waits. It owns the socket; `decode` turns a payload into a message."""
+
+    def __init__(self, sock: socket.socket, decode: Callable[[bytearray], Incoming]) -> None:
+        sock.setblocking(False)
+        self._socket = sock
+        self._decode = decode
+        self._frames = FrameReader()
+        self._unsent = bytearray()
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def receive(self) -> list[Incoming]:
+        """The messages that have come.
+
+        Raises EOFError when the other end has closed, OSError for a broken socket, ValueError or msgspec.DecodeError
+        for what is no message.
+        """
+        try:
+            data = self._socket.recv(_CHUNK)
+        except (BlockingIOError, InterruptedError):
+            return []
+        if not data:
+            raise EOFError("the other end has closed the connection")
+        return [self._decode(payload) for payload in self._frames.feed(data)]
+
+    def send(self, frame: bytes) -> None:
+        """Send as much as the socket takes; `flush` sends the rest. Raises OSError if the other end is gone."""
+        self._unsent += frame
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what is left, as much as the socket takes. Raises as `send`."""
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except (BlockingIOError, InterruptedError):
+                return
+            del self._unsent[:sent]
+
+    def wait_readable(self, timeout_s: float | None = None) -> bool:
+        """Wait until there is something to receive; False after `timeout_s`."""
+        return self._poll(select.POLLIN, timeout_s)
+
+    def wait_writable(self, timeout_s: float | None = None) -> bool:
+        """Wait until the socket takes more; False after `timeout_s`."""
+        return self._poll(select.POLLOUT, timeout_s)
+
+    def _poll(self, events: int, timeout_s: float | None) -> bool:
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return bool(poll.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def close(self) -> None:
+        """May be called again."""
+        self._socket.close()

@@ -1,0 +1,148 @@
+"""Where an engine core runs, as the process that has started or joined it sees it.
+
+This module is imported without PyTorch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from compiled_engine.process.begin_gpu import core_has_device, given_device
+from compiled_engine.process.child import how_it_ended, open_standard_streams, start_process
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+
+_PROGRAMS = "compiled_engine.processes.programs"
+_LONGEST_ADDRESS = 100  # bytes; the system allows a few more, including the file's name
+_BACKLOG = 128
+
+
+class RunningCore(Protocol):
+    """Where the core runs: a thread, a process, or a process that another one has started.
+
+    socket: the caller's end of the connection to it.
+    """
+
+    socket: socket.socket
+
+    @property
+    def address(self) -> str | None:
+        """Where further callers connect; None if they cannot."""
+        ...
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        """Wait for its end; say how it came, as far as it can be told from outside."""
+        ...
+
+    def close(self, timeout_s: float) -> None:
+        """Close the socket, and wait until it has ended. May be called again."""
+        ...
+
+
+class ForeignCore:
+    """See RunningCore: a core that another process has started. Raises OSError if no process listens at `address`, or
+    this user may not connect."""
+
+    def __init__(self, address: str | os.PathLike[str]) -> None:
+        self.address = os.fspath(address)
+        self.socket = socket.socket(socket.AF_UNIX)
+        try:
+            self.socket.connect(self.address)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        return "it has ended, or the process that started it has"
+
+    def close(self, timeout_s: float) -> None:
+        self.socket.close()
+
+
+class CoreChild:
+    """See RunningCore. The process begins to import what it needs at once, and waits for `start`.
+
+    device: the engine's option; on a GPU the process makes its context meanwhile. "cpu" where other processes have the
+    device. environment: variables that the process has beside the caller's, or instead of them.
+
+    Callers connect to a socket that only this user may open, in a folder that only this user may enter. Nobody
+    inherits a connection, so a caller's death closes its own.
+    """
+
+    def __init__(self, device: str = "auto", environment: Mapping[str, str] | None = None) -> None:
+        open_standard_streams()
+        self._folder = _private_folder()
+        self.address = str(self._folder / "core.socket")
+        self.socket = socket.socket(socket.AF_UNIX)
+        self._started = False
+        try:
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(self.address)
+                os.chmod(self.address, 0o600)
+                listener.listen(_BACKLOG)
+                self.socket.connect(self.address)  # it waits there until the core takes it
+                self._process = start_process(
+                    _PROGRAMS,
+                    [str(listener.fileno()), str(self._folder), device],
+                    [listener.fileno()],
+                    function="core_main",
+                    environment=environment,
+                )
+        except BaseException:
+            self.socket.close()
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> CoreChild:
+        """The one for these keywords of `LLM`, which are not checked yet."""
+        return cls(given_device(options) if core_has_device(options) else "cpu")
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(self, frame: bytes) -> None:
+        """frame: a Start message. It is encoded elsewhere, so that this module is imported without PyTorch."""
+        self._started = True
+        self.socket.sendall(frame)
+
+    def clock_ahead_s(self) -> float:
+        """Of this machine's time.perf_counter: none, as the core is here."""
+        return 0.0
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        return f"its process {how_it_ended(self._process, timeout_s)}"
+
+    def close(self, timeout_s: float) -> None:
+        self.socket.close()
+        if not self._started:  # it may still be importing
+            self._process.kill()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)  # it does so itself, unless it was killed
+
+
+def _private_folder() -> Path:
+    """A new folder of mode 0700, whose path is short enough for a socket's address."""
+    folder = tempfile.mkdtemp(prefix="compiled-engine-")
+    if len(os.fsencode(folder)) > _LONGEST_ADDRESS - len("/core.socket"):
+        os.rmdir(folder)
+        folder = tempfile.mkdtemp(prefix="compiled-engine-", dir="/tmp")
+    return Path(folder)
+
+
+def device_of_core(config: EngineConfig) -> str:
+    """The device of a replica's process, as CoreChild takes it; "cpu" where ranks in processes of their own have it."""
+    return "cpu" if config.of_replica.parallel.executor == "multiprocess" else config.device.type

@@ -1,0 +1,209 @@
+"""The caller's end of the socket to the engine core: its first message, then all others on an asyncio event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from compiled_engine.core.control import ControlError, Failed, FatalError
+from compiled_engine.messages import ControlCall, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_child import RunningCore
+from compiled_engine.processes.wire import (
+    Abort,
+    Add,
+    Answered,
+    Control,
+    SetVocabulary,
+    Started,
+    Stepped,
+    ToApi,
+    ToCore,
+    decode_to_api,
+    encode,
+)
+
+_EXIT_S = 2.0
+
+
+class EngineDeadError(FatalError):
+    """The engine core has ended; the text says why."""
+
+
+def wait_started(core: RunningCore) -> tuple[Connection[ToApi], Started]:
+    """Wait for the core's first message. Raises what the start raised; EngineDeadError if the core just ended."""
+    connection: Connection[ToApi] = Connection(core.socket, decode_to_api)
+    try:
+        while not (messages := connection.receive()):
+            connection.wait_readable()
+    except (EOFError, OSError) as error:
+        raise EngineDeadError(f"the engine core did not start: {core.how_it_ended(_EXIT_S)}") from error
+    (message,) = messages
+    if isinstance(message, Failed):
+        raise message.as_exception("the engine core")
+    assert isinstance(message, Started)
+    return connection, message
+
+
+class CoreClient:
+    """Sends requests, hands on what steps gave them, and finds out when the core ends.
+
+    on_outputs is called for each step with outputs of ours; on_death once, when the core has ended by itself.
+    `dead`: why it has, None while it lives.
+
+    The socket is read on one event loop at a time, the one that `attach` was called on last.
+    """
+
+    def __init__(
+        self,
+        core: RunningCore,
+        connection: Connection[ToApi],
+        on_outputs: Callable[[StepOutputs], None],
+        on_death: Callable[[str], None],
+    ) -> None:
+        self.dead: str | None = None
+        self._core = core
+        self._connection = connection
+        self._on_outputs = on_outputs
+        self._on_death = on_death
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._death_watchers: list[asyncio.Future[str]] = []
+        self._numbers = count()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop | None:
+        return self._loop
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Read the socket on this loop from now on; the one before must be closed, or not running."""
+        self._detach()
+        self._loop = loop
+        self._calls.clear()
+        self._death_watchers.clear()
+        if self.dead is None:
+            loop.add_reader(self._connection.fileno(), self._on_readable)
+            self._flush()
+
+    def add(self, request: EngineRequest) -> None:
+        """Raises MessageTooLargeError, a ValueError."""
+        self._send(Add(request))
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        """Once, before the first request with a grammar."""
+        self._send(SetVocabulary(vocabulary))
+
+    def abort(self, request_ids: list[str], *, stopped: bool = False) -> None:
+        if request_ids:
+            self._send(Abort(tuple(request_ids), stopped))
+
+    async def call(self, name: str, **arguments: Any) -> Any:
+        """Have the core apply a control call, after all that was sent before it; return what it returns.
+
+        Raises ControlError if it fails, EngineDeadError if the core has ended, or does before it answers.
+        """
+        if self.dead is not None:
+            raise EngineDeadError(self.dead)
+        number = next(self._numbers)
+        answer = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(Control(number, ControlCall(name, arguments)))
+            return await answer
+        finally:
+            self._calls.pop(number, None)
+
+    async def wait_dead(self) -> str:
+        """Wait until the core has ended, or `close` is called; why."""
+        if self.dead is not None:
+            return self.dead
+        end = asyncio.get_running_loop().create_future()
+        self._death_watchers.append(end)
+        try:
+            return await end
+        finally:
+            if end in self._death_watchers:
+                self._death_watchers.remove(end)
+
+    def close(self, reason: str) -> None:
+        """Leave the core, which ends if nobody else is there. `on_death` is not called; control calls fail."""
+        self._detach()
+        self.dead = self.dead or reason
+        self._connection.close()
+        self._tell_waiting()
+
+    def _send(self, message: ToCore) -> None:
+        if self.dead is not None:
+            return
+        data = frame(encode(message))
+        with suppress(OSError):  # the core has ended: reading says so, and it may have left a reason
+            self._connection.send(data)
+        self._watch_writing()
+
+    def _flush(self) -> None:
+        with suppress(OSError):
+            self._connection.flush()
+        self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        if self._loop is None or self._loop.is_closed():
+            return
+        if self._connection.has_unsent:
+            self._loop.add_writer(self._connection.fileno(), self._flush)
+        else:
+            self._loop.remove_writer(self._connection.fileno())
+
+    def _on_readable(self) -> None:
+        try:
+            messages = self._connection.receive()
+        except (EOFError, OSError):
+            self._die(self._core.how_it_ended(_EXIT_S))
+            return
+        except (ValueError, msgspec.DecodeError) as error:
+            self._die(f"its messages cannot be read: {type(error).__name__}: {error}")
+            return
+        for message in messages:
+            match message:
+                case Stepped(outputs):
+                    self._on_outputs(outputs)
+                case Answered(number, value, failure):
+                    answer = self._calls.get(number)
+                    if answer is not None and not answer.done():
+                        if failure is None:
+                            answer.set_result(value)
+                        else:
+                            answer.set_exception(ControlError(failure))
+                case Failed(kind, text):
+                    self._die(f"a step failed: {kind}: {text}")
+                    return
+                case Started():
+                    self._die("it said a second time that it has started")
+                    return
+
+    def _die(self, reason: str) -> None:
+        self._detach()
+        self._connection.close()
+        self.dead = f"the engine core has ended: {reason}"
+        self._tell_waiting()
+        self._on_death(self.dead)
+
+    def _tell_waiting(self) -> None:
+        """That the core is dead."""
+        assert self.dead is not None
+        with suppress(RuntimeError):  # their event loop is closed
+            for answer in self._calls.values():
+                if not answer.done():
+                    answer.set_exception(EngineDeadError(self.dead))
+            for end in self._death_watchers:
+                if not end.done():
+                    end.set_result(self.dead)
+
+    def _detach(self) -> None:
+        if self._loop is not None and not self._loop.is_closed() and self._connection.fileno() >= 0:
+            self._loop.remove_reader(self._connection.fileno())
+            self._loop.remove_writer(self._connection.fileno())
+        self._loop = None

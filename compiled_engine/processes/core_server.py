@@ -1,0 +1,289 @@
+"""The loop around the engine core: take in what API processes ask, step, send what the step gave."""
+
+from __future__ import annotations
+
+import logging
+import selectors
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from contextlib import suppress
+from itertools import count
+
+import msgspec
+
+from compiled_engine.core.control import ControlError, Failed
+from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, RequestLimits, StepOutputs
+from compiled_engine.processes.channel import Connection, MessageTooLargeError, frame
+from compiled_engine.processes.replicas import Replicas
+from compiled_engine.processes.wire import (
+    Abort,
+    Add,
+    Answered,
+    Control,
+    FrontendOptions,
+    SetVocabulary,
+    Start,
+    Started,
+    Stepped,
+    ToApi,
+    ToCore,
+    decode_to_core,
+    encode,
+)
+from compiled_engine.sampling.token_mask import TokenMask
+
+
+class ApiProcess:
+    """While it does not read, steps wait as objects, and are encoded one at a time when there is room.
+
+    What waits is bounded by what its requests may still generate: it cannot send new ones without reading.
+    """
+
+    def __init__(self, number: int, connection: Connection[ToCore], give_up: Callable[[str], None]) -> None:
+        """give_up: called with the id of a request whose output is too large for a message, so that it has ended."""
+        self.number = number
+        self.connection = connection
+        self._give_up = give_up
+        self.request_ids: set[str] = set()
+        self._waiting: deque[ToApi] = deque()
+
+    @property
+    def has_unsent(self) -> bool:
+        return self.connection.has_unsent or bool(self._waiting)
+
+    def send(self, message: ToApi) -> None:
+        """Raises OSError if it is gone."""
+        self._waiting.append(message)
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as much as the socket takes. Raises OSError if the other end is gone."""
+        self.connection.flush()
+        while self._waiting and not self.connection.has_unsent:
+            for each in frames_of(self._waiting.popleft(), self._give_up):
+                self.connection.send(each)
+
+
+def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
+    """The message as frames. A step too large for one is divided; a request's output that is, becomes an error."""
+    try:
+        return [frame(encode(message))]
+    except MessageTooLargeError as error:
+        if not isinstance(message, Stepped):
+            raise
+        if len(message.outputs) == 1:
+            (output,) = message.outputs
+            give_up(output.request_id)
+            ended = EngineOutput(output.request_id, (), finish_reason="error", stop_reason=str(error))
+            return frames_of(Stepped(StepOutputs(others=[ended])), give_up)
+        return [each for part in _divided(message.outputs) for each in frames_of(Stepped(part), give_up)]
+
+
+def _divided(outputs: StepOutputs) -> list[StepOutputs]:
+    """Of several requests."""
+    columns, others = range(len(outputs.request_ids)), outputs.others
+    if columns and others:
+        return [outputs.part(columns, ()), outputs.part((), others)]
+    middle = len(outputs) // 2
+    return [outputs.part(columns[part], others[part]) for part in (slice(middle), slice(middle, None))]
+
+
+log = logging.getLogger("compiled_engine")
+
+_LAST_WORDS_S = 5.0
+
+
+class CoreServer:
+    """Serves API processes until the one that started the core is gone, in the caller's thread.
+
+    starter: the connection to it. listener: where further API processes connect. token_masks: where the masks of
+    requests are, by request id, if an API process is this one; a request takes its own out.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore | Replicas,
+        frontend: FrontendOptions,
+        starter: Connection[ToCore],
+        listener: socket.socket | None = None,
+        token_masks: MutableMapping[str, TokenMask] | None = None,
+    ) -> None:
+        self._core = core
+        self._frontend = frontend
+        self._listener = listener
+        self._token_masks = {} if token_masks is None else token_masks
+        self._selector = selectors.DefaultSelector()
+        self._numbers = count()
+        self._api_processes: list[ApiProcess] = []
+        self._owners: dict[str, ApiProcess] = {}  # of the requests under way
+        if listener is not None:
+            listener.setblocking(False)
+            self._selector.register(listener, selectors.EVENT_READ)
+        if core.bell is not None:
+            self._selector.register(core.bell, selectors.EVENT_READ, core)
+        self._starter = self._welcome(starter)
+
+    def run(self) -> None:
+        """Returns when the starter is gone. Raises what a step raises, after it has told all of them."""
+        core = self._core
+        try:
+            while self._starter in self._api_processes:
+                self._serve_sockets(0 if core.can_step() else None)
+                if core.can_step():
+                    self._hand_out(core.step())
+        except BaseException as error:
+            self._say_farewell(Failed.of(error))
+            raise
+        finally:
+            for api_process in self._api_processes:
+                api_process.connection.close()
+            self._selector.close()
+
+    def _serve_sockets(self, timeout_s: float | None) -> None:
+        """Send what waits and take in what has come; without a timeout wait for something to do."""
+        for key, events in self._selector.select(timeout_s):
+            api_process = key.data
+            if api_process is None:
+                self._accept()
+            if not isinstance(api_process, ApiProcess):
+                continue
+            try:
+                if events & selectors.EVENT_WRITE:
+                    api_process.flush()
+                    self._watch(api_process)
+                if events & selectors.EVENT_READ:
+                    for message in api_process.connection.receive():
+                        self._take(api_process, message)
+            except (EOFError, OSError):
+                self._forget(api_process)
+            except (ValueError, msgspec.DecodeError) as error:
+                log.warning("API process %d is dropped: %s: %s", api_process.number, type(error).__name__, error)
+                self._forget(api_process)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        with suppress(OSError):  # it has gone again
+            self._welcome(Connection(self._listener.accept()[0], decode_to_core))
+
+    def _welcome(self, connection: Connection[ToCore]) -> ApiProcess:
+        config = self._core.config
+        api_process = ApiProcess(next(self._numbers), connection, self._give_up)
+        limits = RequestLimits(
+            vocab_size=config.model.vocab_size,
+            max_model_len=config.model.max_model_len,
+            num_slots=self._core.num_slots,
+            has_priorities=config.scheduler.policy == "priority",
+        )
+        self._api_processes.append(api_process)
+        self._selector.register(connection, selectors.EVENT_READ, api_process)
+        self._send(api_process, Started(api_process.number, config, self._frontend, limits))
+        return api_process
+
+    def _take(self, api_process: ApiProcess, message: ToCore) -> None:
+        match message:
+            case Add(request):
+                self._add(api_process, request)
+            case SetVocabulary(vocabulary):
+                self._core.set_vocabulary(vocabulary)
+            case Abort(request_ids, stopped):
+                for request_id in request_ids:
+                    if self._owners.get(request_id) is api_process:
+                        self._core.abort(request_id, stopped=stopped)
+                        self._release(request_id)
+            case Control(number, call):
+                self._send(api_process, self._answer(number, call))
+            case Start():
+                raise ValueError("the core has been started already")
+
+    def _add(self, api_process: ApiProcess, request: EngineRequest) -> None:
+        request_id = request.request_id
+        mask = self._token_masks.pop(request_id, None)
+        try:
+            self._core.add(request, mask)
+        except ValueError as error:
+            refused = EngineOutput(request_id, (), finish_reason="error", stop_reason=str(error))
+            self._send(api_process, Stepped(StepOutputs(others=[refused])))
+            return
+        self._owners[request_id] = api_process
+        api_process.request_ids.add(request_id)
+
+    def _answer(self, number: int, call: ControlCall) -> Answered:
+        try:
+            value = self._core.call(call)
+        except ControlError as error:
+            return Answered(number, error=str(error))
+        if call.name == "metrics":
+            value |= {"api_processes": len(self._api_processes)}
+        return Answered(number, value)
+
+    def _hand_out(self, outputs: StepOutputs) -> None:
+        if not len(outputs):
+            return
+        if len(self._api_processes) == 1:
+            self._send(self._api_processes[0], Stepped(outputs))
+        else:
+            for api_process, own in self._divide(outputs):
+                self._send(api_process, Stepped(own))
+        for output in outputs.others:
+            if output.finish_reason is not None:
+                self._release(output.request_id)
+
+    def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
+        """By API process; what is said of requests that nobody has any more is dropped."""
+        columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
+        others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
+        for index, request_id in enumerate(outputs.request_ids):
+            if (owner := self._owners.get(request_id)) is not None:
+                columns[owner.number].append(index)
+        for output in outputs.others:
+            if (owner := self._owners.get(output.request_id)) is not None:
+                others[owner.number].append(output)
+        own = [
+            (process, outputs.part(columns[process.number], others[process.number])) for process in self._api_processes
+        ]
+        return [(process, part) for process, part in own if len(part)]
+
+    def _give_up(self, request_id: str) -> None:
+        """Its API process has been told that it has ended."""
+        if request_id in self._owners:
+            self._core.abort(request_id)
+            self._release(request_id)
+
+    def _release(self, request_id: str) -> None:
+        api_process = self._owners.pop(request_id, None)
+        if api_process is not None:
+            api_process.request_ids.discard(request_id)
+
+    def _send(self, api_process: ApiProcess, message: ToApi) -> None:
+        """If it is gone, reading from it says so."""
+        with suppress(OSError):
+            api_process.send(message)
+            self._watch(api_process)
+
+    def _watch(self, api_process: ApiProcess) -> None:
+        """Wake up when it can be written to, if there is something to write."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if api_process.has_unsent else 0)
+        if self._selector.get_key(api_process.connection).events != events:
+            self._selector.modify(api_process.connection, events, api_process)
+
+    def _forget(self, api_process: ApiProcess) -> None:
+        """Its requests end with it."""
+        self._selector.unregister(api_process.connection)
+        api_process.connection.close()
+        self._api_processes.remove(api_process)
+        for request_id in api_process.request_ids:
+            self._core.abort(request_id)
+            del self._owners[request_id]
+
+    def _say_farewell(self, message: Failed) -> None:
+        """Tell everyone, for as long as they take to read it, within bounds."""
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for api_process in self._api_processes:
+            with suppress(OSError):
+                api_process.send(message)
+                while api_process.has_unsent and (left := deadline - time.monotonic()) > 0:
+                    api_process.connection.wait_writable(left)
+                    api_process.flush()

@@ -1,0 +1,214 @@
+"""Watches the workers: takes in what they send, and notices at once when one of them ends, fails or stops."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from compiled_engine.core.control import Failed, FatalError
+from compiled_engine.parallel.connect import RankLayout
+from compiled_engine.processes.channel import receive
+from compiled_engine.processes.ranks import Heartbeats, WorkerChild, end_all
+from compiled_engine.processes.wire import Answered, Ready, StepFailed, decode_from_worker
+
+_LOOK_S = 0.5
+# What is longer between two looks does not count: this process itself stood still, as may have its workers.
+_STOOD_STILL_S = 1.0
+_STOPPED_S = 6.0
+_LAST_WORDS_S = 1.0
+# For so long a rank that has failed may have been the first to notice that another is gone.
+_NOTICED_S = 0.2
+# How long ranks may be apart in failing at the same step.
+_APART_S = 3.0
+
+
+class WorkerError(FatalError):
+    """A worker has failed, has ended or does not answer: the executor is of no use any more. The message says why."""
+
+
+class Monitor:
+    """A thread that watches until `end`, or until something is wrong: then it ends all workers and keeps the reason.
+
+    bell: a descriptor that is readable from then on; closed by `end`.
+    """
+
+    def __init__(self, workers: Sequence[WorkerChild], layout: RankLayout, heartbeats: Heartbeats):
+        self._workers, self._layout, self._heartbeats = workers, layout, heartbeats
+        self._ready: list[Future[Ready]] = [Future() for _ in workers]
+        self._answers: dict[tuple[int, int], Future[Answered]] = {}
+        self._lock = threading.Lock()
+        self._failed_steps: dict[int, dict[int, StepFailed]] = {}
+        self._step_failed = threading.Condition(self._lock)
+        self._closing = False
+        self._looked_s = time.monotonic()
+        self._ran_s = 0.0  # of this process's time, what it did not stand still
+        self._signs: dict[int, tuple[float, float]] = {}  # each rank's last sign of life, and when it came, as _ran_s
+        self._overdue_s = 0.0  # by when a result should be there, as _ran_s; 0: whenever
+        self.failure: Exception | None = None
+        self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._selector = selectors.DefaultSelector()
+        for rank, worker in enumerate(workers):
+            self._selector.register(worker.socket, selectors.EVENT_READ, rank)
+        self._selector.register(self.bell, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._watch, name="worker monitor", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> list[Ready]:
+        """Of all ranks. Raises WorkerError if one ends, and what kept one from starting, with its rank."""
+        return [future.result() for future in self._ready]
+
+    def expect(self, number: int) -> list[Future[Answered]]:
+        """The answers of all ranks to the call with this number."""
+        futures: list[Future[Answered]] = [Future() for _ in self._workers]
+        with self._lock:
+            if self.failure is not None:
+                raise self.failure
+            for rank, future in enumerate(futures):
+                self._answers[rank, number] = future
+        return futures
+
+    def expect_result_within(self, seconds: float | None) -> None:
+        """Somebody waits for the result of a step; None: nobody does, or it may take as long as it will."""
+        self._overdue_s = 0.0 if seconds is None else self._ran_s + seconds
+
+    def survives(self, step: int) -> bool:
+        """Whether all ranks have failed in a step, all at the same place and none inside a collective."""
+        with self._step_failed:
+            reports = self._failed_steps.setdefault(step, {})
+            self._step_failed.wait_for(lambda: len(reports) == len(self._workers) or self.failure is not None, _APART_S)
+            self._failed_steps.pop(step, None)
+            all_failed = len(reports) == len(self._workers)
+            at_one_place = len({report.num_runs for report in reports.values()}) == 1
+            return all_failed and at_one_place and all(report.between_runs for report in reports.values())
+
+    def check(self) -> None:
+        """Raise the reason if something is wrong."""
+        if self.failure is not None:
+            raise self.failure
+
+    def fail(self, error: Exception) -> Exception:
+        """Nothing goes on: end all workers. Returns the first such error, which `check` raises from now on."""
+        with self._lock:
+            if self.failure is None:
+                futures: list[Future[Any]] = [*self._ready, *self._answers.values()]
+                waiting = [future for future in futures if not future.done()]
+                self._answers.clear()
+                try:
+                    end_all(self._workers)
+                finally:  # whoever hears of it finds all ended, but for one that its device holds up
+                    self.failure = error
+                    os.eventfd_write(self.bell, 1)
+                    self._step_failed.notify_all()
+                    for future in waiting:
+                        future.set_exception(error)
+            return self.failure
+
+    def close(self) -> None:
+        """The workers are being told to stop: their ends are no failures any more."""
+        self._closing = True
+
+    def end(self) -> None:
+        """After the workers have ended or were killed, before the connections to them are closed. Whoever asks for
+        something later is told so."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = WorkerError("the workers have been told to stop")
+                os.eventfd_write(self.bell, 1)
+        if threading.current_thread() is not self._thread:  # which collects garbage too, perhaps an engine's
+            self._thread.join()
+        os.close(self.bell)
+
+    def _watch(self) -> None:
+        left = set(range(len(self._workers)))
+        while left and self.failure is None:
+            for key, _ in self._selector.select(_LOOK_S):
+                if key.data is not None and not self._take(key.data):
+                    self._selector.unregister(key.fileobj)
+                    left.discard(key.data)
+            if not self._closing and self.failure is None:
+                self._look_for_stopped()
+        self._selector.close()
+
+    def _take(self, rank: int) -> bool:
+        """Whether the worker is still there after what it has sent."""
+        worker, name = self._workers[rank], self._layout.name(rank)
+        try:
+            message = decode_from_worker(receive(worker.socket))
+        except EOFError:
+            if not self._closing:
+                self.fail(WorkerError(f"the worker of {name} {worker.how_it_ended(_LAST_WORDS_S)}"))
+            return False
+        match message:
+            case Ready():
+                self._ready[rank].set_result(message)
+            case Answered(number):
+                with self._lock:
+                    future = self._answers.pop((rank, number), None)
+                if future is not None:
+                    future.set_result(message)
+            case StepFailed(step):
+                with self._step_failed:
+                    self._failed_steps.setdefault(step, {})[rank] = message
+                    self._step_failed.notify_all()
+                if rank != self._layout.result_rank:
+                    timer = threading.Timer(_APART_S, self._fail_unless_settled, (step, rank, message.failed))
+                    timer.daemon = True
+                    timer.start()
+            case Failed():
+                self.fail(self._killed_besides(rank) or self._error(message, rank))
+        return True
+
+    def _killed_besides(self, rank: int) -> WorkerError | None:
+        """What became of another worker, if that was killed: a collective of this one's fails then."""
+        deadline = time.monotonic() + _NOTICED_S
+        for other, worker in enumerate(self._workers):
+            if other != rank and worker.is_killed(max(0.0, deadline - time.monotonic())):
+                return WorkerError(f"the worker of {self._layout.name(other)} {worker.how_it_ended(0.0)}")
+        return None
+
+    def _error(self, failed: Failed, rank: int) -> Exception:
+        """Of a rank that cannot start, what it raised, since it may be about what the user gave."""
+        name = self._layout.name(rank)
+        if self._ready[rank].done():
+            error: Exception = WorkerError(f"{name}: {failed.kind}: {failed.text}")
+            error.add_note(f"in the worker of {name}:\n{failed.where}")
+            return error
+        return failed.as_exception(f"the worker of {name}", f"{name}: ")
+
+    def _fail_unless_settled(self, step: int, rank: int, failed: Failed) -> None:
+        """The rank whose result says that a step has failed may be waiting for another rank."""
+        with self._lock:
+            is_settled = step not in self._failed_steps
+        if not is_settled and not self._closing:
+            self.fail(self._error(failed, rank))
+
+    def _look_for_stopped(self) -> None:
+        now = time.monotonic()
+        self._ran_s += min(now - self._looked_s, _STOOD_STILL_S)
+        self._looked_s = now
+        for rank, worker in enumerate(self._workers):
+            limit_s = _LAST_WORDS_S if worker.is_dying() else _STOPPED_S
+            if self._silent_s(rank) > limit_s:
+                name = self._layout.name(rank)
+                self.fail(WorkerError(f"the worker of {name} has given no sign of life for {limit_s:.0f} s"))
+                return
+        if 0.0 < self._overdue_s < self._ran_s:
+            self.fail(WorkerError("a step has taken far longer than any step can: a rank does not answer"))
+
+    def _silent_s(self, rank: int) -> float:
+        """Seconds since a rank's last sign of life; while it starts, and may run foreign code for long, since it was
+        found to stand still."""
+        if self._ready[rank].done():
+            sign = self._heartbeats.last_s(rank)
+        else:
+            sign = -1.0 if self._workers[rank].is_stopped() else self._ran_s
+        last, since = self._signs.get(rank, (None, 0.0))
+        if sign != last:
+            self._signs[rank] = sign, self._ran_s
+            return 0.0
+        return self._ran_s - since

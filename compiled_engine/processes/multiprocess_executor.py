@@ -1,0 +1,201 @@
+"""The executor whose ranks are processes of their own on this host, one for each device.
+
+Each step is written once into a ring of shared memory that all workers read; one rank writes each result into another.
+A step is on its way before the one before it has ended. No process is a rank and the engine's core at the same time, so
+neither waits for the other's Python.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import count
+from typing import Any
+
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError, Failed
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.parallel.connect import RankLayout
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.channel import send
+from compiled_engine.processes.monitor import Monitor, WorkerError
+from compiled_engine.processes.ranks import LaunchedWorkers
+from compiled_engine.processes.ring import RingReader, RingWriter, await_bell
+from compiled_engine.processes.wire import (
+    Control,
+    GoOn,
+    Masks,
+    Ready,
+    StartWorker,
+    Step,
+    Stop,
+    decode_result,
+    encode,
+)
+
+# How long the result of a step on GPUs is waited for, for each so many tokens of the largest step. A rank hangs then.
+STEP_S = 8.0
+STEP_TOKENS = 8192
+# Where nothing else hides the way to the workers and back, both sides stay awake for so long.
+BUSY_S = 0.02
+_STOP_S = 10.0
+
+
+class StepError(RuntimeError):
+    """A step failed in all workers alike, which go on."""
+
+
+class MultiprocessExecutor:
+    """See Executor. Raises WorkerError if a worker cannot start; later, if one ends, `submit` and `result` raise it.
+
+    workers: those that the configuration asks for; the executor ends them.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        workers: LaunchedWorkers,
+        timeline: Timeline,
+        logits_processors: Sequence[str] = (),
+        *,
+        progress: bool = False,
+    ):
+        self._layout = layout = RankLayout(config.parallel.tensor_parallel_size, config.parallel.num_stages)
+        self._workers = workers
+        self._step_s = None
+        if config.device.type == "cuda":
+            self._step_s = STEP_S * max(1.0, config.scheduler.max_num_batched_tokens / STEP_TOKENS)
+        takes_turns = config.device.type == "cuda" and config.steps_in_flight == 1
+        self._busy_s = BUSY_S if takes_turns else 0.0
+        self._numbers = count()
+        self._closed = self._started = False
+        try:
+            self._monitor = Monitor(workers.children, layout, workers.heartbeats)
+        except BaseException:
+            workers.close()
+            raise
+        self._results = RingReader(workers.results)
+        self._steps = RingWriter(workers.steps, self._no_room)
+        self._poll = select.poll()
+        for bell in (workers.results.bells[0], self._monitor.bell):
+            self._poll.register(bell, select.POLLIN)
+        try:
+            self._send_start(config, timeline, tuple(logits_processors), progress)
+            self.num_blocks = self._agreed(self._monitor.wait_ready())
+            self._started = True
+        except BaseException:
+            self.close()
+            raise
+
+    def _send_start(
+        self, config: EngineConfig, timeline: Timeline, processors: tuple[str, ...], progress: bool
+    ) -> None:
+        start = StartWorker(
+            config=config,
+            logits_processors=processors,
+            num_threads=max(1, torch.get_num_threads() // self._layout.size),
+            busy_s=self._busy_s,
+            progress=progress,
+            origin_s=timeline.origin_s,
+            spans=tuple(timeline.spans),
+        )
+        for worker in self._workers.children:
+            with suppress(OSError):  # it has ended: the monitor says how
+                send(worker.socket, encode(start))
+
+    def _agreed(self, ready: Sequence[Ready]) -> int:
+        """Number of blocks. Raises WorkerError unless all ranks say the same."""
+        for rank, other in enumerate(ready):
+            if other != ready[0]:
+                name = self._layout.name(rank)
+                raise self._monitor.fail(WorkerError(f"{name} has started with {other}, rank 0 with {ready[0]}"))
+        return ready[0].num_blocks
+
+    def submit(self, step: SchedulerOutput) -> _PendingResult:
+        """See Executor. Raises WorkerError if the workers have ended."""
+        self._monitor.check()
+        self._steps.write(encode(Step(step)))
+        return _PendingResult(self, step.step)
+
+    def sample(self, masks: TokenMasks) -> None:
+        """See Executor. What sampling raises, the step's result raises."""
+        self._monitor.check()
+        self._steps.write(encode(Masks(masks)))
+
+    def _receive(self, step: int) -> RunnerOutput:
+        """The next result, which is that of the step with this number."""
+        self._monitor.expect_result_within(self._step_s)
+        result = decode_result(self._results.read(self._wait))
+        self._monitor.expect_result_within(None)
+        if not isinstance(result, Failed):
+            return result
+        name = self._layout.name(self._layout.result_rank)
+        text = f"{name}: {result.kind}: {result.text}"
+        # What stages have sent one another for the steps in flight would be left over.
+        goes_on = self._layout.pipeline == 1 and (self._layout.size == 1 or self._monitor.survives(step))
+        if goes_on:
+            self._steps.write(encode(GoOn()))
+        error = StepError(text) if goes_on else WorkerError(text)
+        error.add_note(f"in the worker of {name}:\n{result.where}")
+        raise error if goes_on else self._monitor.fail(error)
+
+    def _wait(self) -> None:
+        """For the results' doorbell; raises WorkerError if there will be no result."""
+        await_bell(self._poll, self._busy_s)
+        self._monitor.check()
+
+    def _no_room(self) -> None:
+        """Of steps. The rank of the results may wait for room too; raises WorkerError if it has ended."""
+        self._monitor.check()
+        self._results.take_in()
+
+    def call(self, call: ControlCall) -> list[Any]:
+        """See Executor. Raises WorkerError if the workers have ended."""
+        number = next(self._numbers)
+        expected = self._monitor.expect(number)
+        self._steps.write(encode(Control(number, call)))
+        answers = [answer.result() for answer in expected]
+        errors = [f"{self._layout.name(rank)}: {each.error}" for rank, each in enumerate(answers) if each.error]
+        if errors:
+            raise ControlError("; ".join(errors))
+        return [answer.value for answer in answers]
+
+    def metrics(self) -> dict[str, Any]:
+        metrics: dict[str, Any] = self.call(ControlCall("metrics"))[self._layout.result_rank]
+        return metrics
+
+    def close(self) -> None:
+        """Wait for the steps that are under way, and for all workers to end; those that do not are ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self._monitor.close()
+        try:
+            if self._started and self._monitor.failure is None:
+                with suppress(WorkerError):
+                    self._steps.write(encode(Stop()))
+                    deadline = time.monotonic() + _STOP_S
+                    for worker in self._workers.children:
+                        worker.wait(max(0.0, deadline - time.monotonic()))
+            for worker in self._workers.children:
+                worker.kill()  # the monitor may wait for the rest of what it says
+            self._monitor.end()
+        finally:
+            self._workers.close()
+            self._steps.close()
+            self._results.close()
+
+
+class _PendingResult:
+    """The result of a step that was submitted. Results are asked for in the order of the steps."""
+
+    def __init__(self, executor: MultiprocessExecutor, step: int):
+        self._executor, self._step = executor, step
+
+    def result(self) -> RunnerOutput:
+        """Raises StepError if the step failed, WorkerError if there will be no result."""
+        return self._executor._receive(self._step)

@@ -1,0 +1,217 @@
+"""The processes of an engine's ranks and what they share, as the process that launches them sees them."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from compiled_engine.process.child import how_it_ended, open_standard_streams, start_process
+from compiled_engine.processes.ring import RingDescriptors
+
+if TYPE_CHECKING:
+    from compiled_engine.config import EngineConfig
+
+log = logging.getLogger("compiled_engine")
+
+_EVERY_S = 0.5  # between two signs of life
+_WORD = 8
+_PROGRAMS = "compiled_engine.processes.programs"
+# How long a process that was killed may take to end.
+_END_S = 3.0
+# All ranks of a host talk through its loopback interface. NVLink's multicast stays off: a process that is killed may
+# leave the switches unusable for others. Symmetric memory is told that devices of one number are not one device, since
+# for each rank its own is the first, and to give each tensor an allocation of its own, which begins where it does.
+_ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+    "TORCH_SYMMMEM_IMPLICIT_POOL": "0",
+}
+
+
+class Heartbeats:
+    """One number a rank: when its worker last gave a sign of life, in seconds of time.monotonic; 0 before the first."""
+
+    def __init__(self, num_ranks: int, descriptor: int | None = None):
+        """descriptor: of the memory that another process has made."""
+        self.descriptor = descriptor
+        if self.descriptor is None:
+            self.descriptor = os.memfd_create("compiled-engine-heartbeats", os.MFD_CLOEXEC)
+            os.ftruncate(self.descriptor, num_ranks * _WORD)
+        self._map = mmap.mmap(self.descriptor, num_ranks * _WORD)
+        self._times = memoryview(self._map).cast("d")
+
+    def last_s(self, rank: int) -> float:
+        """When the rank last gave a sign of life; 0 before its first."""
+        return self._times[rank]
+
+    def beat(self, rank: int) -> None:
+        """Give signs of life from now on, as long as this process runs Python."""
+        threading.Thread(target=self._beat, args=(rank,), name="heartbeat", daemon=True).start()
+
+    def _beat(self, rank: int) -> None:
+        while True:
+            self._times[rank] = time.monotonic()
+            time.sleep(_EVERY_S)
+
+    def close(self) -> None:
+        self._times.release()
+        self._map.close()
+        assert self.descriptor is not None
+        os.close(self.descriptor)
+
+
+class WorkerChild:
+    """It imports what it needs at once, joins the other ranks, and waits for a StartWorker on its socket.
+
+    gpus: of all ranks, as CUDA_VISIBLE_DEVICES names them; empty on a CPU. Each rank's own is the first that it sees,
+    so that all run the same code, and it sees those of the others, whose memory it reads and writes. folder: where it
+    finds the others. steps: the ring that it reads; results: the one that the last stage writes. heartbeats: descriptor
+    of their memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        gpus: Sequence[str],
+        folder: Path,
+        steps: RingDescriptors,
+        results: RingDescriptors,
+        heartbeats: int,
+    ) -> None:
+        self.socket, other = socket.socketpair()
+        passed = [other.fileno(), heartbeats, steps.memory, results.memory, *results.bells, *steps.bells]
+        with other:
+            self._process = start_process(
+                _PROGRAMS,
+                ["cuda" if gpus else "cpu", str(rank), str(folder), *map(str, passed)],
+                passed,
+                function="worker_main",
+                environment=_ENVIRONMENT | _visible(rank, gpus),
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        """Wait for its end; say how it came."""
+        return how_it_ended(self._process, timeout_s)
+
+    def is_stopped(self) -> bool:
+        """Whether it stands still, as after SIGSTOP, or is dying."""
+        return self._status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE)
+
+    def is_dying(self) -> bool:
+        """Whether it runs no more, though something that its device does may keep its connection open."""
+        return self._status() == psutil.STATUS_ZOMBIE
+
+    def _status(self) -> str:
+        try:
+            status: str = psutil.Process(self.pid).status()
+        except psutil.NoSuchProcess:
+            return psutil.STATUS_DEAD
+        return status
+
+    def is_killed(self, within_s: float) -> bool:
+        """Whether a signal has ended it, or does so within that time."""
+        return self.wait(within_s) and self._process.returncode < 0
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it has ended within that time."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def close(self, within_s: float) -> None:
+        """After `kill`. Within that time it should have ended; what its device still does may hold it up."""
+        if not self.wait(within_s):
+            log.warning("process %d was killed and has not ended: its device is still busy", self.pid)
+        self.socket.close()
+
+
+def end_all(workers: Sequence[WorkerChild]) -> None:
+    """End all at once, in a few seconds: one that waits for another on the device may only end when that one does."""
+    for worker in workers:
+        worker.kill()
+    deadline = time.monotonic() + _END_S
+    for worker in workers:
+        worker.close(max(0.0, deadline - time.monotonic()))
+
+
+def visible_gpus(count: int) -> list[str]:
+    """The first GPUs that this process may see, as CUDA_VISIBLE_DEVICES names them; fewer where it names fewer."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        return [str(index) for index in range(count)]
+    # CUDA stops at the first that is none.
+    return list(takewhile(lambda name: name and not name.startswith("-"), map(str.strip, given.split(","))))[:count]
+
+
+def _visible(rank: int, gpus: Sequence[str]) -> dict[str, str]:
+    others = [gpu for index, gpu in enumerate(gpus) if index != rank]
+    return {"CUDA_VISIBLE_DEVICES": ",".join([gpus[rank], *others])} if gpus else {}
+
+
+class LaunchedWorkers:
+    """The processes of all ranks, which import what they need and wait to be started.
+
+    children: by rank. steps, results: see WorkerChild. folder: where the ranks will find each other; only this user may
+    enter it.
+    """
+
+    def __init__(self, count: int, device: str) -> None:
+        """device: its kind. Unless it is "cpu", ranks see the GPUs that there are."""
+        open_standard_streams()
+        self._gpus = [] if device == "cpu" else visible_gpus(count)
+        self.heartbeats = Heartbeats(count)
+        self.steps, self.results = RingDescriptors.make(count), RingDescriptors.make(1)
+        self.folder = Path(tempfile.mkdtemp(prefix="compiled-engine-"))
+        self.children: list[WorkerChild] = []
+        self._closed = False
+        try:
+            assert self.heartbeats.descriptor is not None
+            for rank in range(count):
+                self.children.append(
+                    WorkerChild(rank, self._gpus, self.folder, self.steps, self.results, self.heartbeats.descriptor)
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> LaunchedWorkers:
+        """Those that the configuration asks for."""
+        return cls(config.parallel.devices_per_replica, config.device.type)
+
+    def close(self) -> None:
+        """End them at once; nothing of them is left. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        end_all(self.children)
+        for ring in (self.steps, self.results):
+            ring.close()
+        self.heartbeats.close()
+        shutil.rmtree(self.folder, ignore_errors=True)

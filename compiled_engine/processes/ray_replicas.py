@@ -1,0 +1,286 @@
+"""Replicas on the nodes of a Ray cluster. Ray places them and tells of their end; each is a core as on one host.
+
+A replica's devices, and the ranks on them, are on one node: Ray never divides a bundle of a placement group. What
+crosses between hosts is what router and core say to each other, a message a step; what ranks say stays on the node.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.processes.channel import FrameReader, frame
+from compiled_engine.processes.core_child import CoreChild, device_of_core
+from compiled_engine.processes.wire import Start, decode_to_core, encode
+
+PACKAGES = ("compiled-engine", "torch", "triton", "ray", "msgspec")
+
+
+def own_environment(device_type: str) -> dict[str, str]:
+    """Versions, and which GPU there is: of this process."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    if device_type == "cuda":
+        found["cuda"] = str(torch.version.cuda)
+        found["GPU"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return found
+
+
+def differences(driver: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
+    """What is not the same, in words."""
+    names = dict.fromkeys((*driver, *node))
+    return [
+        f"{name} is {node.get(name, 'not there')}, the driver's is {driver.get(name, 'not there')}"
+        for name in names
+        if driver.get(name) != node.get(name)
+    ]
+
+
+_CHUNK = 1 << 20
+_EXIT_S = 10.0
+
+
+class ReplicaActor:
+    """RayCore calls its methods, some of them at the same time. What crosses are bytes of messages, and plain values.
+
+    device: see CoreChild. paths: where the driver finds modules, such as logits processors; they come
+    after the node's own.
+    """
+
+    def __init__(self, device: str, paths: Sequence[str]) -> None:
+        sys.path += [path for path in paths if path not in sys.path and Path(path).exists()]
+        self._child = CoreChild(device)
+        self._has_started = False
+
+    def node(self) -> tuple[str, str]:
+        """The node's id in the cluster, and its address."""
+        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+
+    def clock(self) -> float:
+        """This machine's time.perf_counter."""
+        return time.perf_counter()
+
+    def start(self, message: bytes, elapsed_s: float, environment: dict[str, str]) -> list[str]:
+        """Have the core start, unless this node cannot run what the driver has resolved: then why.
+
+        message: a Start. elapsed_s: since its timeline began, as each machine has a clock of its own. environment: the
+        driver's.
+        """
+        start = decode_to_core(message)
+        assert isinstance(start, Start)
+        wrong = differences(environment, own_environment(start.config.device.type))
+        if not Path(start.config.model.path).is_dir():
+            wrong.append(f"there is no folder {start.config.model.path} with the model")
+        if not wrong:
+            here = msgspec.structs.replace(start, origin_s=time.perf_counter() - elapsed_s)
+            self._child.start(frame(encode(here)))
+            self._has_started = True
+        return wrong
+
+    def send(self, data: bytes) -> None:
+        """To the core. That it has ended, `receive` says."""
+        with suppress(OSError):
+            self._child.socket.sendall(data)
+
+    def receive(self) -> bytes:
+        """What the core says; waits for it. Nothing once it has ended."""
+        try:
+            return self._child.socket.recv(_CHUNK)
+        except OSError:
+            return b""
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        """See RunningCore."""
+        return self._child.how_it_ended(timeout_s)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._child.socket.shutdown(socket.SHUT_RDWR)  # wakes who receives
+        self._child.close(_EXIT_S if self._has_started else 0)
+
+
+_KILLED_S = 1.0
+
+
+class RayCore:
+    """See RunningCore. Two threads pass bytes between `socket` and a ReplicaActor, one each way.
+
+    name: for people. node: where it is.
+    """
+
+    def __init__(self, actor: Any, name: str) -> None:
+        self.address: str | None = None
+        self.socket, self._own = socket.socketpair()
+        self.node = "a node that is not known"
+        self._actor, self._name = actor, name
+        self._lost: str | None = None
+
+    def start(self, frame: bytes) -> None:
+        """frame: a Start message. Raises ValueError if the node is not fit for it, RuntimeError if it is lost."""
+        (message,) = FrameReader().feed(frame)
+        start = decode_to_core(message)
+        assert isinstance(start, Start)
+        elapsed_s, environment = time.perf_counter() - start.origin_s, own_environment(start.config.device.type)
+        try:
+            node_id, node_address = ray.get(self._actor.node.remote())
+            self.node = f"{node_address} ({node_id[:8]})"
+            wrong = ray.get(self._actor.start.remote(bytes(message), elapsed_s, environment))
+        except RayError as error:
+            raise RuntimeError(f"{self._name} on Ray did not start: {_first_line(error)}") from error
+        if wrong:
+            raise ValueError(f"{self._name} cannot run on node {self.node} of the Ray cluster: {'; '.join(wrong)}")
+        for pump in (self._pump_in, self._pump_out):
+            threading.Thread(target=pump, name=f"{self._name} on Ray", daemon=True).start()
+
+    def clock_ahead_s(self) -> float:
+        """How far this machine's time.perf_counter is ahead of the node's, to half the time of a call."""
+        if self.node.startswith(ray.util.get_node_ip_address()):
+            return 0.0
+        before = time.perf_counter()
+        there: float = ray.get(self._actor.clock.remote())
+        return (before + time.perf_counter()) / 2 - there
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        if self._lost is None:
+            try:
+                how = ray.get(self._actor.how_it_ended.remote(timeout_s), timeout=timeout_s + _KILLED_S)
+                return f"{how}, on node {self.node} of the Ray cluster"
+            except (RayError, TimeoutError) as error:
+                self._lost = _first_line(error)
+        return f"node {self.node} of the Ray cluster, or its actor there, is lost: {self._lost}"
+
+    def close(self, timeout_s: float) -> None:
+        self.socket.close()
+        with suppress(Exception):  # Ray may be gone, or the node
+            ray.get(self._actor.close.remote(), timeout=max(timeout_s, _KILLED_S))
+        with suppress(Exception):
+            ray.kill(self._actor)
+        self._own.close()
+
+    def _pump_in(self) -> None:
+        """What the core says; at its end, or the actor's, `socket` ends."""
+        try:
+            while data := ray.get(self._actor.receive.remote()):
+                self._own.sendall(data)
+        except RayError as error:
+            self._lost = _first_line(error)
+        except OSError:
+            pass
+        with suppress(OSError):
+            self._own.shutdown(socket.SHUT_RDWR)
+
+    def _pump_out(self) -> None:
+        """What the router says, in its order: one call at a time. What comes meanwhile is the next call's."""
+        with suppress(RayError, OSError):
+            while data := self._own.recv(_CHUNK):
+                ray.get(self._actor.send.remote(data))
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+_PLACED_S = 60.0
+# Calls of an actor that go on at the same time: one receives, one sends, one asks or closes.
+_CALLS = 3
+
+
+class RayCluster:
+    """The cluster that this process is in or that RAY_ADDRESS names, else a new one here, in a folder of its own. A
+    cluster that merely runs here may be another user's.
+
+    cores: one for each replica, on as many nodes as there are. Raises ValueError if the cluster is too small,
+    RuntimeError if what it has is in use.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._is_ours = not ray.is_initialized()
+        self._folder: str | None = None
+        if self._is_ours:
+            quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING}
+            if os.environ.get("RAY_ADDRESS"):
+                ray.init(**quiet)
+            else:
+                self._folder = tempfile.mkdtemp(prefix="ray-")
+                ray.init("local", include_dashboard=False, _temp_dir=self._folder, **quiet)
+        self._group: Any = None
+        try:
+            self.cores = self._place(config)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, config: EngineConfig) -> list[RayCore]:
+        parallel = config.parallel
+        count, share = parallel.data_parallel_size, parallel.devices_per_replica
+        on_gpus = config.device.type == "cuda"
+        bundle: dict[str, float] = {"CPU": 1, "GPU": share} if on_gpus else {"CPU": share}
+        _require_room(count, bundle)
+        self._group = placement_group([bundle] * count, strategy="SPREAD")
+        if not self._group.wait(_PLACED_S):
+            raise RuntimeError(
+                f"the Ray cluster has no room for {count} replicas of {_shown(bundle)} each within {_PLACED_S:.0f} s; "
+                f"free are {_shown(ray.available_resources())}"
+            )
+        make = ray.remote(ReplicaActor)
+        actors = [
+            make.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                max_concurrency=_CALLS,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number),
+            ).remote(device_of_core(config), [os.path.abspath(path) for path in sys.path])
+            for number in range(count)
+        ]
+        return [RayCore(actor, f"replica {number} of {count}") for number, actor in enumerate(actors)]
+
+    def close(self) -> None:
+        """Give back what was reserved, and leave the cluster if it was entered here."""
+        with suppress(Exception):  # Ray may be gone
+            if self._group is not None:
+                remove_placement_group(self._group)
+        if self._is_ours:
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _require_room(count: int, bundle: dict[str, float]) -> None:
+    """Raise ValueError unless the nodes, were they idle, could hold so many bundles."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    most = sum(min(math.floor(node.get(name, 0) / needed) for name, needed in bundle.items()) for node in nodes)
+    if most < count:
+        raise ValueError(
+            f"data_parallel_size is {count}, and each replica needs {_shown(bundle)} on one node, but the Ray cluster "
+            f"of {len(nodes)} nodes has {_shown(ray.cluster_resources())}; allowed: at most {most}"
+        )
+
+
+def _shown(resources: dict[str, float]) -> str:
+    found = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources]
+    return " and ".join(found) or "nothing"

@@ -1,0 +1,119 @@
+"""One of several engine cores, as the process that divides requests among them sees it; the figures of all together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from compiled_engine.messages import EngineOutput, EngineRequest
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_child import RunningCore
+from compiled_engine.processes.router import Route
+from compiled_engine.processes.wire import ToApi, ToCore, encode
+
+_EXIT_S = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class RoutedRequest:
+    """A request under way, and all that it takes to run it again.
+
+    order: (priority, arrival number). route: where it is; None while it waits for room. token_ids: what it has
+    generated. lost: replicas that died with it.
+    """
+
+    request: EngineRequest
+    order: tuple[int, int]
+    route: Route | None = None
+    token_ids: list[int] = field(default_factory=list)
+    next_prompt_logprob: int = 1
+    lost: int = 0
+
+    def add(self, output: EngineOutput) -> None:
+        """Take in what a step gave it."""
+        self.token_ids += output.new_token_ids
+        if output.prompt_logprobs is not None:
+            first, rows = output.prompt_logprobs
+            self.next_prompt_logprob = first + len(rows)
+
+    def rest(self) -> EngineRequest:
+        """The request, or what is left to do of it."""
+        if not self.token_ids and self.next_prompt_logprob == 1:
+            return self.request
+        token_ids = tuple(self.token_ids)
+        return replace(self.request, output_token_ids=token_ids, next_prompt_logprob=self.next_prompt_logprob)
+
+    def __lt__(self, other: RoutedRequest) -> bool:
+        return self.order < other.order
+
+
+@dataclass(eq=False)
+class Replica:
+    """`connection` is that to `core`. name: for people. num_slots: see EngineCore. clock_ahead_s: how far our clock
+    is ahead of its own. metrics: what it has answered last. has_answered: any call so far."""
+
+    number: int
+    name: str
+    core: RunningCore
+    connection: Connection[ToApi]
+    num_slots: int
+    clock_ahead_s: float = 0.0
+    requests: dict[str, RoutedRequest] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    has_answered: bool = False
+    dead: str | None = None
+
+    def by_our_clock(self, output: EngineOutput) -> EngineOutput:
+        """The output, with its time as this machine has it."""
+        there = output.scheduled_time
+        return output if there is None else output._replace(scheduled_time=there + self.clock_ahead_s)
+
+    def send(self, message: ToCore) -> None:
+        """Raises OSError if it is gone."""
+        self.connection.send(frame(encode(message)))
+
+    def how_it_ended(self) -> str:
+        return self.core.how_it_ended(_EXIT_S)
+
+    def close(self, timeout_s: float) -> None:
+        """End it, if it has not ended. May be called again."""
+        self.connection.close()
+        self.core.close(timeout_s)
+
+
+# What adds up. Of those that ended, what they have counted stays; what they held does not.
+COUNTED = (
+    *("generated_tokens", "steps", "finished", "aborted", "preemptions", "prefix_queries", "prefix_hits"),
+    *("traces", "compiles", "captures", "graph_replays", "graph_padded_tokens", "graph_fallbacks"),
+    *("recordings", "recorded_replays"),
+    *("grammar_requests", "grammar_compiles", "grammar_failures", "grammar_compile_s", "grammar_cache_hits"),
+)
+HELD = (
+    *("running", "waiting", "blocks_total", "blocks_free", "kv_cache_bytes"),
+    *("graph_bytes_used", "graph_bytes_predicted"),
+)
+COUNTED_BY_NAME = ("graph_replays_by_key", "graph_fallbacks_by_reason")
+OF_EACH = ("running", "waiting", "kv_usage", "prefix_queries", "prefix_hits", "generated_tokens", "steps", "start_s")
+
+
+def metrics_of_all(replicas: Sequence[Replica]) -> dict[str, Any]:
+    """From what each has answered last; at least one lives."""
+    answers = [replica.metrics for replica in replicas if replica.metrics]
+    living = [replica.metrics for replica in replicas if replica.dead is None and replica.metrics]
+    found = dict((living or answers)[0])
+    for names, those in ((COUNTED, answers), (HELD, living)):
+        found |= {name: sum(each[name] for each in those) for name in names if all(name in each for each in those)}
+    for name in COUNTED_BY_NAME:
+        found[name] = dict(sum((Counter(each[name]) for each in answers), Counter()))
+    found["kv_usage"] = 1 - found["blocks_free"] / found["blocks_total"] if found["blocks_total"] else 0.0
+    found["kv_usage_peak"] = max(each["kv_usage_peak"] for each in answers)
+    return found | {"replicas": [_of_one(replica) for replica in replicas]}
+
+
+def _of_one(replica: Replica) -> dict[str, Any]:
+    of_metrics = {name: replica.metrics[name] for name in OF_EACH if name in replica.metrics}
+    if replica.dead is not None:
+        of_metrics |= {"running": 0, "waiting": 0, "kv_usage": 0.0}
+    return {"replica": replica.number, "lives": replica.dead is None, "ended": replica.dead, **of_metrics}

@@ -1,0 +1,307 @@
+"""Data parallelism: several engine cores, each in a process of its own on its own devices, behind the methods of one.
+
+Replicas exchange nothing. Requests go where the router says; those that would only wait there wait here, so that no
+replica runs dry while another has a queue. What a replica has generated is known here, so its requests go on elsewhere
+when it dies, from their prompt and their tokens so far: noise depends on a request's seed and on positions alone, and
+every request has a seed from here on.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import random
+import selectors
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.core.control import ControlError, Failed
+from compiled_engine.messages import ControlCall, EngineOutput, EngineRequest, GrammarVocabulary, StepOutputs
+from compiled_engine.processes.core_client import EngineDeadError
+from compiled_engine.processes.replica import Replica, RoutedRequest, metrics_of_all
+from compiled_engine.processes.router import Router
+from compiled_engine.processes.wire import Abort, Add, Answered, Control, SetVocabulary, Stepped, ToApi, ToCore
+from compiled_engine.sampling.params import derived
+from compiled_engine.sampling.token_mask import TokenMask
+
+log = logging.getLogger("compiled_engine")
+
+# Requests that a replica has at a time, for each that it may run: some must wait there for a place.
+AHEAD = 2
+# Replicas that may die with a request before it is taken for the cause.
+MOST_LOST = 2
+_ANSWER_S = 10.0
+_EXIT_S = 30.0
+_LOOK_S = 1.0
+
+
+class Replicas:
+    """See EngineCore, whose methods these are. Each raises EngineDeadError once no replica is left.
+
+    bell: a descriptor that is readable when a replica has said something. start_s: seconds that the start took.
+    when_ended: called once all have ended.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        replicas: Sequence[Replica],
+        start_s: float = 0.0,
+        when_ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.config = config
+        self.num_slots = min(replica.num_slots for replica in replicas)
+        self._all = tuple(replicas)
+        self._living = {replica.number: replica for replica in replicas}
+        self._free = weakref.finalize(self, _end, self._all, when_ended)  # if nobody calls `close`
+        block_size = config.cache.block_size
+        num_blocks = self.num_slots // block_size if config.cache.enable_prefix_caching else 0
+        self._router = Router(len(replicas), AHEAD * config.max_running, block_size, num_blocks)
+        self._requests: dict[str, RoutedRequest] = {}
+        self._waiting: list[RoutedRequest] = []  # a heap; some may have ended
+        self._outputs: deque[StepOutputs] = deque()
+        self._call_number = 0
+        self._answers: dict[int, Answered] = {}  # to that call, by replica
+        self._arrivals = count()
+        self._seeds = random.Random(config.model.seed)
+        self._start_s, self._num_rerun = start_s, 0
+        self._selector = selectors.EpollSelector()
+        self.bell: int = self._selector.fileno()
+        for replica in replicas:
+            self._selector.register(replica.connection, selectors.EVENT_READ, replica)
+
+    def add(self, request: EngineRequest, token_mask: TokenMask | None = None) -> None:
+        """Raises ValueError if its id is in use, or if it has a token mask. One that a replica refuses ends with
+        finish_reason "error"."""
+        self._require_living()
+        if request.request_id in self._requests:
+            raise ValueError(f"request_id {request.request_id!r} is already in use")
+        if token_mask is not None or request.sampling_params.token_mask is not None:
+            raise ValueError("sampling_params.token_mask must be None where data_parallel_size is above 1")
+        if request.sampling_params.seed is None:
+            params = derived(request.sampling_params, seed=self._seeds.getrandbits(63))
+            request = replace(request, sampling_params=params)
+        priority = request.priority if self.config.scheduler.policy == "priority" else 0
+        routed = RoutedRequest(request, (priority, next(self._arrivals)))
+        self._requests[request.request_id] = routed
+        heapq.heappush(self._waiting, routed)
+        self._hand_out()
+
+    def set_vocabulary(self, vocabulary: GrammarVocabulary) -> None:
+        for replica in self._living.values():
+            self._send(replica, SetVocabulary(vocabulary))
+
+    def abort(self, request_id: str, *, stopped: bool = False) -> None:
+        routed = self._requests.get(request_id)
+        if routed is None:
+            return
+        if routed.route is not None:
+            self._send(self._living[routed.route.replica], Abort((request_id,), stopped))
+        self._end(routed, finished=stopped)
+        self._hand_out()
+
+    def step(self) -> StepOutputs:
+        """What one step of one replica gave; may be empty. Waits, unless `can_step`, but not for ever."""
+        if not self._outputs:
+            self._require_living()
+            self._look(_LOOK_S)
+        if not self._outputs:
+            self._require_living()
+            return StepOutputs()
+        return self._outputs.popleft()
+
+    def can_step(self) -> bool:
+        """Whether a step finds something that has been said."""
+        return bool(self._outputs) or bool(self._selector.select(0))
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests) or bool(self._outputs)  # what has been said may not have been told
+
+    def call(self, call: ControlCall) -> Any:
+        """Have all replicas apply a call, and wait for them; return what the first of them returns. Raises ControlError
+        if one of them does, or does not answer in time.
+
+        metrics: the figures of all together, and under "replicas" some of each. Those that do not add up, such as
+        stages of the start, are the first one's. Of a replica that does not answer in time they are its last ones.
+        """
+        answers = self._call_all(call)
+        errors = [f"{self._all[number].name}: {each.error}" for number, each in answers.items() if each.error]
+        if call.name != "metrics":
+            late = [replica.name for number, replica in self._living.items() if number not in answers]
+            errors += [f"{name} has not answered within {_ANSWER_S:g} s" for name in late]
+        if errors:
+            raise ControlError("; ".join(errors))
+        if call.name == "metrics":
+            return self._metrics(answers)
+        if call.name == "reset_prefix_cache":
+            self._router.forget_prefixes()
+        return answers[min(answers)].value
+
+    def _metrics(self, answers: Mapping[int, Answered]) -> dict[str, Any]:
+        for number, answer in answers.items():
+            self._all[number].metrics = answer.value
+        found = metrics_of_all(self._all)
+        queued = sum(routed.route is None for routed in self._requests.values())
+        found["waiting"] += queued
+        return found | {"start_s": self._start_s, "requests_queued": queued, "requests_rerun": self._num_rerun}
+
+    def close(self) -> None:
+        """End all. May be called again."""
+        self._living.clear()
+        self._requests.clear()
+        self._free()
+        self._selector.close()
+
+    def _hand_out(self) -> None:
+        """Send what waits, the first in order first, while there is room."""
+        while self._waiting and self._living:
+            routed = self._waiting[0]
+            request = routed.rest()
+            if self._requests.get(request.request_id) is routed:
+                routed.route = self._router.route(request)
+                if routed.route is None:
+                    return
+                replica = self._living[routed.route.replica]
+                replica.requests[request.request_id] = routed
+                self._send(replica, Add(request))
+            heapq.heappop(self._waiting)
+
+    def _end(self, routed: RoutedRequest, *, finished: bool) -> None:
+        request_id = routed.request.request_id
+        del self._requests[request_id]
+        if routed.route is not None:
+            del self._living[routed.route.replica].requests[request_id]
+            self._router.end(routed.route, routed.request, routed.token_ids, finished=finished)
+
+    def _look(self, timeout_s: float) -> None:
+        """Take in what has been said; wait for it."""
+        for key, events in self._selector.select(timeout_s):
+            replica: Replica = key.data
+            try:
+                if events & selectors.EVENT_WRITE:
+                    replica.connection.flush()
+                    self._watch(replica)
+                for message in replica.connection.receive() if events & selectors.EVENT_READ else ():
+                    self._take(replica, message)
+            except (EOFError, OSError):
+                self._lose(replica, replica.how_it_ended())
+            except (ValueError, msgspec.DecodeError) as error:
+                self._lose(replica, f"its messages cannot be read: {type(error).__name__}: {error}")
+
+    def _take(self, replica: Replica, message: ToApi) -> None:
+        match message:
+            case Stepped(outputs):
+                self._take_step(replica, outputs)
+            case Answered(number):
+                replica.has_answered = True
+                if number == self._call_number:
+                    self._answers[replica.number] = message
+            case Failed(kind, text):
+                self._lose(replica, f"a step failed: {kind}: {text}")
+
+    def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
+        """Of requests that were aborted meanwhile nobody wants to hear."""
+        requests, known = replica.requests, True
+        for request_id, tokens in outputs.rows():
+            routed = requests.get(request_id)
+            if routed is None:
+                known = False
+            else:
+                routed.token_ids += outputs.token_ids[tokens]
+        for output in outputs.others:
+            routed = requests.get(output.request_id)
+            if routed is None:
+                known = False
+            else:
+                routed.add(output)
+        if not known:
+            columns = [index for index, request_id in enumerate(outputs.request_ids) if request_id in requests]
+            outputs = outputs.part(columns, [output for output in outputs.others if output.request_id in requests])
+        if replica.clock_ahead_s:
+            outputs = replace(outputs, others=[replica.by_our_clock(output) for output in outputs.others])
+        ended = [output for output in outputs.others if output.finish_reason is not None]
+        for output in ended:
+            self._end(requests[output.request_id], finished=output.finish_reason != "error")
+        if len(outputs):
+            self._outputs.append(outputs)
+        if ended:
+            self._hand_out()
+
+    def _lose(self, replica: Replica, why: str) -> None:
+        """A replica is gone. Its requests go on elsewhere, before those that came later, unless they may be the cause;
+        if none is left, all that wait for it hear why."""
+        if replica.dead is not None:
+            return
+        replica.dead = f"{replica.name} has ended: {why}"
+        del self._living[replica.number]
+        self._router.remove(replica.number)
+        self._selector.unregister(replica.connection)
+        replica.close(0)
+        log.error("%s; %d of its requests were under way, %d replicas are left",
+                  replica.dead, len(replica.requests), len(self._living))  # fmt: skip
+        suspects = []
+        for request_id, routed in replica.requests.items():
+            routed.route = None
+            routed.lost += 1
+            if routed.lost < MOST_LOST:
+                heapq.heappush(self._waiting, routed)
+            else:
+                suspects.append(EngineOutput(request_id, (), finish_reason="error", stop_reason=replica.dead))
+        self._num_rerun += len(replica.requests) - len(suspects)
+        replica.requests.clear()
+        for output in suspects:
+            del self._requests[output.request_id]
+        if suspects:
+            self._outputs.append(StepOutputs(others=suspects))
+        self._hand_out()
+
+    def _send(self, replica: Replica, message: ToCore) -> None:
+        """If it is gone, reading from it says so."""
+        if replica.dead is None:
+            try:
+                replica.send(message)
+            except OSError:
+                return
+            self._watch(replica)
+
+    def _watch(self, replica: Replica) -> None:
+        """Wake up when it can be written to, if there is something to write."""
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if replica.connection.has_unsent else 0)
+        if self._selector.get_key(replica.connection).events != events:
+            self._selector.modify(replica.connection, events, replica)
+
+    def _call_all(self, call: ControlCall) -> Mapping[int, Answered]:
+        """The answers, by replica. One that has answered before is not waited for longer than _ANSWER_S."""
+        self._require_living()
+        self._call_number += 1
+        self._answers = {}
+        for replica in self._living.values():
+            self._send(replica, Control(self._call_number, call))
+        deadline = time.monotonic() + _ANSWER_S
+        while missing := self._living.keys() - self._answers.keys():
+            if time.monotonic() > deadline and all(self._living[number].has_answered for number in missing):
+                break
+            self._look(_LOOK_S)
+        self._require_living()
+        return self._answers
+
+    def _require_living(self) -> None:
+        if not self._living:
+            raise EngineDeadError("; ".join(replica.dead or "it was closed" for replica in self._all))
+
+
+def _end(replicas: Sequence[Replica], when_ended: Callable[[], None]) -> None:
+    """All at once, then wait."""
+    for replica in replicas:
+        replica.connection.close()
+    for replica in replicas:
+        replica.close(_EXIT_S)
+    when_ended()

@@ -1,0 +1,144 @@
+"""An engine core from the order to start until the caller is gone, in a process or a thread of its own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import shutil
+import socket
+import threading
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from compiled_engine.core.control import Failed
+from compiled_engine.process.memory import freeze_heap
+from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.channel import Connection, frame
+from compiled_engine.processes.core_server import CoreServer
+from compiled_engine.processes.start_cores import start_cores
+from compiled_engine.processes.wire import Start, ToCore, decode_to_core, encode
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory
+from compiled_engine.sampling.token_mask import TokenMask
+
+log = logging.getLogger("compiled_engine")
+_WATCH_S = 0.5
+
+GivenProcessors = Sequence[LogitsProcessor | LogitsProcessorFactory | str]
+
+
+def run_core(
+    start: Start,
+    connection: Connection[ToCore],
+    processors: GivenProcessors,
+    listener: socket.socket | None = None,
+    token_masks: MutableMapping[str, TokenMask] | None = None,
+    when_started: Callable[[], None] = lambda: None,
+) -> None:
+    """Start a core and serve until the other end of `connection` is gone. See CoreServer.
+
+    If the start fails, the caller is told, and nothing is raised. What a step raises is raised, after all were told.
+    """
+    timeline = Timeline(start.origin_s, start.spans)
+    so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
+    timeline.add("wait for the core's process", so_far, timeline.now() - so_far)
+    progress = RichProgress() if start.progress else SilentProgress()
+    try:
+        core = start_cores(start.config, progress, processors, timeline)
+    except BaseException as error:
+        with suppress(OSError):
+            connection.send(frame(encode(Failed.of(error))))
+        connection.close()
+        return
+    finally:
+        when_started()
+    try:
+        CoreServer(core, start.frontend, connection, listener, token_masks).run()
+    finally:
+        core.close()
+
+
+def serve(listener: socket.socket, folder: Path) -> None:
+    """Take the starter's connection from `listener`, start what it asks for, and serve until it is gone.
+
+    folder: what to remove if the starter goes while the core starts, which ends this process.
+    """
+    connection: Connection[ToCore] = Connection(listener.accept()[0], decode_to_core)
+    start = _receive_start(connection)
+    if start is None:
+        return
+    torch.set_num_threads(start.num_threads)
+    started = threading.Event()
+
+    def when_started() -> None:
+        freeze_heap()
+        started.set()
+
+    threading.Thread(target=_exit_without_caller, args=(connection.fileno(), started, folder), daemon=True).start()
+
+    run_core(start, connection, start.logits_processors, listener, when_started=when_started)
+
+
+def _receive_start(connection: Connection[ToCore]) -> Start | None:
+    """None if the caller is gone."""
+    messages: list[ToCore] = []
+    try:
+        while not messages:
+            connection.wait_readable()
+            messages = connection.receive()
+    except (EOFError, OSError):
+        return None
+    (start,) = messages
+    assert isinstance(start, Start)
+    return start
+
+
+def _exit_without_caller(descriptor: int, started: threading.Event, folder: Path) -> None:
+    """End the process if the caller goes while the core starts: until it has started, the socket is not read."""
+    poll = select.poll()
+    poll.register(descriptor, 0)  # tells of a hang-up alone
+    while not started.is_set():
+        if poll.poll(_WATCH_S * 1000) and not started.is_set():
+            shutil.rmtree(folder, ignore_errors=True)
+            os._exit(1)
+
+
+class CoreThread:
+    """See RunningCore: the core in a thread of the caller's process, behind the same socket as in one of its own."""
+
+    def __init__(self) -> None:
+        self.address: str | None = None
+        self.socket, self._other = socket.socketpair()
+        self._thread: threading.Thread | None = None
+
+    def start(self, start: Start, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]) -> None:
+        """token_masks: those of requests, by engine request id, each before its request."""
+        arguments = (start, self._other, processors, token_masks)
+        self._thread = threading.Thread(target=_run_thread, args=arguments, name="engine core", daemon=True)
+        self._thread.start()
+
+    def how_it_ended(self, timeout_s: float) -> str:
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return "its thread has closed the connection"
+
+    def close(self, timeout_s: float) -> None:
+        self.socket.close()
+        if self._thread is None:
+            self._other.close()
+        else:
+            self._thread.join(timeout_s)
+
+
+def _run_thread(
+    start: Start, sock: socket.socket, processors: GivenProcessors, token_masks: MutableMapping[str, TokenMask]
+) -> None:
+    connection: Connection[ToCore] = Connection(sock, decode_to_core)
+    try:
+        run_core(start, connection, processors, token_masks=token_masks)
+    except Exception:
+        log.exception("the engine core has ended")

@@ -1,0 +1,162 @@
+"""Start one engine core in this process, or several replicas in processes of their own, as the configuration says."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from compiled_engine.config import EngineConfig
+from compiled_engine.core.engine_core import EngineCore
+from compiled_engine.core.executor import Executor, InProcessExecutor
+from compiled_engine.process.memory import no_full_gc
+from compiled_engine.process.profiling import StepClock
+from compiled_engine.process.progress import Progress, SilentProgress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.channel import frame
+from compiled_engine.processes.core_child import CoreChild, RunningCore, device_of_core
+from compiled_engine.processes.core_client import wait_started
+from compiled_engine.processes.multiprocess_executor import MultiprocessExecutor
+from compiled_engine.processes.ranks import LaunchedWorkers, visible_gpus
+from compiled_engine.processes.replica import Replica
+from compiled_engine.processes.replicas import Replicas
+from compiled_engine.processes.wire import FrontendOptions, Start, encode
+from compiled_engine.sampling.logits_processor import LogitsProcessor, LogitsProcessorFactory, resolve_logits_processors
+
+
+def start_core(
+    config: EngineConfig,
+    progress: Progress,
+    logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
+    timeline: Timeline | None = None,
+) -> EngineCore:
+    """A core, ready to serve. Raises what `Runner` raises; of workers in processes of their own WorkerError.
+
+    logits_processors: objects or "package.module:Name"; for workers the names alone. timeline: holds the stages of the
+    start so far, and gets those of the core.
+    """
+    timeline, clock = timeline or Timeline(), StepClock(config.device)
+    start_s = timeline.now()
+    executor: Executor
+    with no_full_gc():
+        if config.parallel.executor == "multiprocess":
+            names = [given for given in logits_processors if isinstance(given, str)]
+            executor = MultiprocessExecutor(
+                config,
+                LaunchedWorkers.of(config),
+                timeline,
+                names,
+                progress=not isinstance(progress, SilentProgress),
+            )
+        else:
+            found = resolve_logits_processors(tuple(logits_processors))
+            executor = InProcessExecutor(config, progress, timeline, clock, found)
+    return EngineCore(config, executor, clock, timeline.now() - start_s)
+
+
+def start_cores(
+    config: EngineConfig,
+    progress: Progress,
+    logits_processors: Sequence[LogitsProcessor | LogitsProcessorFactory | str] = (),
+    timeline: Timeline | None = None,
+) -> EngineCore | Replicas:
+    """See start_core. Replicas start side by side; the lock of the compile cache has one of them build the entry, and
+    the others load it. Raises what the first of them raises that cannot start."""
+    timeline = timeline or Timeline()
+    if not config.parallel.has_replicas:
+        return start_core(config, progress, logits_processors, timeline)
+    names = tuple(given for given in logits_processors if isinstance(given, str))
+    return _start_replicas(config, names, timeline, shows_progress=not isinstance(progress, SilentProgress))
+
+
+class LaunchedCore(RunningCore, Protocol):
+    """A core that waits for its order."""
+
+    def start(self, frame: bytes) -> None:
+        """frame: a Start message."""
+        ...
+
+    def clock_ahead_s(self) -> float:
+        """How far this machine's time.perf_counter is ahead of the one that the core has."""
+        ...
+
+
+def _start_replicas(
+    config: EngineConfig, processors: tuple[str, ...], timeline: Timeline, *, shows_progress: bool
+) -> Replicas:
+    count, start_s = config.parallel.data_parallel_size, timeline.now()
+    cores: list[LaunchedCore] = []
+    when_ended: Callable[[], None] = lambda: None  # noqa: E731
+    try:
+        when_ended = _launch(config, cores)
+        for number, core in enumerate(cores):
+            start = Start(
+                config=config.of_replica,
+                frontend=FrontendOptions(skip_tokenizer_init=True, generation_config="none"),
+                logits_processors=processors,
+                num_threads=max(1, torch.get_num_threads() // count),
+                progress=shows_progress and number == 0,
+                origin_s=timeline.origin_s,
+                spans=tuple(timeline.spans),
+            )
+            core.start(frame(encode(start)))
+        replicas = _wait_started(cores)
+    except BaseException:
+        for core in cores:
+            core.close(0)
+        when_ended()
+        raise
+    seconds = timeline.now() - start_s
+    timeline.add("replicas", start_s, seconds)
+    return Replicas(config, replicas, seconds, when_ended)
+
+
+def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], None]:
+    """Add a core for each replica; what is to be done when all have ended."""
+    if config.parallel.executor == "ray":
+        from compiled_engine.processes.ray_replicas import RayCluster  # which needs a package that is not for all
+
+        cluster = RayCluster(config)
+        cores += cluster.cores
+        return cluster.close
+    for number in range(config.parallel.data_parallel_size):
+        cores.append(CoreChild(device_of_core(config), _environment(config, number)))
+    return lambda: None
+
+
+def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
+    """In whatever order they are ready, so that one that cannot start is heard of at once."""
+    poll = select.poll()
+    waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
+    for descriptor in waiting:
+        poll.register(descriptor, select.POLLIN)
+    found: list[Replica] = []
+    while waiting:
+        for descriptor, _ in poll.poll():
+            poll.unregister(descriptor)
+            number = waiting.pop(descriptor)
+            name = f"replica {number} of {len(cores)}"
+            try:
+                connection, started = wait_started(cores[number])
+            except Exception as error:
+                error.add_note(f"in {name}")
+                raise
+            core = cores[number]
+            found.append(Replica(number, name, core, connection, started.limits.num_slots, core.clock_ahead_s()))
+    return sorted(found, key=lambda replica: replica.number)
+
+
+def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
+    if config.device.type != "cuda":
+        return []
+    share = config.parallel.devices_per_replica
+    return visible_gpus(share * config.parallel.data_parallel_size)[share * number : share * (number + 1)]
+
+
+def _environment(config: EngineConfig, number: int) -> dict[str, str]:
+    """Its own GPUs, which are the first that it sees."""
+    gpus = gpus_of_replica(config, number)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

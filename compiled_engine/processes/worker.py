@@ -1,0 +1,207 @@
+"""What a worker does once PyTorch is imported: make its rank's runner, then execute what comes through the ring."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compiled_engine.core.control import ControlError, Failed, apply
+from compiled_engine.core.executor import RANK_CALLS, InProcessExecutor, PendingOutput
+from compiled_engine.messages import ControlCall, RunnerOutput, SchedulerOutput, TokenMasks
+from compiled_engine.parallel.connect import RankLayout, connect, join_ranks
+from compiled_engine.parallel.gloo import leave
+from compiled_engine.parallel.group import Group, in_group
+from compiled_engine.parallel.stages import StageLink
+from compiled_engine.process.profiling import StepClock
+from compiled_engine.process.progress import RichProgress, SilentProgress
+from compiled_engine.process.timeline import Timeline
+from compiled_engine.processes.channel import receive, send
+from compiled_engine.processes.ranks import Heartbeats
+from compiled_engine.processes.ring import RingDescriptors, RingReader, RingWriter
+from compiled_engine.processes.wire import (
+    Answered,
+    Control,
+    FromWorker,
+    GoOn,
+    Masks,
+    Ready,
+    StartWorker,
+    Step,
+    StepFailed,
+    Stop,
+    decode_start,
+    decode_to_worker,
+    encode,
+    encode_result,
+)
+from compiled_engine.sampling.logits_processor import resolve_logits_processors
+
+
+def serve(connection: socket.socket, device: str, rank: int, folder: Path, descriptors: Sequence[int]) -> None:
+    """device: its kind. folder: where the ranks find each other. descriptors: those that WorkerChild passes, after the
+    socket's."""
+    heartbeats, steps_memory, results_memory, results_bell, *steps_bells = descriptors
+    try:
+        # What needs no configuration is done before there is one.
+        join_ranks(device, rank, len(steps_bells), folder)
+        start = decode_start(receive(connection))
+        layout = RankLayout(start.config.parallel.tensor_parallel_size, start.config.parallel.num_stages)
+        steps = RingReader(RingDescriptors(steps_memory, tuple(steps_bells)), rank, start.busy_s)
+        results = None
+        if rank == layout.result_rank:
+            results = RingWriter(RingDescriptors(results_memory, (results_bell,)), lambda: None)
+        torch.set_num_threads(start.num_threads)
+        timeline = Timeline(start.origin_s, start.spans)
+        so_far = max((span.start_s + span.seconds for span in start.spans), default=0.0)
+        timeline.add("start the workers", so_far, timeline.now() - so_far)
+        with timeline.span("connect the ranks"):
+            group, link = connect(start.config, rank)
+        with in_group(group):
+            worker = Worker(start, rank, timeline, group, link, connection, results)
+            _send(connection, Ready(worker.executor.num_blocks, worker.metrics()["cache_key"]))
+            Heartbeats(layout.size, heartbeats).beat(rank)
+            worker.run(steps)
+    except BaseException as error:
+        try:
+            _send(connection, Failed.of(error))
+        except OSError:  # the executor is gone
+            shutil.rmtree(folder, ignore_errors=True)
+        # What still runs on the device, or waits for other ranks, would keep an orderly exit waiting.
+        os._exit(1)
+
+
+class Worker:
+    """One rank, and what its control calls do."""
+
+    def __init__(
+        self,
+        start: StartWorker,
+        rank: int,
+        timeline: Timeline,
+        group: Group,
+        link: StageLink | None,
+        connection: socket.socket,
+        results: RingWriter | None,
+    ):
+        config = start.config
+        progress = RichProgress() if start.progress and rank == 0 else SilentProgress()
+        processors = resolve_logits_processors(start.logits_processors)
+        self.executor = InProcessExecutor(config, progress, timeline, StepClock(config.device), processors, group, link)
+        self._group, self._connection, self._results = group, connection, results
+        self._samples = link is None or link.stage.is_last
+        self._failure: Exception | None = None
+        self._unsampled: tuple[int, PendingOutput] | None = None  # the last step and its number, if it awaits masks
+        # Where a step is launched before the one before it has ended; on a CPU launching it is executing it.
+        self._pending: queue.SimpleQueue[PendingOutput] | None = None
+        if results is not None and config.steps_in_flight > 1 and config.device.type == "cuda":
+            self._pending = queue.SimpleQueue()
+            threading.Thread(target=self._hand_in, args=(self._pending,), name="results", daemon=True).start()
+
+    def run(self, steps: RingReader) -> None:
+        """Until it is told to stop. Whether the ranks can go on after a step that failed, the executor says."""
+        while True:
+            match decode_to_worker(steps.read()):
+                case Step(step):
+                    self._execute(step)
+                case Masks(masks):
+                    self._sample(masks)
+                case GoOn():
+                    self._failure = None
+                case Control(number, call):
+                    _send(self._connection, self._answer(number, call))
+                case Stop():
+                    self.executor.close()
+                    self._group.close()
+                    leave()
+                    return
+
+    def _execute(self, step: SchedulerOutput) -> None:
+        self._hand_over_unsampled()
+        pending = self._guarded(step.step, lambda: self.executor.submit(step))
+        if step.awaits_masks and self._samples and not isinstance(pending, _Raised):
+            self._unsampled = step.step, pending
+        else:
+            self._hand_over(pending)
+
+    def _sample(self, masks: TokenMasks) -> None:
+        """The step that awaits them; there is none if it has failed."""
+        if self._unsampled is None:
+            return
+        (number, pending), self._unsampled = self._unsampled, None
+
+        def sampled() -> PendingOutput:
+            self.executor.sample(masks)
+            return pending
+
+        self._hand_over(self._guarded(number, sampled))
+
+    def _hand_over_unsampled(self) -> None:
+        """A step whose masks did not come: its result says so."""
+        if self._unsampled is not None:
+            (_, pending), self._unsampled = self._unsampled, None
+            self._hand_over(pending)
+
+    def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
+        """What `launch` returns, for step `number`. If it fails, the executor is told, and no step is executed until it
+        says so."""
+        try:
+            if self._failure is not None:  # of a step before
+                raise self._failure
+            return launch()
+        except Exception as error:
+            self._failure = error
+            runner = self.executor.runner
+            between = runner.runs_begun == runner.runs_ended
+            place = runner.runs_begun + runner.sampler.num_exchanges
+            _send(self._connection, StepFailed(number, Failed.of(error), between, place))
+            return _Raised(error)
+
+    def _hand_over(self, pending: PendingOutput) -> None:
+        if self._pending is not None:
+            self._pending.put(pending)
+        elif self._results is not None:
+            self._results.write(encode_result(_outcome(pending)))
+
+    def _hand_in(self, launched: queue.SimpleQueue[PendingOutput]) -> None:
+        assert self._results is not None
+        while True:
+            self._results.write(encode_result(_outcome(launched.get())))
+
+    def _answer(self, number: int, call: ControlCall) -> Answered:
+        try:
+            return Answered(number, apply(call, self, RANK_CALLS))
+        except ControlError as error:
+            return Answered(number, error=str(error))
+
+    def metrics(self) -> dict[str, Any]:
+        """Those of this rank's runner, and what carries the collectives."""
+        return self.executor.runner.metrics() | {"collectives": self._group.kind}
+
+
+class _Raised:
+    """The pending output of a step that could not be launched."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def result(self) -> RunnerOutput:
+        raise self._error
+
+
+def _send(connection: socket.socket, message: FromWorker) -> None:
+    send(connection, encode(message))
+
+
+def _outcome(pending: PendingOutput) -> RunnerOutput | Failed:
+    try:
+        return pending.result()
+    except Exception as error:
+        return Failed.of(error)
