@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from running_server import RunningServer, error_of
+from running_server import ENGINE, RunningServer, error_of
 from serve_process import SMALL, served
 
 from compiled_engine.server.errors import ApiError
@@ -28,6 +30,7 @@ LIMITS = Limits()
 MOST_LATENCY_S = 2.0
 LINE = "def f(x):\n    return x + 1  # words and more words\n"
 VOCABULARY = list(range(4096))
+TOOL = {"type": "function", "function": {"name": "f"}}
 PART = {"type": "text", "text": "x"}
 
 
@@ -41,6 +44,18 @@ def completion(**fields: Any) -> tuple[str, Any]:
 
 def chat(content: Any) -> tuple[str, Any]:
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+
+
+def conversation(messages: int, **fields: Any) -> tuple[str, Any]:
+    message = {"role": "user", "content": "x"}
+    return "/v1/chat/completions", {"messages": [message] * messages, "max_tokens": 1, **fields}
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
 
 
 # Path and body, then the status, and the field that an error names.
@@ -67,9 +82,35 @@ TRIED: dict[str, tuple[tuple[str, Any], int, str | None]] = {
     "log-probabilities of answers": (completion(n=128, max_tokens=8, logprobs=20), 200, None),
     "allowed tokens": (completion(n=MOST_ALLOWED // 4096, allowed_token_ids=VOCABULARY * 50), 200, None),
     "too many allowed tokens": (completion(n=128, allowed_token_ids=VOCABULARY), 400, "allowed_token_ids"),
+    "as many stop strings": (completion(stop=["a" * LIMITS.max_stop_length] * LIMITS.max_stop), 200, None),
+    "more stop strings": (completion(stop=["a"] * (LIMITS.max_stop + 1)), 400, "stop"),
+    "longer stop strings": (completion(stop="a" * (LIMITS.max_stop_length + 1)), 400, "stop"),
+    "as many biases": (completion(logit_bias=dict.fromkeys(map(str, range(LIMITS.max_token_list)), 1)), 200, None),
+    "more biases": (
+        completion(logit_bias=dict.fromkeys(map(str, range(LIMITS.max_token_list + 1)), 1)),
+        400,
+        "logit_bias",
+    ),
+    "as many log-probabilities of a token": (completion(logprobs=LIMITS.max_logprobs), 200, None),
+    "more log-probabilities of a token": (completion(logprobs=LIMITS.max_logprobs + 1), 400, "logprobs"),
+    "a longer answer than the model has": (completion(max_tokens=ENGINE["max_model_len"] + 1), 400, "max_tokens"),
+    "more completions": (completion(n=LIMITS.max_completions + 1), 400, "n"),
+    "as many messages": (conversation(LIMITS.max_messages), 400, "messages"),  # more than fit into the model's length
+    "more messages": (conversation(LIMITS.max_messages + 1), 400, "messages"),
+    "more tools": (conversation(1, tools=[TOOL] * (LIMITS.max_tools + 1), tool_choice="required"), 400, "tools"),
+    "as deep as may be": (completion(metadata=nested(LIMITS.max_json_depth - 1)), 200, None),
+    "deeper": (completion(metadata=nested(LIMITS.max_json_depth)), 400, None),
+    "a longer body": (completion(prompt="x" * LIMITS.max_body_bytes), 413, None),
+    "as long a request line": (("/version?" + "x" * (LIMITS.max_header_bytes - 500), {}), 405, None),
+    "a longer request line": (("/version?" + "x" * LIMITS.max_header_bytes, {}), 431, None),
     "extra arguments": (completion(n=128, extra_args={"a": "b" * (MOST_EXTRA_BYTES - 9)}), 200, None),
     "too long extra arguments": (completion(extra_args={"a": "b" * MOST_EXTRA_BYTES}), 400, "extra_args"),
 }
+
+
+def test_the_page_of_bounds_names_each() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "security.md").read_text().partition("## Bounds")[2]
+    assert [name for each in fields(Limits) if (name := f"`--{each.name.replace('_', '-')}`") not in page] == []
 
 
 @pytest.fixture(scope="module")
