@@ -157,17 +157,11 @@ class ProcessedRows:
         return any(applies_N[row] for _, applies_N in self._processors)
 
     def remove_row(self, row: int) -> None:
-        """Call all processors that the row concerns, even if one fails."""
-        failure = None
+        """Call the processors that the row concerns, up to one that fails."""
         for processor, applies_N in self._processors:
             if applies_N[row]:
                 applies_N[row] = False
-                try:
-                    _call(processor, "remove_row", row)
-                except RuntimeError as error:
-                    failure = failure or error
-        if failure is not None:
-            raise failure
+                _call(processor, "remove_row", row)
 
     def apply_(
         self,
