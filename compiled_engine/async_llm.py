@@ -115,7 +115,7 @@ class AsyncLLM:
         def parse() -> Prompt:
             prompts = parse_prompts(prompt)
             if len(prompts) != 1:
-                raise ValueError(f"prompt must be a single one, got {len(prompts)}")
+                raise ValueError(f"prompt must be a single prompt, got {len(prompts)}")
             return prompts[0]
 
         return self._run(parse, num_characters(prompt), sampling_params, request_id, output, priority)
@@ -303,7 +303,7 @@ class AsyncLLM:
         if before is loop:
             return
         if before is not None and before.is_running():
-            raise RuntimeError("this AsyncLLM is at work on another event loop; allowed: one at a time")
+            raise RuntimeError("this AsyncLLM is in use on another event loop; allowed: one at a time")
         left = self._streams.fail_all(lambda: RuntimeError("the engine has been used on another event loop since"))
         self._client.attach(loop)
         self._client.abort(left)

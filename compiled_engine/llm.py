@@ -86,7 +86,7 @@ class LLM:
         self._require_open()
         parsed = parse_prompts(prompt)
         if len(parsed) != 1:
-            raise ValueError(f"prompt must be a single one, got {len(parsed)}")
+            raise ValueError(f"prompt must be a single prompt, got {len(parsed)}")
         return self._loop.run(self._prepare(parsed, sampling_params), partial=True)
 
     def chat(

@@ -94,7 +94,7 @@ class EngineOptions:
         "auto", BLOCK_SIZE, "tokens in a KV cache block", "at most 65,536", default_is="the attention backend's own"
     )
     num_blocks: int | None = declare(
-        None, integer(most=2**31 - 1), "size of the KV cache in blocks", default_is="what the memory leaves"
+        None, integer(most=2**31 - 1), "size of the KV cache in blocks", default_is="as many as fit into memory"
     )
     gpu_memory_utilization: float = declare(
         0.9,
@@ -102,7 +102,7 @@ class EngineOptions:
         "share of the GPU's memory to use, weights included; no meaning on a CPU",
     )
     enable_prefix_caching: bool = declare(
-        True, SWITCH, "reuse the KV cache of prompts that begin alike", flag="--no-prefix-caching"
+        True, SWITCH, "reuse the KV cache of prompts with a common prefix", flag="--no-prefix-caching"
     )
     scheduling_policy: str = declare(
         "fcfs", one_of("fcfs", "priority"), "`fcfs` (first come, first served) or `priority`"
@@ -113,9 +113,7 @@ class EngineOptions:
         "launch a step before the results of the one before it are known",
         default_is="on CUDA",
     )
-    seed: int = declare(
-        0, integer(-(2**63), 2**64 - 1), "where the seeds of requests without one, and random weights, come from"
-    )
+    seed: int = declare(0, integer(-(2**63), 2**64 - 1), "seed of random weights, and of requests without a seed")
     load_format: str = declare(
         "auto",
         one_of("auto", "safetensors", "dummy"),
@@ -125,8 +123,8 @@ class EngineOptions:
     model_impl: str = declare(
         "auto",
         one_of("auto", "textbook", "transformers"),
-        "[whose code](models.md) the model is: `textbook` or `transformers`",
-        default_is="the textbook's where there is one",
+        "[source of the model's code](models.md): `textbook` or `transformers`",
+        default_is="textbook if it has the architecture",
     )
     attention_backend: str = declare(
         "auto",
@@ -145,7 +143,7 @@ class EngineOptions:
     compile_ranges: tuple[int, ...] | None = declare(
         None,
         sizes(),
-        "compile once more for batches of up to so many tokens",
+        "compile separately for batches of up to this many tokens",
         flag="--compile-range",
         default_is="64, but on a CPU none for other dtypes than fp32, experts, code of transformers, and "
         "`tensor_parallel_size` above 1",
@@ -159,15 +157,15 @@ class EngineOptions:
     graph_mode: str = declare(
         "auto",
         one_of("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise", "breakable", "recorded"),
-        "what CUDA graphs hold: `none`, `piecewise`, `full`, `full_decode_only`, `full_and_piecewise` or `breakable`; "
+        "content of CUDA graphs: `none`, `piecewise`, `full`, `full_decode_only`, `full_and_piecewise` or `breakable`; "
         "on a CPU `none` or `recorded`",
         "see [cuda_graphs.md](cuda_graphs.md)",
-        default_is="what `mode` stands for",
+        default_is="follows from `mode`",
     )
     capture_sizes: tuple[int, ...] | None = declare(
         None,
         sizes(),
-        "capture batches of so many decodes as full CUDA graphs",
+        "batches of decodes to capture as full CUDA graphs, by their number",
         flag="--capture-size",
         default_is="1, 2, 4, 8, 16, 24 and so on",
     )
@@ -183,7 +181,7 @@ class EngineOptions:
         False, SWITCH, "capture between the steps of the first requests instead of before them"
     )
     cache_dir: str | Path | None = declare(
-        None, FOLDER, "where compiled models are kept", default_is="`~/.cache/compiled_engine`"
+        None, FOLDER, "folder of compiled models", default_is="`~/.cache/compiled_engine`"
     )
     compile_cache: bool = declare(True, SWITCH, "keep compiled models", flag="--no-cache")
     generation_config: str = declare(
@@ -198,13 +196,13 @@ class EngineOptions:
     pipeline_parallel_size: int = declare(
         1,
         integer(most=16),
-        "stages that the layers are divided into, each on devices of its own",
+        "pipeline stages of the layers, each on separate devices",
         "see [scaling](scaling.md#stages-of-layers)",
     )
     data_parallel_size: int = declare(
         1,
         integer(most=1024),
-        "replicas of the model, each on devices of its own; requests are divided among them",
+        "replicas of the model, each on separate devices; requests are divided among them",
         "see [scaling](scaling.md#replicas)",
     )
     sequence_parallel: bool = declare(
@@ -216,13 +214,13 @@ class EngineOptions:
     collectives: str = declare(
         "auto",
         one_of("auto", "nccl"),
-        "`auto` or `nccl`: what carries sums between GPUs",
-        default_is="symmetric memory where they reach each other's",
+        "transport of sums between GPUs: `auto` or `nccl`",
+        default_is="symmetric memory if GPUs can access each other's",
     )
     distributed_executor: str = declare(
         "auto",
         one_of("auto", "in_process", "multiprocess", "ray"),
-        "`in_process`, `multiprocess` or [`ray`](scaling.md#several-hosts-ray): who runs the devices",
+        "`in_process`, `multiprocess` or [`ray`](scaling.md#several-hosts-ray)",
         default_is="in_process for one device, else multiprocess",
     )
     logits_processors: tuple[LogitsProcessor | LogitsProcessorFactory | str, ...] = declare(
@@ -233,7 +231,10 @@ class EngineOptions:
         flag="--logits-processor",
     )
     profile_dir: str | Path = declare(
-        "profiles", path(), "where `LLM.stop_profile()` writes", "`AsyncLLM` and the commands record no profile"
+        "profiles",
+        path(),
+        "folder of the traces of `LLM.stop_profile()`",
+        "`AsyncLLM` and the commands record no profile",
     )
 
     def __post_init__(self) -> None:

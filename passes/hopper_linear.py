@@ -66,7 +66,7 @@ def hopper_linear(
     Raises ValueError for gate and up in four parts, of which a program would have too few rows each.
     """
     if gated and tiles.parts > 2:
-        raise ValueError(f"parts={tiles.parts} is not for gate and up: 1 or 2 are")
+        raise ValueError(f"parts is {tiles.parts}; allowed for gate and up: 1 or 2")
     # Gluon takes a while to import, and only a Hopper needs it.
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -86,7 +86,7 @@ def step_tensors(names: Collection[str]) -> tuple[StepTensor, ...]:
             if tensor.fill is None or tensor.on_host:
                 raise ValueError(f"{place}: fill must be a function, and on_host False")
             if found.setdefault(tensor.name, tensor) != tensor:
-                raise ValueError(f"{place}: another pass declares it otherwise")
+                raise ValueError(f"{place}: another pass declares it differently")
     return tuple(found.values())
 
 

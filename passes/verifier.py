@@ -115,7 +115,7 @@ def _check_inputs_and_writes(
     """Check what no comparison of values shows: inputs with another source, removed or added writes."""
     for new, old in same.items():
         if new.op == "placeholder" and old.op == "placeholder" and source_of(new) != source_of(old):
-            raise VerificationError(f"pass {name}: input {new.name} stands for something else than before")
+            raise VerificationError(f"pass {name}: input {new.name} has another source than before")
     stayed = set(same.values()).union(*(_region(old, set(same.values()) - {old})[1] for old in replaced.values()))
     compared = set(same).union(*(_region(new, set(same) - {new})[1] for new in replaced))
     for graph, known, what in ((before, stayed, "went"), (after, compared, "came")):

@@ -144,9 +144,11 @@ def test_a_key_that_is_not_there_is_an_error_with_the_nearest(root: Path) -> Non
     wrong = KEY[:5] + ("0" if KEY[5] != "0" else "1")
     for arguments in (["show", wrong], ["diff", KEY, wrong], ["verify", wrong]):
         message = run(*arguments, root=root, code=2)
-        assert message.startswith(f"compiled-engine: error: KEY is '{wrong}', with which no entry begins; the nearest:")
+        assert message.startswith(
+            f"compiled-engine: error: KEY is '{wrong}', but no entry begins with it; the nearest:"
+        )
         assert KEY[:12] in message
-    assert "with which 2 entries begin" in run("show", "", root=root, code=2)
+    assert "but 2 entries begin with it" in run("show", "", root=root, code=2)
     assert "is 'nowhere'; allowed: a folder" in run("ls", root=Path("nowhere"), code=2)
 
 

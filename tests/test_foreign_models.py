@@ -223,7 +223,7 @@ def test_a_head_that_runs_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(AutoModelForCausalLM._model_mapping._extra_content, OlmoConfig, OwnHead)
     config = OlmoConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
     config.architectures = ["OwnHead"]
-    with pytest.raises(ValueError, match=r"OwnHead cannot be run .*: its head runs the decoder in a way of its own"):
+    with pytest.raises(ValueError, match=r"OwnHead cannot be run .*: its head calls the decoder in an unsupported way"):
         build_foreign_model(config.to_json_string(use_diff=False), torch.float32)
 
 

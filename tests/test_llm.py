@@ -231,7 +231,7 @@ def test_bad_input_is_refused_and_the_engine_goes_on(
 
 
 def test_other_bad_calls_are_refused(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="prompt must be a single one, got 2"):
+    with pytest.raises(ValueError, match="prompt must be a single prompt, got 2"):
         llm.stream(["a", "b"], GREEDY)  # type: ignore[list-item]
     with pytest.raises(ValueError, match="prompts must have at least one token"):
         llm.stream("", GREEDY)

@@ -292,7 +292,7 @@ def test_two_passes_may_ask_for_the_same_and_for_nothing_else() -> None:
             if allowed:
                 assert step_tensors([SignBySlot.name, Other.name]) == (SLOTS,)
             else:
-                with pytest.raises(ValueError, match=r"pass other_sign: .*another pass declares it otherwise"):
+                with pytest.raises(ValueError, match=r"pass other_sign: .*another pass declares it differently"):
                     step_tensors([SignBySlot.name, Other.name])
         finally:
             unregister_pass(Other.name)

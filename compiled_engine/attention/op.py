@@ -132,7 +132,7 @@ def attention(
 
 
 def _never_executed(*arguments: object) -> NoReturn:
-    raise RuntimeError("compiled_engine::attention_value stands in traces alone and cannot be executed")
+    raise RuntimeError("compiled_engine::attention_value exists only in traces and cannot be executed")
 
 
 def _fake(q_THd: torch.Tensor, *others: object) -> torch.Tensor:

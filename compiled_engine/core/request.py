@@ -259,6 +259,6 @@ def check_requests(requests: Collection[Request], running: Sequence[Request], nu
     for request in requests:
         if (request.steady_until_computed, request.steady_until_known) != request.steady_limits():
             raise RuntimeError(
-                f"request {request.request_id!r} is taken for steady until "
-                f"{(request.steady_until_computed, request.steady_until_known)}, but is until {request.steady_limits()}"
+                f"request {request.request_id!r} has fast-path limits "
+                f"{(request.steady_until_computed, request.steady_until_known)}; expected {request.steady_limits()}"
             )

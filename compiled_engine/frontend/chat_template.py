@@ -98,7 +98,7 @@ def _mark(message: dict[str, Any], field: str, template: str) -> str:
 
 def _cut_at_mark(text: str, final: str) -> str:
     if final.strip() not in text or MARK.strip() not in text:
-        raise ValueError("the final message cannot be continued: it is not in the text as it is")
+        raise ValueError("the final message cannot be continued: the rendered text does not contain it unchanged")
     end = text.rindex(MARK.strip())
     whole = text[end : end + len(MARK)] == MARK
     return text[:end] if whole else text[:end].rstrip()

@@ -61,7 +61,7 @@ def read_tokenizer(path: Path) -> TokenizerParts:
         if not can_be_rebuilt(backend) or {i: _flags(t) for i, t in added.items()} != {
             i: _flags(t) for i, t in in_file.items()
         }:
-            raise NotReadHere(f"{TOKENIZER_FILE} is not of the kind that its tokenizer_class has")
+            raise NotReadHere(f"{TOKENIZER_FILE} does not match its tokenizer_class")
         found.rebuild(backend, config)
     named = _named_tokens(config, found.default_tokens, added)
     extra = _extra_tokens(config)

@@ -79,7 +79,7 @@ def resolve_parallel(
         _check_devices(options, device, executor, sizes, replicas)
     if (executor == "multiprocess" or ranks > 1) and options.background_capture:
         raise ValueError(
-            "background_capture is True, but ranks in processes of their own capture together, before the first "
+            "background_capture is True, but ranks in separate processes capture together, before the first "
             "request; allowed with distributed_executor='multiprocess': False"
         )
     if options.collectives == "nccl" and (device.type != "cuda" or size == 1):
@@ -178,7 +178,7 @@ def _check_devices(
     if ":" in options.device:
         raise ValueError(
             f"device is {options.device!r}, but rank i runs on the i-th visible GPU; allowed with several replicas or "
-            "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES says which GPUs)"
+            "distributed_executor='multiprocess': auto, cpu, cuda (CUDA_VISIBLE_DEVICES selects the GPUs)"
         )
     visible = torch.cuda.device_count()
     if executor == "ray":

@@ -65,7 +65,7 @@ def _output_kind(name: str, value: Any) -> None:
     elif not _is_one_of(kind, ("CUMULATIVE", 0)):
         raise ValueError(
             f"{name} is {value!r}, which is not supported; LLM.stream yields all text so far: "
-            "leave out as much of it as was there before"
+            "drop the part that was already there"
         )
 
 
@@ -229,8 +229,7 @@ class SamplingParams:
     seed: int | None = declare(
         None,
         SEED,
-        "decides all that is random in this request: an integer of 64 bits, signed or not; None or -1: the engine "
-        "chooses",
+        "seed of the request's random choices: an integer of 64 bits, signed or not; None or -1: the engine chooses",
         flag=None,  # on the command line --seed is the engine's
     )
     stop: str | Sequence[str] | None = declare(
@@ -239,7 +238,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] | None = declare(
         None, TOKEN_IDS, "end generation at these token ids", flag="--stop-token-id"
     )
-    ignore_eos: bool = declare(False, FLAG, "go on after an end-of-sequence token")
+    ignore_eos: bool = declare(False, FLAG, "continue after an end-of-sequence token")
     max_tokens: int | None = declare(
         16,
         optional(integer(1)),
@@ -288,17 +287,17 @@ class SamplingParams:
         "token sequences that must not be generated; the engine adds those of `bad_words`",
     )
     extra_args: Mapping[str, Any] | None = declare(
-        None, ARGUMENTS, "what the request has to say to logits processors, by name; nothing else reads it"
+        None, ARGUMENTS, "arguments for logits processors, by name; not used otherwise"
     )
     token_mask: TokenMask | None = declare(
         None,
         optional(having("allowed")),
-        "which tokens may come next, as your own code says (see [token masks](logits_processors.md#token-masks))",
+        "your own constraint on the next token (see [token masks](logits_processors.md#token-masks))",
     )
     structured_outputs: StructuredOutputs | None = declare(
         None,
         Kind(StructuredOutputs.of, {"type": "object"}),
-        "the form that the text must have (see [structured outputs](#structured-outputs))",
+        "constraint on the text (see [structured outputs](#structured-outputs))",
         "`StructuredOutputs`, or a dict with its fields; not beside `token_mask` or `ignore_eos`",
     )
 

@@ -79,13 +79,13 @@ def find_key(keys: Sequence[str], wanted: str) -> str:
         return found[0]
     if found:
         shown = ", ".join(key[: len(wanted) + 4] for key in found)
-        raise ValueError(f"KEY is {wanted!r}, with which {len(found)} entries begin: {shown}")
+        raise ValueError(f"KEY is {wanted!r}, but {len(found)} entries begin with it: {shown}")
     if not keys:
         raise ValueError(f"KEY is {wanted!r}, but the cache has no entries")
     length = max(len(wanted), 4)
     near = difflib.get_close_matches(wanted, [key[:length] for key in keys], n=3, cutoff=0)
     near_keys = [short(key) for start in near for key in keys if key.startswith(start)]
-    raise ValueError(f"KEY is {wanted!r}, with which no entry begins; the nearest: {', '.join(near_keys)}")
+    raise ValueError(f"KEY is {wanted!r}, but no entry begins with it; the nearest: {', '.join(near_keys)}")
 
 
 def nearest(entries: Sequence[EntryReport], factors: dict[str, Any]) -> Nearest | None:

@@ -109,7 +109,7 @@ def _crossing(plan: Plan, place: int) -> tuple[Carried, ...]:
     known = {value.value: value for value in plan.carried}
     unknown = sorted(index for index in defined & read if index not in known)
     if unknown:
-        raise ValueError(f"values {unknown} of the plan cannot be handed from stage to stage")
+        raise ValueError(f"values {unknown} of the plan cannot be sent between stages")
     return tuple(known[index] for index in sorted(defined & read))
 
 

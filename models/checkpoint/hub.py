@@ -278,5 +278,5 @@ def _errors_in_words(repository: Repository, lacking: str) -> Iterator[None]:
     except (HTTPError, OSError) as error:
         raise ConnectionError(
             f"{start}; {lacks}, and the download from {hub} failed: {error.__cause__ or error}. Files that are "
-            "complete are kept: start again when the cause is mended"
+            "complete are kept: start again when the cause is fixed"
         ) from error

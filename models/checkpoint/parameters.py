@@ -159,7 +159,7 @@ def _check(stored: list[Parameter], own: Mapping[str, torch.Tensor]) -> None:
     if repeated := [name for name, count in uses.items() if count > 1]:
         raise ValueError(f"parameters to be packed more than once: {', '.join(repeated)}")
     if taken := [p.name for p in stored if (p.members or p.role == KEPT) and p.name in own]:
-        raise ValueError(f"parameters beside the model's must have other names, these are taken: {', '.join(taken)}")
+        raise ValueError(f"added parameters must have new names; these are taken: {', '.join(taken)}")
     names = Counter(parameter.name for parameter in stored)
     if ambiguous := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"parameters that are described in two ways: {', '.join(ambiguous)}")

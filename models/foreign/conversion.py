@@ -178,7 +178,7 @@ def _joined(items: list[_Value], dim: int) -> _Value:
 
 def _parts(value: _Value, dim: int, sizes: list[int]) -> list[_Value]:
     if len(value.pieces) != 1 or value.pieces[0].transposed or value.pieces[0].placed != value.pieces[0].taken:
-        raise UnsupportedConversionError("only a tensor that is as the checkpoint has it can be split")
+        raise UnsupportedConversionError("only an unchanged tensor of the checkpoint can be split")
     (piece,) = value.pieces
     parts, start = [], 0
     for size in sizes:
@@ -192,7 +192,7 @@ def _parts(value: _Value, dim: int, sizes: list[int]) -> list[_Value]:
 def _transposed(value: _Value, first: int, second: int) -> _Value:
     rank = len(value.shape)
     if {first % rank, second % rank} != {rank - 1, rank - 2}:
-        raise UnsupportedConversionError("only the last two dimensions can be exchanged")
+        raise UnsupportedConversionError("only the last two dimensions can be swapped")
 
     def exchanged(items: tuple[Any, ...]) -> tuple[Any, ...]:
         return (*items[:-2], items[-1], items[-2])

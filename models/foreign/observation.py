@@ -139,7 +139,7 @@ class _Observer(TorchDispatchMode):
         if strange:
             raise UnsupportedModelError(f"its attention takes {', '.join(strange)}")
         if is_causal is False or not found:
-            raise UnsupportedModelError("its attention is not causal, or its mask is made in a way of its own")
+            raise UnsupportedModelError("its attention is not causal, or its mask is made in an unsupported way")
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
             raise UnsupportedModelError("its heads of q, k and v differ in size (multi-head latent attention does so)")
         self._records = False  # the mask does not matter to the first layer that requests it

@@ -168,7 +168,7 @@ def _require_head_alone(model: Any) -> None:
     config = model.config.get_text_config(decoder=True)
 
     def refuse(module: nn.Module, arguments: Any) -> None:
-        raise UnsupportedModelError(f"its head runs the decoder in a way of its own ({type(module).__name__})")
+        raise UnsupportedModelError(f"its head calls the decoder in an unsupported way ({type(module).__name__})")
 
     hooks = [m.register_forward_pre_hook(refuse) for m in model.modules() if hasattr(m, "layer_idx")]
     head = model.get_output_embeddings()
