@@ -16,8 +16,7 @@ from cache_cases import FACTORS, Builder, build_once, changed
 from typer.testing import CliRunner
 
 from compiled_engine.cli.app import app
-from compiled_engine.cli.cache import parse_bytes, parse_seconds
-from compiled_engine.cli.cache_text import ago, size
+from compiled_engine.cli.cache import ago, parse_bytes, parse_seconds, size
 from compiled_engine.graphs.cache.entry import factors_key
 from compiled_engine.graphs.cache.environment import this_environment
 from compiled_engine.graphs.cache.folder import open_cache

@@ -22,11 +22,10 @@ from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS, Tiles
 from compiled_engine.process.progress import SilentProgress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.tune import hopper_tuning, linear_tuning
-from compiled_engine.tune.device_tuning import MeasuredProfile
-from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, candidates, cases_of
-from compiled_engine.tune.linear_tuning import TunedLinear
+from compiled_engine.tune.device_tuning import MeasuredProfile, merged, profile_text
+from compiled_engine.tune.linear_tuning import candidates
+from compiled_engine.tune.linears import SHARED_MEMORY, LinearCase, TunedLinear, cases_of
 from compiled_engine.tune.pass_gains import Gain, gains, variants
-from compiled_engine.tune.profile_file import merged, profile_text
 
 
 def model(hidden_size: int = 4096) -> ModelConfig:
@@ -149,5 +148,5 @@ def test_bounds_are_those_of_the_device_at_hand(module: Any, monkeypatch: pytest
     if module is linear_tuning:
         (tuned,) = linear_tuning.tune_linears([case], SilentProgress(), workers=0)
     else:
-        (tuned,) = hopper_tuning.tune_on_hopper([case], SilentProgress())
+        (tuned,) = hopper_tuning.tune_hopper_linears([case], SilentProgress())
     assert tuned.bound_microseconds == pytest.approx(4096 * 4096 * 2 / 2e6)

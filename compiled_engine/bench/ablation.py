@@ -1,4 +1,4 @@
-"""What each part of the engine is worth: the same workload on variants of it, each in fresh processes.
+"""The worth of each part of the engine: one workload on variants of the engine, each in fresh processes.
 
 Everything is checked before the first process starts. First every variant with something to compile starts once,
 unmeasured, so that the compile cache is warm. Then the repeats are interleaved: every variant once, then every variant
@@ -54,7 +54,7 @@ QUICK_PASSES = ("merge_linears",)
 
 @dataclass(frozen=True)
 class Asked:
-    """What the user asked for; None leaves the default of the device, or of a quick run.
+    """The user's choices; None leaves the default of the device, or of a quick run.
 
     alone: also the variants with no pass, and with each alone.
     """
@@ -69,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be measured. `given`: the user's engine options; `shared`: those of all variants, complete."""
+    """The variants and the workload. `given`: the user's engine options; `shared`: those of all variants, complete."""
 
     config: EngineConfig
     given: Mapping[str, Any]
@@ -290,7 +290,7 @@ def _seconds(result: Mapping[str, Any], stage: str) -> float:
 
 
 def prepare_with(config: EngineConfig, sizes: ModelSizes) -> Preparation:
-    """As many processes as there are cores for, and memory: half of the device's. The cache holds one request."""
+    """Start as many processes as the cores and half of the memory allow. The cache holds one request."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if config.device.type == "cuda":
         memory = torch.cuda.get_device_properties(config.device).total_memory

@@ -22,7 +22,7 @@ from compiled_engine.models.checkpoint.build_model import build_model
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device reaches in large copies (bytes/s, read and written) and products (FLOP/s); `source`: how known."""
+    """The rates of a device in large copies (bytes/s, read and written) and products (FLOP/s); `source`: how known."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -31,7 +31,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a step costs at least.
+    """The least costs of a step.
 
     weight_bytes: read in every step: all but the embedding, of which a step reads a few rows, and experts.
     linear_params: multiplied with every token; head_params: with the tokens that sample.
@@ -95,7 +95,7 @@ def step_bytes(sizes: ModelSizes, step: Iterable[Chunk]) -> float:
 
 
 def _touched_bytes(sizes: ModelSizes, num_tokens: float) -> float:
-    """Of the experts that so many tokens go to, if they choose evenly and independently: the mean."""
+    """Mean bytes of the experts that so many tokens go to, if they choose evenly and independently."""
     if not sizes.num_experts:
         return 0.0
     left = (1 - sizes.experts_per_token / sizes.num_experts) ** num_tokens
@@ -115,7 +115,7 @@ def _decode_bytes(sizes: ModelSizes, context: int, count: int) -> float:
 
 
 def _decode_flops(sizes: ModelSizes, context: int, count: int) -> float:
-    """Of so many decodes, each of which samples."""
+    """Multiplications and additions of so many decodes, each of which samples."""
     return step_flops(sizes, [Chunk(context, count, samples=False)]) + 2.0 * count * sizes.head_params
 
 

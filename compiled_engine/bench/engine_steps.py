@@ -36,7 +36,7 @@ def outputs_needed(num_steps: int) -> int:
 
 
 def mixed_chunks(num_decodes: int, decode_context: int, prompt_len: int, num_steps: int) -> list[Chunk]:
-    """What `mixed_step_ms` has in its middle step, for a lower bound."""
+    """The middle step of `mixed_step_ms`, for a lower bound."""
     context = decode_context + 2 * SETTLING_STEPS + num_steps / 2
     return [Chunk(context, 1)] * num_decodes + [Chunk(0, prompt_len)]
 
@@ -127,7 +127,7 @@ def _request(request_id: str, prompt: Sequence[int], output_len: int) -> EngineR
 
 
 def _wall_seconds(work: Callable[[], None], config: EngineConfig) -> float:
-    """What workers still compute then is a step at most, before and after."""
+    """Time some work, to the end of the device's. Workers may still compute a step, before and after."""
     if _runs_on_gpu(config):
         torch.cuda.synchronize(config.device)
     start = time.perf_counter()

@@ -46,9 +46,10 @@ OPTIONS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Difference:
-    """Of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of transformers
-    in the engine's own dtype beside it. tokens_per_s: of the output, where an engine ran. from_float64: the largest of
-    an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in fp32."""
+    """Differences of the engine's log-probabilities from transformers' in fp32: the largest, and the mean; the mean of
+    transformers in the engine's own dtype beside it. tokens_per_s: of the output, where an engine ran. from_float64:
+    the largest of an engine in fp32 from transformers' in float64; transformers_from_float64: that of transformers in
+    fp32."""
 
     largest: float
     mean: float
@@ -107,7 +108,7 @@ def _compare(case: Family, folder: Path, modes: Sequence[str], options: dict[str
 
 
 def difference_of(folder: Path, oracle: Any, options: dict[str, Any]) -> Difference:
-    """Of the checkpoint in the folder, run by an engine with these options."""
+    """Compare the checkpoint in the folder, run by an engine with these options."""
     vocab_size = oracle.config.get_text_config().vocab_size
     generator = random.Random(0)
     prompts = [[generator.randrange(vocab_size) for _ in range(length)] for length in PROMPT_LENS]
@@ -167,7 +168,7 @@ def fused_model(folder: Path, options: dict[str, Any], *, verify: bool = False) 
 
 
 def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, ...]:
-    """What the passes have done to the graphs of a rank, of the range for small batches and of the other.
+    """Report what the passes do to the graphs of a rank, of the range for small batches and of the other.
 
     Raises VerificationError where the ranks together do not compute what the undivided model does.
     """
@@ -181,7 +182,7 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
 
 
 def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:
-    """In steps of prompts in chunks beside decodes, with windows shorter than the prompts."""
+    """Compare steps of prompts in chunks beside decodes, with windows shorter than the prompts."""
     vocab_size = oracle.config.get_text_config().vocab_size
     generator = random.Random(0)
     sequences = [[generator.randrange(vocab_size) for _ in range(length)] for length in (31, 18)]
@@ -214,7 +215,8 @@ LAYOUTS: Mapping[str, Mapping[str, Any]] = {
 def compare_layouts(
     cases: Sequence[Family], layouts: Sequence[str], options: Mapping[str, Any], done: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
-    """As JSON: results, a list of family, implementation and, for each layout, largest, mean and right, or refused.
+    """Compare layouts; as JSON: results, a list of family, implementation and, for each layout, largest, mean and
+    right, or refused.
 
     options: further ones of `LLM`. `done` is given the result so far after each family.
     """

@@ -44,7 +44,7 @@ class FusedModel:
     reports: tuple[PassReport, ...]
 
     def logprobs(self, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Of each sequence, log-probabilities [length, V]; a step says how many tokens of each it computes."""
+        """Log-probabilities [length, V] of each sequence; a step says how many tokens of each it computes."""
         device = self.config.device
         per_sequence = -(-max(map(len, sequences)) // BLOCK_SIZE)
         kv_caches = allocate(self.config, per_sequence * len(sequences))

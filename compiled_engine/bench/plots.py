@@ -285,7 +285,7 @@ def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str, bool]]) -> Non
 
 
 def apart(places: Sequence[float]) -> list[float]:
-    """Ascending places in [0, 1], each LABEL_GAP above the one below, as near as can be to where they were."""
+    """Move ascending places in [0, 1] apart, so that each is LABEL_GAP above the one below, as little as possible."""
     moved: list[float] = []
     for place in places:
         moved.append(max(place, moved[-1] + LABEL_GAP) if moved else place)
@@ -369,7 +369,7 @@ def _rate(row: Row, value: float) -> float:
 
 
 def _tokens(row: Row) -> int:
-    """Of all outputs: the lengths of a queue's requests are equal."""
+    """Count the tokens of all outputs: the lengths of a queue's requests are equal."""
     return row["workload"]["requests"] * row["workload"]["output"][0]
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def read_json(name: str, path: Path) -> Any:
-    """What a JSON file holds. ValueError for one that is missing or no JSON."""
+    """Read a JSON file. Raises ValueError for one that is missing or no JSON."""
     if not path.is_file():
         raise ValueError(f"{name} is {str(path)!r}; allowed: a JSON file")
     try:
@@ -31,7 +31,7 @@ def read_json(name: str, path: Path) -> Any:
 
 
 def read_result(name: str, path: Path, *benchmarks: str) -> dict[str, Any]:
-    """The result of one of these benchmarks. ValueError for anything else."""
+    """Read the result of one of these benchmarks. Raises ValueError for anything else."""
     result = read_json(name, path)
     if not isinstance(result, dict) or result.get("benchmark") not in benchmarks:
         allowed = " or ".join(f"bench {benchmark}" for benchmark in benchmarks)
@@ -67,7 +67,7 @@ def today() -> str:
 
 
 def host_provenance() -> dict[str, Any]:
-    """What the result of a client states of its origin."""
+    """The origin of a client's result: date, machine, versions."""
     return {"date": today(), "machine": host_record(), "versions": installed_versions(("compiled-engine", "httptools"))}
 
 
@@ -112,7 +112,7 @@ def versions_record() -> dict[str, str]:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What every result of a benchmark states of its origin: date (of today, ISO), machine, versions."""
+    """The origin of a result: date (of today, ISO), machine, versions."""
     return {"date": today(), "machine": machine_record(device), "versions": versions_record()}
 
 
@@ -142,8 +142,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def conditions(config: EngineConfig, options: Mapping[str, Any], shape: str | None) -> dict[str, Any]:
-    """What the result of an engine's benchmark states: its provenance, the model, and options: those that were
-    given."""
+    """The conditions of an engine's benchmark: its provenance, the model, and the options that were given."""
     given = {name: value for name, value in plain_options(options).items() if shape is None or name != "model"}
     return {
         **provenance(config.device),

@@ -58,7 +58,7 @@ def torch_alone(device: torch.device) -> float:
 
 
 def _cache(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Where nothing is compiled there is no cache to empty."""
+    """The cache's option; none for an engine that compiles nothing."""
     return {} if options.get("mode") == "eager" else {"cache_dir": str(folder)}
 
 

@@ -29,7 +29,7 @@ LOWER, HIGHER = "lower", "higher"
 
 
 class Needs(NamedTuple):
-    """What a workload asks of an engine, in tokens and requests.
+    """The needs of a workload, in tokens and requests.
 
     longest: of a request, prompt and output. at_once: requests that must run side by side, and together: tokens of the
     KV cache that these take. in_a_step: tokens of a step.
@@ -223,7 +223,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row's id begins with, the shape (None: a checkpoint), and what the table calls the model."""
+    """A model of the table. prefix: of its rows' ids. shape: None for a checkpoint. title: in the table."""
 
     prefix: str
     shape: str | None

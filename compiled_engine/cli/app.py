@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from compiled_engine.cli.bench import bench
+from compiled_engine.cli.bench_ablation import ablation
+from compiled_engine.cli.bench_executor import executor
+from compiled_engine.cli.bench_families import families, layouts
+from compiled_engine.cli.bench_http import http
+from compiled_engine.cli.bench_load import load
+from compiled_engine.cli.bench_plot import plot
+from compiled_engine.cli.bench_serve import serve as bench_serve
+from compiled_engine.cli.bench_startup import startup
+from compiled_engine.cli.bench_step import step
+from compiled_engine.cli.bench_table import compare, table
+from compiled_engine.cli.bench_transformers import transformers
 from compiled_engine.cli.cache import cache
 from compiled_engine.cli.chat import chat, complete
 from compiled_engine.cli.config import config
@@ -17,6 +27,17 @@ from compiled_engine.cli.inspect import inspect
 from compiled_engine.cli.serve import serve
 from compiled_engine.cli.tune import tune
 from compiled_engine.process.bytecode import keep_bytecode
+
+bench = typer.Typer(
+    help="Measure speed on this machine. Each figure is a median of interleaved repeats after a warm-up.",
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+)
+for command in (
+    *(table, compare, ablation, plot, startup, step, executor, bench_serve, http, families, layouts),
+    *(transformers, load),
+):
+    bench.command()(command)
 
 app = typer.Typer(
     cls=OneLineErrors,

@@ -72,7 +72,7 @@ class Argument:
 
     @property
     def default(self) -> str:
-        """What holds without it, as a sentence that may be empty."""
+        """The default, as a sentence that may be empty."""
         shown, meaning = ", ".join(map(str, self.defaults)), plain(self.declaration.default_is)
         if shown and meaning:
             return f" Default: {shown} ({meaning})."

@@ -1,4 +1,4 @@
-"""What the benchmark commands share: their options, the engine or the options to measure, and tables of figures."""
+"""The parts that benchmark commands share: options, the configuration to measure, tables and files of figures."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.bench.shapes import SHAPES
-
-if TYPE_CHECKING:
-    from compiled_engine.bench.workloads import Rounds
-    from compiled_engine.llm import LLM
+from compiled_engine.cli.errors import written_to
 
 HIDDEN = "..."
 CACHES = "; a small model may stay in caches, and be faster"
@@ -46,27 +43,12 @@ def engine_options(options: dict[str, Any], shape: str | None) -> Iterator[dict[
         yield options
 
 
-@contextmanager
-def engine(options: Mapping[str, Any]) -> Iterator[LLM]:
-    """The engine to measure, in this process."""
-    from compiled_engine.llm import LLM
-
-    with LLM(**options) as llm:
-        yield llm
-
-
 def resolved(options: Mapping[str, Any]) -> Any:
     """The configuration that these options give; nothing is loaded. ValueError or TypeError for a wrong one."""
     from compiled_engine.other_engines.translate import make_options
     from compiled_engine.resolve.engine import resolve
 
     return resolve(make_options(options))
-
-
-def rounds(warm_up: int, repeats: int, seed: int) -> Rounds:
-    from compiled_engine.bench.workloads import Rounds
-
-    return Rounds(warm_up, repeats, seed)
 
 
 def require_fit(config: Any, requests_at_once: int, longest: int) -> None:
@@ -98,6 +80,13 @@ def without_password(url: str) -> str:
     return re.sub(r"(?<=://)[^/@\s]*@", "", url)
 
 
+def write_json(path: Path | None, result: Any) -> None:
+    """Write a result to its file; None: none is asked for."""
+    if path is not None:
+        with written_to(path):
+            path.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def print_json(result: Any) -> None:
     typer.echo(json.dumps(result, indent=2))
 
@@ -108,7 +97,7 @@ def console(width: int = 160) -> Console:
 
 
 def print_rates(rates: Mapping[str, Any], out: Console) -> None:
-    """What the bounds assume."""
+    """Print the rates that the bounds assume."""
     out.print(
         f"bound: {rates['bytes_per_s'] / 1e12:.3g} TB/s and {rates['flops_per_s'] / 1e12:.3g} TFLOP/s,"
         f" {rates['source']}" + CACHES * (not rates["source"].startswith("known")),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from compiled_engine.cli.bench_engine import AsJson, command_line, print_json
+from compiled_engine.cli.bench_engine import AsJson, command_line, print_json, write_json
 from compiled_engine.cli.errors import bad_input_is_reported, written_to
 
 
@@ -100,9 +99,7 @@ def layouts(
         row = result["results"][-1]
         cells = (f"{name}: {_verdict(row[name])}" for name in result["layouts"])
         console.print(f"{row['family']:20} {' · '.join(cells)}", markup=False)
-        if output is not None:
-            with written_to(output):
-                output.write_text(json.dumps(result | head, indent=1) + "\n")
+        write_json(output, result | head)
 
     with bad_input_is_reported((ValueError, TypeError)):
         for name in layout or ():

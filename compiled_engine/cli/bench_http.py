@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +22,9 @@ from compiled_engine.cli.bench_engine import (
     engine_options,
     print_json,
     resolved,
+    write_json,
 )
-from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
+from compiled_engine.cli.errors import bad_input_is_reported, make_room
 
 
 @takes_engine_options
@@ -72,10 +72,7 @@ def http(
         from compiled_engine.bench.worker_workloads import ON_CPU, ON_GPU
         from compiled_engine.process.progress import RichProgress
 
-        if output is not None and output.is_dir():
-            raise ValueError(f"output is {str(output)!r}, a folder; allowed: a file")
-        if output is not None:
-            make_folder("output", output.absolute().parent)
+        make_room("output", output)
         if shape is not None:
             write_tokenizer(Path(options["model"]))
         on_gpu = resolved(options).device.type == "cuda"
@@ -96,9 +93,7 @@ def http(
             return {**result, "model": model, "command": command_line()}
 
         def keep(result: Mapping[str, Any]) -> None:
-            if output is not None:
-                with written_to(output):
-                    output.write_text(json.dumps(complete(result), indent=1) + "\n")
+            write_json(output, complete(result))
 
         result = complete(compare(plan, RichProgress(), keep))
     if as_json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,9 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from compiled_engine.bench.results import require_httptools
-from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json
+from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json, write_json
 from compiled_engine.cli.bench_plot import make_plot_folder, write_load_page
-from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
+from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
 
 LENGTHS_HELP = "a number, uniform:LEAST:MOST, normal:MEAN:DEVIATION:LEAST:MOST or lognormal:MEDIAN:SIGMA:LEAST:MOST"
 
@@ -169,11 +168,8 @@ def serve(
 
 def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -> None:
     """Folders are made; what cannot be written is said before the work."""
-    for name, path in (("output", output), ("html", html)):
-        if path is not None and path.is_dir():
-            raise ValueError(f"{name} is {str(path)!r}, a folder; allowed: a file")
-    if output is not None:
-        make_folder("output", output.absolute().parent)
+    make_room("output", output)
+    make_room("html", html)
     if html is not None:
         make_plot_folder("html", html.absolute().parent)
     if plots is not None:
@@ -181,9 +177,7 @@ def _check_outputs(output: Path | None, plots: Path | None, html: Path | None) -
 
 
 def _write(result: Mapping[str, Any], output: Path | None, plots: Path | None, html: Path | None) -> None:
-    if output is not None:
-        with written_to(output):
-            output.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(output, result)
     if plots is not None:
         from compiled_engine.bench.plots import write_load
 

@@ -20,9 +20,7 @@ from compiled_engine.cli.bench_engine import (
     print_json,
     require_fit,
     resolved,
-    rounds,
 )
-from compiled_engine.cli.bench_engine import engine as started
 from compiled_engine.cli.errors import bad_input_is_reported, make_folder
 
 
@@ -57,6 +55,8 @@ def step(
     from compiled_engine.bench.engine_steps import CONTEXT, outputs_needed, step_split
     from compiled_engine.bench.engine_steps import profile as write_profile
     from compiled_engine.bench.results import conditions
+    from compiled_engine.bench.workloads import Rounds
+    from compiled_engine.llm import LLM
     from compiled_engine.process.progress import RichProgress
 
     with bad_input_is_reported(), engine_options(engine, shape) as options:
@@ -65,8 +65,8 @@ def step(
         require_fit(config, sizes[-1], CONTEXT + outputs_needed(2 * steps))
         if profile is not None:
             make_folder("profile", profile)
-        with started(options) as llm:
-            results = step_split(llm, sizes, steps, rounds(warm_up, repeats, config.model.seed), RichProgress())
+        with LLM(**options) as llm:
+            results = step_split(llm, sizes, steps, Rounds(warm_up, repeats, config.model.seed), RichProgress())
             if profile is not None:
                 for size in sizes:
                     write_profile(llm, size, 8, str(profile / f"decode_{size}.json"))

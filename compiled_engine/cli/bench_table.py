@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,9 +12,9 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from compiled_engine.cli.arguments import takes_engine_options
-from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json, print_rates
+from compiled_engine.cli.bench_engine import AsJson, aligned, command_line, console, print_json, print_rates, write_json
 from compiled_engine.cli.bench_plot import make_plot_folder
-from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
+from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
 
 # For every column, where no terminal says how wide it is.
 WIDTH = 200
@@ -75,19 +74,14 @@ def table(
         peers = {} if peer is None else read_peers(peer)
         if plots is not None:
             make_plot_folder("plots", plots)
-        if output is not None and output.is_dir():
-            raise ValueError(f"output is {str(output)!r}, a folder; allowed: a file")
-        if output is not None:
-            make_folder("output", output.absolute().parent)
+        make_room("output", output)
         plan = make_plan(engine, rows or (), with_curves=plots is not None, folder=Path(folder))
 
         def complete(result: Mapping[str, Any]) -> dict[str, Any]:
             return {**result, "rows": [with_peers(row, peers) for row in result["rows"]], "command": command_line()}
 
         def keep(result: Mapping[str, Any]) -> None:
-            if output is not None:
-                with written_to(output):
-                    output.write_text(json.dumps(complete(result), indent=1) + "\n")
+            write_json(output, complete(result))
 
         result = complete(measure(plan, repeats, RichProgress(), keep))
         if plots is not None:

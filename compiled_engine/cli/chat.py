@@ -104,7 +104,7 @@ def _model(
 
 
 def _lines(sign: str) -> Iterator[str]:
-    """What the user writes, line by line."""
+    """The user's input, line by line."""
     while True:
         if sys.stdin.isatty():
             typer.secho(sign, nl=False, bold=True, err=True)

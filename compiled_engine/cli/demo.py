@@ -10,7 +10,7 @@ import typer
 
 from compiled_engine.cli.arguments import takes_engine_options
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.cli.reports import print_stream, speeds, summary
+from compiled_engine.cli.generate import print_stream, speeds, summary
 
 PROMPTS = ("class Stack:\n", "def read_lines(path):\n", "import os\n")
 

@@ -1,4 +1,4 @@
-"""What each rank and each stage of a divided model will hold: for `compiled-engine config`, which starts no process."""
+"""The share of each rank and each stage of a divided model, for `compiled-engine config`, which starts no process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _is_summed(name: str, shard: Shard) -> bool:
 
 
 def most_blocks(config: EngineConfig, weight_bytes: int, layers: range | None = None) -> int | None:
-    """Of the KV cache of these layers, None for all, beside so many bytes of weights; see RankPlan."""
+    """The most KV cache blocks of these layers, None for all, beside so many bytes of weights; see RankPlan."""
     import torch
 
     from compiled_engine.runner.kv_cache import block_bytes

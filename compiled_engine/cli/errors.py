@@ -27,7 +27,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class BadInputError(Exception):
-    """What the user gave cannot be used; the message says what and why."""
+    """The user's input cannot be used; the message says what and why."""
 
 
 @contextmanager
@@ -68,6 +68,17 @@ def make_folder(name: str, folder: Path) -> None:
         raise ValueError(f"{given}, a folder that cannot be made: {error.strerror}") from error
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{given}; allowed: a folder that can be written to")
+
+
+def make_room(name: str, path: Path | None) -> None:
+    """Make the folder of a file for results, before the work; None: no file is asked for.
+
+    Raises ValueError, naming the option, for a folder in its place, and where `make_folder` does.
+    """
+    if path is not None:
+        if path.is_dir():
+            raise ValueError(f"{name} is {str(path)!r}, a folder; allowed: a file")
+        make_folder(name, path.absolute().parent)
 
 
 class OneLineErrors(TyperGroup):
@@ -111,7 +122,7 @@ def _origin(error: Any, given: Sequence[str]) -> str:
 
 
 def _values(names: Sequence[str], given: Sequence[str]) -> list[str]:
-    """What the command line has for an option with these names."""
+    """The values on the command line of an option with these names."""
     after = [value for name, value in pairwise(given) if name in names]
     return after + [value for name, sep, value in (word.partition("=") for word in given) if sep and name in names]
 
@@ -122,6 +133,6 @@ def _exit_with(message: str) -> NoReturn:
 
 
 def _forget_output() -> None:
-    """What could not be written must not be tried again when the interpreter ends."""
+    """Drop output that could not be written, so that it is not tried again when the interpreter ends."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

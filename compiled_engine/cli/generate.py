@@ -1,4 +1,4 @@
-"""`compiled-engine generate`: complete prompts, as text that streams or as JSON."""
+"""`compiled-engine generate`: complete prompts, as text that streams or as JSON, and how fast."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import contextlib
 import json
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import psutil
@@ -14,7 +16,6 @@ import typer
 
 from compiled_engine.cli.arguments import takes_engine_options, takes_sampling_params
 from compiled_engine.cli.errors import bad_input_is_reported
-from compiled_engine.cli.reports import completion_records, print_completions, print_stream, speeds, summary
 from compiled_engine.process.begin_gpu import begin_gpu, core_has_device, given_device
 
 if TYPE_CHECKING:
@@ -84,8 +85,8 @@ def generate(
 def _checked(
     options: EngineOptions, sampling: dict[str, Any], prompts: list[str], progress: Progress
 ) -> SamplingParams:
-    """What to sample with. Raises for all that the engine would refuse once it stands, but for what its KV cache cannot
-    hold."""
+    """The sampling parameters. Raises for all that a started engine would refuse, except for requests that its KV cache
+    cannot hold."""
     from compiled_engine.frontend.generation_config import read_default_sampling_params
     from compiled_engine.frontend.input_processor import InputProcessor
     from compiled_engine.frontend.prompts import parse_prompts
@@ -102,3 +103,72 @@ def _checked(
     inputs = InputProcessor(tokenizer, limits, frozenset())
     inputs.process(parse_prompts(prompts if len(prompts) > 1 else prompts[0]), params)
     return params
+
+
+if TYPE_CHECKING:
+    from compiled_engine.frontend.outputs import RequestOutput
+
+
+def completion_records(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    """One JSON object for each completion, in the order of the prompts."""
+    return [
+        {
+            "prompt": output.prompt,
+            "prompt_token_ids": output.prompt_token_ids,
+            "num_cached_tokens": output.num_cached_tokens,
+            **asdict(replace(completion, logprobs=completion.logprobs and list(completion.logprobs))),
+        }
+        for output in outputs
+        for completion in output.outputs
+    ]
+
+
+def speeds(outputs: Sequence[RequestOutput], seconds: float) -> dict[str, float | int | None]:
+    """Output tokens of all together, and a second; means over the prompts of TTFT and TPOT, in seconds."""
+    timings = [output.metrics for output in outputs if output.metrics is not None]
+    ttfts = [timing.ttft_s for timing in timings if timing.ttft_s is not None]
+    tpots = [timing.tpot_s for timing in timings if timing.tpot_s is not None]
+    num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+    return {
+        "generate_s": seconds,
+        "num_output_tokens": num_tokens,
+        "output_tokens_per_s": num_tokens / seconds,
+        "ttft_s": fmean(ttfts) if ttfts else None,
+        "tpot_s": fmean(tpots) if tpots else None,
+    }
+
+
+def summary(measured: dict[str, float | int | None]) -> str:
+    """The speed in one line."""
+    line = (
+        f"{measured['num_output_tokens']} tokens in {measured['generate_s']:.2f} s:"
+        f" {measured['output_tokens_per_s']:.1f} tok/s"
+    )
+    for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s")):
+        value = measured[key]
+        if value is not None:
+            line += f", {name} {value * 1000:.1f} ms"
+    return line
+
+
+def print_stream(prompt: str, stream: Iterable[RequestOutput]) -> RequestOutput:
+    """Print a stream of one completion after its prompt, which is bold; give the last output."""
+    typer.secho(prompt, bold=True, nl=False)
+    shown = 0
+    try:
+        for output in stream:
+            text = output.outputs[0].text
+            typer.echo(text[shown:], nl=False)
+            shown = len(text)
+    finally:
+        typer.echo()
+    return output
+
+
+def print_completions(outputs: Sequence[RequestOutput]) -> None:
+    """Print finished outputs, each completion after its prompt, with a blank line between two."""
+    for index, (output, completion) in enumerate((o, c) for o in outputs for c in o.outputs):
+        if index:
+            typer.echo()
+        typer.secho(output.prompt, bold=True, nl=False)
+        typer.echo(completion.text)

@@ -125,7 +125,7 @@ async def _serve(engine: AsyncLLM, options: ServerOptions, bound: Any, name: str
 
 
 def model_name(given: str | None, engine: AsyncLLM) -> str:
-    """What the model is called unless options say it: its name on the hub, or its folder's."""
+    """The model's name unless options give one: on the hub, or its folder's."""
     model = engine.config.model
     return "bundled" if given is None else model.hub_name or model.path.name
 

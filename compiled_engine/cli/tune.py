@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from compiled_engine.cli.errors import bad_input_is_reported, make_folder, written_to
+from compiled_engine.cli.errors import bad_input_is_reported, make_room, written_to
 
 
 def tune(
@@ -45,8 +45,7 @@ def tune(
         from compiled_engine.bench.shapes import write_shape
         from compiled_engine.passes.profile import profile_path
         from compiled_engine.process.progress import RichProgress
-        from compiled_engine.tune.device_tuning import device_name, tune_device
-        from compiled_engine.tune.profile_file import merged, profile_text
+        from compiled_engine.tune.device_tuning import device_name, merged, profile_text, tune_device
 
         device = device_name()
         folders = [write_shape(Path(temporary) / name, name) for name in shape or ()]
@@ -75,9 +74,7 @@ def tune(
 
 def _checked(path: Path) -> dict[str, Any] | None:
     """The profile that is there, None if there is none. What cannot be written or read is said before the work."""
-    if path.is_dir():
-        raise ValueError(f"output is {str(path)!r}, a folder; allowed: a file")
-    make_folder("output", path.absolute().parent)
+    make_room("output", path)
     if not path.exists():
         return None
     if not os.access(path, os.W_OK):

@@ -29,7 +29,8 @@ def cuda_driver() -> InBackground[bool]:
 
 @cache
 def cuda_context(index: int) -> InBackground[bool]:
-    """Of the GPU `index`, as CUDA counts them. The first call starts a thread, and every call gives the same one.
+    """The primary context of the GPU `index`, as CUDA counts them. The first call starts a thread, and every call gives
+    the same one.
 
     The result says whether there is a context; what is wrong, if there is none, torch will say.
     """

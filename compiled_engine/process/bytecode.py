@@ -82,6 +82,6 @@ def _lacks_bytecode() -> Path | None:
 
 
 def _digest(folder: Path) -> str:
-    """Of what is installed there. Python knows a changed file by its time, which images may set, and by its size."""
+    """A digest of the packages there: Python knows a changed file by its time, which images may set, and its size."""
     installed = sorted(name for name in os.listdir(folder) if name.endswith(".dist-info"))
     return hashlib.sha256("\n".join([str(folder), *installed]).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Where the engine keeps files from start to start, and the folders in it that nobody else can change."""
+"""The folder of files that the engine keeps from start to start, and its subfolders that no other user can change."""
 
 from __future__ import annotations
 

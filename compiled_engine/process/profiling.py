@@ -36,19 +36,19 @@ class StepClock:
             self._last = now
 
     def device_begins(self) -> None:
-        """What a step launches on the device comes now."""
+        """Mark that a step begins to launch its work on the device."""
         if self._running and self._on_gpu:
             events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             events[0].record()
             self._events.append(events)
 
     def device_ends(self) -> None:
-        """All of it is launched."""
+        """Mark that all of a step's work is launched."""
         if self._running and self._on_gpu:
             self._events[-1][1].record()
 
     def host_seconds(self) -> dict[str, float]:
-        """By lap, over all steps since the start."""
+        """Seconds by lap, over all steps since the start."""
         return dict(self._laps)
 
     def device_seconds(self) -> float:

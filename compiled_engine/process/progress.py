@@ -10,7 +10,7 @@ Advance = Callable[[int], None]
 
 
 class Progress(Protocol):
-    """Where long work reports to. `stage` yields a function that adds to the count of finished units.
+    """The receiver of reports from long work. `stage` yields a function that adds to the count of finished units.
 
     in_bytes: the units are bytes of a download, which has a speed.
     """

@@ -113,7 +113,7 @@ class WorkerProcesses:
         self._errors.close()
 
     def _last_words(self) -> str:
-        """Of any of them: they share a place for it."""
+        """The last line of any of them: they share a file for it."""
         size = os.fstat(self._errors.fileno()).st_size
         said = os.pread(self._errors.fileno(), _MOST_LAST_WORDS, max(0, size - _MOST_LAST_WORDS))
         lines = said.decode(errors="replace").strip().splitlines()

@@ -96,7 +96,7 @@ def _end(group: int) -> None:
 
 
 def _run(descriptor: int, work: Work) -> None:
-    """In a worker."""
+    """Answer messages in a worker, to the end of the process."""
     lines: SimpleQueue[bytes] = SimpleQueue()
 
     def read() -> None:

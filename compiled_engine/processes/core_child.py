@@ -1,4 +1,4 @@
-"""Where an engine core runs, as the process that has started or joined it sees it.
+"""The process of an engine core, as the process that has started or joined it sees it.
 
 This module is imported without PyTorch.
 """
@@ -26,7 +26,7 @@ _BACKLOG = 128
 
 
 class RunningCore(Protocol):
-    """Where the core runs: a thread, a process, or a process that another one has started.
+    """The place of a core: a thread, a process, or a process that another one has started.
 
     socket: the caller's end of the connection to it.
     """
@@ -35,7 +35,7 @@ class RunningCore(Protocol):
 
     @property
     def address(self) -> str | None:
-        """Where further callers connect; None if they cannot."""
+        """The address for further callers; None if they cannot connect."""
         ...
 
     def how_it_ended(self, timeout_s: float) -> str:
@@ -116,7 +116,7 @@ class CoreChild:
         self.socket.sendall(frame)
 
     def clock_ahead_s(self) -> float:
-        """Of this machine's time.perf_counter: none, as the core is here."""
+        """Zero, as the core is on this machine."""
         return 0.0
 
     def how_it_ended(self, timeout_s: float) -> str:

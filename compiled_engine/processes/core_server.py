@@ -83,7 +83,7 @@ def frames_of(message: ToApi, give_up: Callable[[str], None]) -> list[bytes]:
 
 
 def _divided(outputs: StepOutputs) -> list[StepOutputs]:
-    """Of several requests."""
+    """Divide the outputs of several requests."""
     columns, others = range(len(outputs.request_ids)), outputs.others
     if columns and others:
         return [outputs.part(columns, ()), outputs.part((), others)]
@@ -232,7 +232,7 @@ class CoreServer:
                 self._release(output.request_id)
 
     def _divide(self, outputs: StepOutputs) -> list[tuple[ApiProcess, StepOutputs]]:
-        """By API process; what is said of requests that nobody has any more is dropped."""
+        """The outputs by API process; those of requests without an owner are dropped."""
         columns: dict[int, list[int]] = {process.number: [] for process in self._api_processes}
         others: dict[int, list[EngineOutput]] = {process.number: [] for process in self._api_processes}
         for index, request_id in enumerate(outputs.request_ids):

@@ -59,7 +59,7 @@ class Monitor:
         self._thread.start()
 
     def wait_ready(self) -> list[Ready]:
-        """Of all ranks. Raises WorkerError if one ends, and what kept one from starting, with its rank."""
+        """Wait until all ranks are ready. Raises WorkerError if one ends, and the error of one that cannot start."""
         return [future.result() for future in self._ready]
 
     def expect(self, number: int) -> list[Future[Answered]]:
@@ -164,7 +164,7 @@ class Monitor:
         return True
 
     def _killed_besides(self, rank: int) -> WorkerError | None:
-        """What became of another worker, if that was killed: a collective of this one's fails then."""
+        """The error of another worker that was killed, if there is one: a collective of this worker fails then."""
         deadline = time.monotonic() + _NOTICED_S
         for other, worker in enumerate(self._workers):
             if other != rank and worker.is_killed(max(0.0, deadline - time.monotonic())):
@@ -172,7 +172,7 @@ class Monitor:
         return None
 
     def _error(self, failed: Failed, rank: int) -> Exception:
-        """Of a rank that cannot start, what it raised, since it may be about what the user gave."""
+        """A rank's error; if it cannot start, the exception that it raised, since that may be about a user's option."""
         name = self._layout.name(rank)
         if self._ready[rank].done():
             error: Exception = WorkerError(f"{name}: {failed.kind}: {failed.text}")

@@ -149,7 +149,7 @@ class MultiprocessExecutor:
         self._monitor.check()
 
     def _no_room(self) -> None:
-        """Of steps. The rank of the results may wait for room too; raises WorkerError if it has ended."""
+        """Make room for steps: the rank of the results may wait for room too. Raises WorkerError if it has ended."""
         self._monitor.check()
         self._results.take_in()
 

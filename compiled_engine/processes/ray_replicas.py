@@ -52,7 +52,7 @@ def own_environment(device_type: str) -> dict[str, str]:
 
 
 def differences(driver: Mapping[str, str], node: Mapping[str, str]) -> list[str]:
-    """What is not the same, in words."""
+    """Describe what differs, in words."""
     names = dict.fromkeys((*driver, *node))
     return [
         f"{name} is {node.get(name, 'not there')}, the driver's is {driver.get(name, 'not there')}"
@@ -108,7 +108,7 @@ class ReplicaActor:
             self._child.socket.sendall(data)
 
     def receive(self) -> bytes:
-        """What the core says; waits for it. Nothing once it has ended."""
+        """Wait for bytes from the core; none once it has ended."""
         try:
             return self._child.socket.recv(_CHUNK)
         except OSError:
@@ -183,7 +183,7 @@ class RayCore:
         self._own.close()
 
     def _pump_in(self) -> None:
-        """What the core says; at its end, or the actor's, `socket` ends."""
+        """Pass on the core's bytes; at its end, or the actor's, `socket` ends."""
         try:
             while data := ray.get(self._actor.receive.remote()):
                 self._own.sendall(data)
@@ -195,7 +195,7 @@ class RayCore:
             self._own.shutdown(socket.SHUT_RDWR)
 
     def _pump_out(self) -> None:
-        """What the router says, in its order: one call at a time. What comes meanwhile is the next call's."""
+        """Pass on the router's bytes in order, one call at a time. Bytes that arrive meanwhile are the next call's."""
         with suppress(RayError, OSError):
             while data := self._own.recv(_CHUNK):
                 ray.get(self._actor.send.remote(data))

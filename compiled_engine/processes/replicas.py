@@ -109,7 +109,7 @@ class Replicas:
         self._hand_out()
 
     def step(self) -> StepOutputs:
-        """What one step of one replica gave; may be empty. Waits, unless `can_step`, but not for ever."""
+        """The outputs of one step of one replica; may be empty. Waits, unless `can_step`, but not for ever."""
         if not self._outputs:
             self._require_living()
             self._look(_LOOK_S)
@@ -208,7 +208,7 @@ class Replicas:
                 self._lose(replica, f"a step failed: {kind}: {text}")
 
     def _take_step(self, replica: Replica, outputs: StepOutputs) -> None:
-        """Of requests that were aborted meanwhile nobody wants to hear."""
+        """Take in a step's outputs. Those of requests that were aborted meanwhile are dropped."""
         requests, known = replica.requests, True
         for request_id, tokens in outputs.rows():
             routed = requests.get(request_id)

@@ -22,7 +22,7 @@ _NEXT_LOOK_S = 50e-6
 
 
 class RingDescriptors(NamedTuple):
-    """What the processes inherit: the memory, and a doorbell for each reader."""
+    """The descriptors that processes inherit: the memory, and a doorbell for each reader."""
 
     memory: int
     bells: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Which replica a request goes to.
+"""The choice of a replica for each request.
 
 The one that would be done with it first, as far as it can be told: work ahead is what its requests still need, in
 prompt tokens that are not known to be cached, and generated tokens, each of which counts as several of a prompt's; the
@@ -60,7 +60,7 @@ MOST_HASHES = 1 << 18
 
 @dataclass(slots=True, eq=False)
 class Route:
-    """Where a request was sent. work: what it adds there, in prompt tokens. hashes: of its prompt's full blocks."""
+    """The replica of a request. work: what it adds there, in prompt tokens. hashes: of its prompt's full blocks."""
 
     replica: int
     work: float

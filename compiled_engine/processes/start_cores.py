@@ -127,7 +127,7 @@ def _launch(config: EngineConfig, cores: list[LaunchedCore]) -> Callable[[], Non
 
 
 def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
-    """In whatever order they are ready, so that one that cannot start is heard of at once."""
+    """Wait for cores in the order in which they are ready, so that a start that fails is reported at once."""
     poll = select.poll()
     waiting = {core.socket.fileno(): number for number, core in enumerate(cores)}
     for descriptor in waiting:
@@ -149,7 +149,7 @@ def _wait_started(cores: Sequence[LaunchedCore]) -> list[Replica]:
 
 
 def gpus_of_replica(config: EngineConfig, number: int) -> list[str]:
-    """As CUDA_VISIBLE_DEVICES names them; empty on a CPU."""
+    """The GPUs of a replica, as CUDA_VISIBLE_DEVICES names them; none on a CPU."""
     if config.device.type != "cuda":
         return []
     share = config.parallel.devices_per_replica

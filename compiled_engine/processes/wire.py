@@ -22,7 +22,7 @@ from compiled_engine.process.timeline import Span
 
 
 class FrontendOptions(msgspec.Struct, frozen=True):
-    """Of the engine's options, those that are for API processes: what the configuration does not say.
+    """The engine's options for API processes, which the configuration does not have.
 
     The core only keeps them, for API processes that come later.
     """
@@ -86,13 +86,13 @@ class Started(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stepped(msgspec.Struct, tag=True, frozen=True):
-    """What one step gave the requests of this API process."""
+    """The outputs of one step for the requests of this API process."""
 
     outputs: StepOutputs
 
 
 class Answered(msgspec.Struct, tag=True, frozen=True):
-    """What a call returned, or why it failed."""
+    """The result of a call, or why it failed."""
 
     number: int
     value: Any = None
@@ -116,7 +116,7 @@ class StartWorker(msgspec.Struct, tag=True, frozen=True):
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A worker stands. What it tells must be the same for all: blocks of the KV cache, and the compiled model's key."""
+    """A worker is ready. Its fields must be the same for all: blocks of the KV cache, and the compiled model's key."""
 
     num_blocks: int
     cache_key: str | None

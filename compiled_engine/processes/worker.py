@@ -1,4 +1,4 @@
-"""What a worker does once PyTorch is imported: make its rank's runner, then execute what comes through the ring."""
+"""A worker once PyTorch is imported: it makes its rank's runner, then executes the messages of the ring."""
 
 from __future__ import annotations
 
@@ -150,8 +150,8 @@ class Worker:
             self._hand_over(pending)
 
     def _guarded(self, number: int, launch: Callable[[], PendingOutput]) -> PendingOutput:
-        """What `launch` returns, for step `number`. If it fails, the executor is told, and no step is executed until it
-        says so."""
+        """Return the result of `launch`, for step `number`. If it fails, the executor is told, and no step is executed
+        until it says so."""
         try:
             if self._failure is not None:  # of a step before
                 raise self._failure

@@ -1,8 +1,10 @@
-"""Measures everything that a device's profile holds: tiles of the linears, and what each pass gains."""
+"""A device's profile: all that it holds is measured here (tiles of the linears, what each pass gains), and joins what a
+file of an earlier run has of other shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -16,12 +18,11 @@ from compiled_engine.passes.small_batch_linear_op import TOKEN_BUCKETS
 from compiled_engine.process.progress import Progress
 from compiled_engine.resolve.engine import resolve
 from compiled_engine.resolve.parallel import check_model
-from compiled_engine.tune.hopper_tuning import hopper_cases, tune_on_hopper
-from compiled_engine.tune.linear_candidates import cases_of
-from compiled_engine.tune.linear_tuning import TunedLinear, tune_linears
+from compiled_engine.tune.hopper_tuning import hopper_cases, tune_hopper_linears
+from compiled_engine.tune.linear_tuning import tune_linears
+from compiled_engine.tune.linears import TunedLinear, cases_of
 from compiled_engine.tune.pass_gains import measure
 from compiled_engine.tune.product_tuning import product_cases, tune_products
-from compiled_engine.tune.profile_file import LISTS
 
 TOKEN_COUNTS = (1, 8, 64, 512)
 REPEATS = 5
@@ -29,7 +30,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class MeasuredProfile:
-    """What compiled_engine.passes.profile reads; a pass's gain is the least over the shapes, the noise their median."""
+    """A device's profile, see passes.profile; a pass's gain is the least of all shapes, the noise their median."""
 
     device: str
     gains_us: dict[str, dict[int, float]]
@@ -67,7 +68,7 @@ def tune_device(folders: Sequence[Path], progress: Progress, ranks: Sequence[int
         for number in ranks:
             cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(config.model, tokens, number)]
             linears |= {_key(tuned): tuned for tuned in tune_linears(cases, progress)}
-            on_hopper = tune_on_hopper(hopper_cases(config.model, number), progress)
+            on_hopper = tune_hopper_linears(hopper_cases(config.model, number), progress)
             hopper_linears |= {_key(tuned): tuned for tuned in on_hopper}
             on_hopper = tune_products(product_cases(config.model, number), progress)
             products |= {_key(tuned): tuned for tuned in on_hopper}
@@ -104,3 +105,33 @@ def _row(linear: TunedLinear) -> dict[str, Any]:
         "cublas_us": round(linear.cublas_microseconds, 2),
         "bound_us": round(linear.bound_microseconds, 2),
     }
+
+
+LISTS = ("linears", "hopper_linears", "hopper_products")
+
+
+def profile_text(profile: Mapping[str, Any]) -> str:
+    """Write a profile as JSON with a line for each linear."""
+    head = json.dumps({name: profile[name] for name in ("device", "noise_us", "gains_us")})
+    lines = {name: ",\n  ".join(map(json.dumps, profile.get(name, ()))) for name in LISTS}
+    return head[:-1] + "".join(f',\n "{name}": [\n  {rows}\n]' for name, rows in lines.items()) + "}\n"
+
+
+def merged(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """The new profile, and of an old one of the same device the linears of other shapes. A pass gains the least of
+    both: what it gains is of every shape."""
+    measured = {_shape(row) for name in LISTS for row in new.get(name, ())}
+    lists = {
+        name: [*(row for row in old.get(name, ()) if _shape(row) not in measured), *new.get(name, ())] for name in LISTS
+    }
+    gains = {name: dict(by_tokens) for name, by_tokens in old["gains_us"].items()}
+    for name, by_tokens in new["gains_us"].items():
+        for tokens, gain in by_tokens.items():
+            known = gains.setdefault(name, {})
+            known[str(tokens)] = min(gain, known.get(str(tokens), gain))
+    return {**new, "gains_us": gains, **lists}
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[int, int, bool]:
+    """The shape of a linear's weight; a run measures it for all numbers of tokens."""
+    return row["num_rows"], row["k"], row["silu_mul"]

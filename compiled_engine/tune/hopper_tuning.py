@@ -1,4 +1,4 @@
-"""Measures on a Hopper which linears of up to 128 tokens its own kernel computes faster than what runs there else."""
+"""The linears of up to 128 tokens that a Hopper's own kernel computes faster than the kernel that runs there else."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from compiled_engine.passes import rms_norm, silu_mul, small_batch_linear_op
 from compiled_engine.passes.hopper_linear import TOKEN_BUCKETS, HopperTiles, hopper_linear
 from compiled_engine.passes.small_batch_linear_op import choose_tiles
 from compiled_engine.process.progress import Progress
-from compiled_engine.tune.linear_candidates import SHARED_MEMORY, LinearCase, cases_of
-from compiled_engine.tune.linear_tuning import Chain, Linear, TunedLinear
+from compiled_engine.tune.linears import SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, cases_of, tune_on_hopper
 
 # Of the time before, what a kernel may take to be chosen.
 WORTH = 0.98
-REPEATS = 9
 # Columns of a product of the tensor cores: the least, and more than are worth trying.
 FEWEST_TOKENS, MOST_COLUMNS = 8, 128
 # The small-batch range ends here.
@@ -27,7 +25,7 @@ SMALL_BATCH = small_batch_linear_op.TOKEN_BUCKETS[-1]
 
 
 def hopper_cases(model: ModelConfig, num_ranks: int = 1) -> list[LinearCase]:
-    """What the engine asks of the kernel: in small batches every linear of a layer, beyond those gated ones."""
+    """The linears that the engine gives the kernel: in small batches all of a layer, beyond those gated ones."""
     cases = [case for tokens in TOKEN_BUCKETS for case in cases_of(model, tokens, num_ranks)]
     return [case for case in cases if case.name != "head" and (case.num_tokens <= SMALL_BATCH or case.silu_mul)]
 
@@ -62,33 +60,22 @@ def _registers(groups: int, columns: int) -> int:
 
 
 @torch.inference_mode()
-def tune_on_hopper(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """The cases that gain, each with its fastest right tiles; none where the device is not a Hopper.
-
-    A case is measured with the norm before it, against the kernels of small batches, from 65 tokens on the library's.
-    """
-    tuned: list[TunedLinear] = []
-    if torch.cuda.get_device_capability()[0] != 9:
-        return tuned
-    rates = device_rates(torch.device("cuda"), torch.bfloat16)
-    with progress.stage("measure linears on Hopper", total=len(cases)) as advance:
-        for case in cases:
-            advance(1)
-            chain = Chain([case])
-            before = _library if case.num_tokens > SMALL_BATCH else partial(_small_batch, case)
-            expected = chain.run([before], 1).float()
-            times: dict[HopperTiles, float] = {}
-            for tiles in hopper_candidates(case):
-                found = chain.run([partial(_on_hopper, tiles)], 1).float()
-                if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
-                    times[tiles] = chain.microseconds([partial(_on_hopper, tiles)], REPEATS)
-            microseconds = chain.microseconds([before], REPEATS)
-            best = min(times, key=times.__getitem__, default=None)
-            if best is not None and times[best] < WORTH * microseconds:
-                bound = case.num_rows * case.k * 2 / rates.bytes_per_s * 1e6
-                library = chain.microseconds([_library], REPEATS)
-                tuned.append(TunedLinear(case, best, times[best], library, bound))
-    return tuned
+def tune_hopper_linears(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
+    """See `tune_on_hopper`. A case is measured with the norm before it, against the kernels of small batches, from 65
+    tokens on the library's."""
+    bytes_per_s = device_rates(torch.device("cuda"), torch.bfloat16).bytes_per_s
+    return tune_on_hopper(
+        "measure linears on Hopper",
+        cases,
+        progress,
+        chain_of=lambda case: Chain([case]),
+        candidates=hopper_candidates,
+        kernel=lambda tiles: partial(_on_hopper, tiles),
+        before=lambda case: _library if case.num_tokens > SMALL_BATCH else partial(_small_batch, case),
+        library=_library,
+        bound_us=lambda case: case.num_rows * case.k * 2 / bytes_per_s * 1e6,
+        worth=WORTH,
+    )
 
 
 def _normed(x_TK: torch.Tensor, norm_weight_K: torch.Tensor | None, eps: float) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measures the tiles of small-batch linears on this GPU, in place: a layer's linears one after another, as they run.
+"""The tiles of small-batch linears, measured on this GPU, in place: a layer's linears one after another, as they run.
 
 A kernel starts while the one before it ends (programmatic dependent launch), so what is best for a linear depends on
 its neighbours. Each linear in turn takes the candidate with which the whole chain, a CUDA graph over layers with
@@ -11,93 +11,79 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 
 from compiled_engine.bench.bounds import device_rates
-from compiled_engine.passes.hopper_linear import HopperTiles
-from compiled_engine.passes.hopper_product import ProductTiles
+from compiled_engine.kernels.launch_arguments import next_power_of_2
 from compiled_engine.passes.small_batch_linear_op import Tiles, launch, reference
 from compiled_engine.process.child import as_this_one
 from compiled_engine.process.progress import Progress
-from compiled_engine.tune.linear_candidates import LinearCase, candidates
+from compiled_engine.tune.linears import REPEATS, SHARED_MEMORY, Chain, Linear, LinearCase, TunedLinear, right
 
-# So many bytes of weights in turn that the L2 cache holds none of them.
-WORKING_SET = 800 << 20
 # How many of a linear's candidates are measured in each round, and how often.
 ROUNDS = ((None, 2), (10, 3), (5, 7))
 
-Linear = Callable[..., torch.Tensor]
+
+def candidates(case: LinearCase) -> list[Tiles]:
+    """Tiles that fit the registers and the shared memory of an SM, and give every SM something to do."""
+    if case.num_tokens == 1:
+        return _one_token(case)
+    tokens = min(64, max(8, next_power_of_2(case.num_tokens)))
+    return [*_split_between_programs(case, tokens), *_split_between_warps(case, tokens)]
 
 
-@dataclass(frozen=True)
-class TunedLinear:
-    """The fastest tiles of a case, microseconds of a launch, and of the bytes at the memory's bandwidth."""
+def _one_token(case: LinearCase) -> list[Tiles]:
+    halves = 2 if case.silu_mul else 1
+    found = []
+    for outputs, block_k, warps in product((1, 2, 4, 8), (512, 1024, 2048, 4096), (2, 4, 8)):
+        rows = outputs * halves
+        # Of a tile, as many elements for each thread: too few leave the memory idle, too many fill the registers.
+        if block_k <= next_power_of_2(case.k) and 16 <= rows * block_k // (32 * warps) <= 128:
+            found.append(Tiles(1, rows, block_k, num_warps=warps))
+    return found
 
-    case: LinearCase
-    tiles: Tiles | HopperTiles | ProductTiles
-    microseconds: float
-    cublas_microseconds: float
-    bound_microseconds: float
+
+def _split_between_programs(case: LinearCase, tokens: int) -> list[Tiles]:
+    splits = (1, 2, 4, 8) if case.num_rows <= 8192 and not case.silu_mul else (1,)
+    norm_inside = (False, True) if case.norm and tokens <= 8 else (False,)
+    found = []
+    for rows, block_k, split_k, stages, inside in product((32, 64, 128), (64, 128, 256), splits, (3, 5), norm_inside):
+        programs = -(-case.num_rows // rows) * split_k
+        step = (rows + tokens) * block_k * 2
+        if (
+            split_k * block_k * 2 <= case.k
+            and programs >= 60
+            and (split_k == 1 or programs <= 450)
+            and step * stages >= 32 << 10
+            and step * (stages - 1) <= SHARED_MEMORY
+            and not (inside and split_k > 1)
+        ):
+            found.append(Tiles(tokens, rows, block_k, 1, split_k, num_stages=stages, norm_inside=inside))
+    return found
 
 
-class Chain:
-    """Linears of which each reads what the one before it wrote, over as many layers as fill the working set."""
-
-    def __init__(self, cases: Sequence[LinearCase], layers: int | None = None):
-        size = sum(case.num_rows * case.k * 2 for case in cases)
-        self.cases = cases
-        self.generator = torch.Generator(device="cuda").manual_seed(0)
-        self.layers = [
-            [self._normal(case.num_rows, case.k) / case.k**0.5 for case in cases]
-            for _ in range(layers or max(2, min(64, -(-WORKING_SET // size))))
-        ]
-        tokens = cases[0].num_tokens
-        self.x_TK = self._normal(tokens, cases[0].k)
-        self.residuals = [self._normal(tokens, case.num_rows) if case.residual else None for case in cases]
-        self.norm_weights = [1 + self._normal(case.k) / 8 if case.norm else None for case in cases]
-
-    def _normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.bfloat16, device="cuda")
-
-    def run(self, linears: Sequence[Linear], layers: int | None = None) -> torch.Tensor:
-        x_TK = self.x_TK
-        for weights in self.layers[:layers]:
-            for i, case in enumerate(self.cases):
-                # Of the qkv projection only q goes on; a linear measured alone may be too narrow for the next layer.
-                x_TK = linears[i](
-                    (x_TK if x_TK.shape[1] >= case.k else self.x_TK)[:, : case.k],
-                    weights[i],
-                    None,
-                    self.norm_weights[i],
-                    1e-6,
-                    self.residuals[i],
-                    case.silu_mul,
-                )
-        return x_TK
-
-    def microseconds(self, linears: Sequence[Linear], repeats: int) -> float:
-        """Of a layer: the median of the repeats."""
-        self.run(linears, 1)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.run(linears)
-        graph.replay()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        times = []
-        for _ in range(repeats):
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / len(self.layers))
-        graph.reset()
-        return sorted(times)[repeats // 2]
+def _split_between_warps(case: LinearCase, tokens: int) -> list[Tiles]:
+    """Tiles for few tokens: theirs is as deep as the weight's, whatever the number of its rows."""
+    found = []
+    for rows, block_k, stages, inside in product((16, 32), (64, 128, 256), (3, 5), (False, True)):
+        steps = case.k / (4 * block_k)
+        memory = (rows + tokens) * 4 * block_k * 2 * (stages - 1 if steps > 1 else 1)
+        if (
+            tokens <= 8
+            and (steps == 1 or (steps > 1 and steps.is_integer()))
+            and (steps > 1 or stages == 3)
+            and memory <= SHARED_MEMORY
+            and (case.norm or not inside)
+            and rows * block_k >= 2048
+            and case.num_rows >= 60 * rows
+        ):
+            found.append(Tiles(tokens, rows, block_k, 4, num_stages=stages, norm_inside=inside))
+    return found
 
 
 @torch.inference_mode()
@@ -120,35 +106,33 @@ def _tune(cases: Sequence[LinearCase], bytes_per_s: float, advance: Callable[[in
     for keep, repeats in ROUNDS:
         for i, pool in enumerate(pools):
             for tiles in sorted(pool, key=lambda tiles: times[i].get(tiles, 0.0))[:keep]:
-                times[i][tiles] = chain.microseconds(_linears([*chosen[:i], tiles, *chosen[i + 1 :]]), repeats)
+                times[i][tiles] = chain.microseconds(
+                    [_linear(each) for each in (*chosen[:i], tiles, *chosen[i + 1 :])], repeats
+                )
             chosen[i] = min(times[i], key=times[i].__getitem__)
     return [_measured(case, tiles, bytes_per_s) for case, tiles in zip(cases, chosen, strict=True)]
 
 
-def _linears(tiles: Sequence[Tiles]) -> list[Linear]:
-    return [partial(launch, tiles=each) for each in tiles]
+def _linear(tiles: Tiles) -> Linear:
+    return partial(launch, tiles=tiles)
 
 
 def _right_candidates(case: LinearCase, advance: Callable[[int], None]) -> list[Tiles]:
-    """Those that this device can hold and that compute what the reference computes."""
+    """The candidates that compute what the reference computes."""
     chain = Chain([case], layers=1)
-    expected = chain.run([reference]).float()
-    right = []
-    for tiles in candidates(case):
-        advance(1)
-        try:
-            found = chain.run(_linears([tiles])).float()
-        except Exception:  # out of shared memory, of registers
-            continue
-        if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
-            right.append(tiles)
-    return right
+
+    def counted() -> Iterator[Tiles]:
+        for tiles in candidates(case):
+            advance(1)
+            yield tiles
+
+    return list(right(chain, counted(), _linear, chain.run([reference]).float()))
 
 
 def _measured(case: LinearCase, tiles: Tiles, bytes_per_s: float) -> TunedLinear:
     chain = Chain([case])
-    ours = chain.microseconds(_linears([tiles]), 9)
-    cublas = chain.microseconds([lambda x_TK, weight_NK, *others: torch.nn.functional.linear(x_TK, weight_NK)], 9)
+    ours = chain.microseconds([_linear(tiles)], REPEATS)
+    cublas = chain.microseconds([lambda x_TK, weight_NK, *others: torch.nn.functional.linear(x_TK, weight_NK)], REPEATS)
     return TunedLinear(case, tiles, ours, cublas, case.num_rows * case.k * 2 / bytes_per_s * 1e6)
 
 
@@ -169,7 +153,7 @@ def compile_candidates(workers: int, cases: Sequence[LinearCase], progress: Prog
 
 @torch.inference_mode()
 def compile_share(encoded: str, number: str, workers: str) -> None:
-    """In a process of its own: launch every `workers`-th candidate once."""
+    """Launch every `workers`-th candidate once, in a process of its own."""
     cases = [LinearCase(**case) for case in json.loads(encoded)]
     share = [(case, tiles) for case in cases for tiles in candidates(case)][int(number) :: int(workers)]
     chain: Chain | None = None
@@ -177,6 +161,6 @@ def compile_share(encoded: str, number: str, workers: str) -> None:
         if chain is None or chain.cases != [case]:
             chain = Chain([case], layers=1)
         try:
-            chain.run(_linears([tiles]))
+            chain.run([_linear(tiles)])
         except Exception:
             continue

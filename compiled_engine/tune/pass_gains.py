@@ -1,4 +1,4 @@
-"""What each pass gains on a device: one step with all passes, and without each.
+"""The gain of each pass on a device: one step with all passes, and without each.
 
 The model is traced once. Every variant's pieces go into one folder and equal pieces compile once; every variant runs
 on the same weights. On a GPU a step is one CUDA graph: forward, logits of the rows that sample, greedy sampling.
@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from compiled_engine.bench.step_inputs import StepInputs, make_step_inputs
-from compiled_engine.bench.step_timing import time_step
+from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import load_piece
 from compiled_engine.graphs.compiler.build import apply_passes, compile_pieces, compile_ranges
@@ -31,6 +32,7 @@ from compiled_engine.models.checkpoint.parameters import materialize, parameters
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
+from compiled_engine.runner.kv_cache import allocate
 from compiled_engine.sampling.sampler import sampling_operations
 
 CONTEXT = 200
@@ -64,7 +66,7 @@ def variants(passes: Sequence[str]) -> list[Variant]:
 def measure(
     config: EngineConfig, token_counts: Sequence[int], repeats: int, progress: Progress
 ) -> dict[str, list[Gain]]:
-    """What leaving each pass out costs at each token count, as medians of interleaved repeats.
+    """Measure what leaving each pass out costs at each token count, as medians of interleaved repeats.
 
     In compile ranges for small batches a step is that many decodes with CONTEXT tokens of context; beyond, one prompt.
     """
@@ -173,3 +175,77 @@ def gains(samples: dict[str, list[float]], num_tokens: int) -> dict[str, Gain]:
         for name, values in samples.items()
         if name != ALL
     }
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """`arguments` of a forward; `logits_rows_R`, int64 [R]: the tokens that sample; the sampler's inputs, all [R]."""
+
+    arguments: ForwardArguments
+    logits_rows_R: torch.Tensor
+    zeros_R: torch.Tensor
+    seeds_R: torch.Tensor
+    row_index_R: torch.Tensor
+
+
+def make_step_inputs(config: EngineConfig, num_tokens: int, context: int, decodes: bool) -> StepInputs:
+    """num_tokens requests that decode their token number `context`, or one prompt of num_tokens tokens."""
+    device, block_size = config.device, config.cache.block_size
+    num_requests = num_tokens if decodes else 1
+    seq_len = context if decodes else num_tokens
+    blocks_per_request = -(-seq_len // block_size)
+    generator = torch.Generator(device="cpu").manual_seed(0)
+    table_RB = torch.randperm(num_requests * blocks_per_request, generator=generator)
+    table_RB = table_RB.view(num_requests, blocks_per_request)
+    ids_T = torch.randint(config.model.vocab_size, (num_tokens,), generator=generator).tolist()
+    spans = [range(context - 1, context)] * num_tokens if decodes else [range(num_tokens)]
+    step = step_of(ids_T, spans, table_RB.tolist(), block_size, device)
+    step["attention_inputs.host_3"][2] = config.model.max_model_len
+    kv_caches = allocate(config, num_requests * blocks_per_request)
+    for cache in kv_caches:
+        cache.normal_()
+    return StepInputs(
+        arguments=arguments_of(step, attention_inputs_of(step, config.attention_backend), kv_caches),
+        logits_rows_R=step["attention_inputs.query_start_loc_R1"][1:].long() - 1,
+        zeros_R=torch.zeros(num_requests, device=device),
+        seeds_R=torch.zeros(num_requests, dtype=torch.int64, device=device),
+        row_index_R=torch.arange(num_requests, dtype=torch.int32, device=device),
+    )
+
+
+REPLAYS = 20
+
+
+def time_step(step: Callable[[], Any], device: torch.device) -> Callable[[], float]:
+    """Warm a step up and, on a GPU, capture it. Each call of the result measures it: mean microseconds of REPLAYS steps
+    back to back."""
+    if device.type != "cuda":
+        step()
+        return lambda: _host_microseconds(step)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    return lambda: _device_microseconds(graph)
+
+
+def _device_microseconds(graph: torch.cuda.CUDAGraph) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3 / REPLAYS
+
+
+def _host_microseconds(step: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    for _ in range(REPLAYS):
+        step()
+    return (time.perf_counter() - start) * 1e6 / REPLAYS

@@ -1,4 +1,4 @@
-"""Measures on a Hopper for how many tokens its own kernel computes gate, up and silu * up faster than the library."""
+"""The numbers of tokens for which a Hopper's own kernel computes gate, up and silu * up faster than the library."""
 
 from __future__ import annotations
 
@@ -22,12 +22,10 @@ from compiled_engine.passes.hopper_product import (
     hopper_product,
 )
 from compiled_engine.process.progress import Progress
-from compiled_engine.tune.linear_candidates import LinearCase, cases_of
-from compiled_engine.tune.linear_tuning import Chain, TunedLinear
+from compiled_engine.tune.linears import Chain, LinearCase, TunedLinear, cases_of, tune_on_hopper
 
 # Of the time before, what a kernel may take to be chosen.
 WORTH = 0.985
-REPEATS = 9
 # Tokens that are measured for all batches beyond the last bucket.
 TOKENS_OF_MANY = 8192
 # Bytes of shared memory for a program, barriers aside; candidates of a case.
@@ -70,31 +68,22 @@ def tokens_measured(case: LinearCase) -> int:
 
 @torch.inference_mode()
 def tune_products(cases: Sequence[LinearCase], progress: Progress) -> list[TunedLinear]:
-    """The cases that gain, each with its fastest right tiles; none where the device is not a Hopper.
-
-    Large products draw as much power as the device may: what is measured long enough is what it sustains.
-    """
-    tuned: list[TunedLinear] = []
-    if torch.cuda.get_device_capability()[0] != 9:
-        return tuned
+    """See `tune_on_hopper`. Large products draw as much power as the device may: what is measured for long is what it
+    sustains."""
     device = torch.device("cuda", torch.cuda.current_device())
-    num_sms, rates = multiprocessors(device), device_rates(device, torch.bfloat16)
-    with progress.stage("measure products on Hopper", total=len(cases)) as advance:
-        for case in cases:
-            advance(1)
-            chain = Chain([replace(case, num_tokens=tokens_measured(case), norm=False)])
-            expected = chain.run([_library], 1).float()
-            times: dict[ProductTiles, float] = {}
-            for tiles in product_candidates(case, num_sms):
-                found = chain.run([partial(_product, tiles)], 1).float()
-                if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
-                    times[tiles] = chain.microseconds([partial(_product, tiles)], REPEATS)
-            before = chain.microseconds([_library], REPEATS)
-            best = min(times, key=times.__getitem__, default=None)
-            if best is not None and times[best] < WORTH * before:
-                bound = case.num_rows * case.k * 2 * tokens_measured(case) / rates.flops_per_s * 1e6
-                tuned.append(TunedLinear(case, best, times[best], before, bound))
-    return tuned
+    num_sms, flops_per_s = multiprocessors(device), device_rates(device, torch.bfloat16).flops_per_s
+    return tune_on_hopper(
+        "measure products on Hopper",
+        cases,
+        progress,
+        chain_of=lambda case: Chain([replace(case, num_tokens=tokens_measured(case), norm=False)]),
+        candidates=lambda case: product_candidates(case, num_sms),
+        kernel=lambda tiles: partial(_product, tiles),
+        before=lambda case: _library,
+        library=_library,
+        bound_us=lambda case: case.num_rows * case.k * 2 * tokens_measured(case) / flops_per_s * 1e6,
+        worth=WORTH,
+    )
 
 
 def _product(tiles: ProductTiles, x_TK: torch.Tensor, weight_NK: torch.Tensor, *others: object) -> torch.Tensor:

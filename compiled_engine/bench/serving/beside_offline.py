@@ -1,4 +1,4 @@
-"""What HTTP costs: the same requests through the engine's own API, and through its server with streaming."""
+"""The price of HTTP: the same requests through the engine's own API, and through its server with streaming."""
 
 from __future__ import annotations
 

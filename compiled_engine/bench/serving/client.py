@@ -26,7 +26,7 @@ KEPT_TEXT = 300
 
 
 class Record(msgspec.Struct):
-    """What became of a request. Times are seconds from the start of the run; those of a request that was not sent are
+    """A request and its answer. Times are seconds from the start of the run; those of a request that was not sent are
     None.
 
     due: when it was to be sent. sent: when it was. chunk_times: of the parts of the answer that carry output. end: of

@@ -99,7 +99,7 @@ def client_figures(reports: Sequence[Report]) -> dict[str, Any]:
 
 
 def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
-    """What became of each request, in order, without the times of its parts."""
+    """Each request and its end, in order, without the times of its parts."""
     records = sorted((record for report in reports for record in report.records), key=lambda record: record.index)
     return [
         {
@@ -116,7 +116,7 @@ def records_of(reports: Sequence[Report]) -> list[dict[str, Any]]:
 
 
 def _latencies(record: Record) -> dict[str, Any]:
-    """In ms; tpot is None for a single token."""
+    """The latencies of an answer in ms; tpot is None for a single token."""
     sent, times = record.sent or 0.0, np.array(record.chunk_times)
     first, last = float(times[0]) - sent, float(times[-1]) - sent
     tokens = record.output_tokens

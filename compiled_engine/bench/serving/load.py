@@ -61,7 +61,7 @@ class LoadPlan:
         return msgspec.json.encode({"model": self.model, **prompt, "max_tokens": request.output_len, **self.fields})
 
     def settings(self) -> dict[str, Any]:
-        """What a result states of its load."""
+        """The load as a result states it."""
         if isinstance(self.prompts, RandomPrompts):
             workload: dict[str, Any] = {
                 "input_len": self.prompts.input_len.text,

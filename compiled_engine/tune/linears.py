@@ -1,0 +1,171 @@
+"""The linears of a model as cases to tune, chains of them to time, and the one way to choose tiles for a case.
+
+Candidates that compute what the kernel before them does are timed, and the fastest is taken if it is worth it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from compiled_engine.config import ModelConfig, local_share
+from compiled_engine.passes.hopper_linear import HopperTiles
+from compiled_engine.passes.hopper_product import ProductTiles
+from compiled_engine.passes.small_batch_linear_op import Tiles
+from compiled_engine.process.progress import Progress
+
+SHARED_MEMORY = 220 << 10
+REPEATS = 9
+# So many bytes of weights in turn that the L2 cache holds none of them.
+WORKING_SET = 800 << 20
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """A [num_tokens, k] x [num_rows, k] product of a model; with silu_mul num_rows counts gate and up together."""
+
+    name: str
+    num_tokens: int
+    num_rows: int
+    k: int
+    norm: bool
+    silu_mul: bool
+    residual: bool
+
+
+def cases_of(model: ModelConfig, num_tokens: int, num_ranks: int = 1) -> list[LinearCase]:
+    """The five linears of a decoder-only model, as the passes leave them: with several ranks those that each has, whose
+    norms and residual adds are part of the sums between."""
+    model, alone = local_share(model, num_ranks), num_ranks == 1
+    heads, width = model.num_heads + 2 * model.num_kv_heads, model.intermediate_size
+    hidden = model.hidden_size
+    return [
+        LinearCase("qkv", num_tokens, heads * model.head_dim, hidden, alone, False, False),
+        LinearCase("o", num_tokens, hidden, model.num_heads * model.head_dim, False, False, alone),
+        LinearCase("gate_up", num_tokens, 2 * width, hidden, alone, True, False),
+        LinearCase("down", num_tokens, hidden, width, False, False, alone),
+        LinearCase("head", num_tokens, model.vocab_size, hidden, alone, False, False),
+    ]
+
+
+Linear = Callable[..., torch.Tensor]
+AnyTiles = TypeVar("AnyTiles", Tiles, HopperTiles, ProductTiles)
+
+
+@dataclass(frozen=True)
+class TunedLinear:
+    """The fastest tiles of a case, microseconds of a launch, and of the bytes at the memory's bandwidth."""
+
+    case: LinearCase
+    tiles: Tiles | HopperTiles | ProductTiles
+    microseconds: float
+    cublas_microseconds: float
+    bound_microseconds: float
+
+
+class Chain:
+    """Linears of which each reads what the one before it wrote, over as many layers as fill the working set."""
+
+    def __init__(self, cases: Sequence[LinearCase], layers: int | None = None):
+        size = sum(case.num_rows * case.k * 2 for case in cases)
+        self.cases = cases
+        self.generator = torch.Generator(device="cuda").manual_seed(0)
+        self.layers = [
+            [self._normal(case.num_rows, case.k) / case.k**0.5 for case in cases]
+            for _ in range(layers or max(2, min(64, -(-WORKING_SET // size))))
+        ]
+        tokens = cases[0].num_tokens
+        self.x_TK = self._normal(tokens, cases[0].k)
+        self.residuals = [self._normal(tokens, case.num_rows) if case.residual else None for case in cases]
+        self.norm_weights = [1 + self._normal(case.k) / 8 if case.norm else None for case in cases]
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator, dtype=torch.bfloat16, device="cuda")
+
+    def run(self, linears: Sequence[Linear], layers: int | None = None) -> torch.Tensor:
+        x_TK = self.x_TK
+        for weights in self.layers[:layers]:
+            for i, case in enumerate(self.cases):
+                # Of the qkv projection only q goes on; a linear measured alone may be too narrow for the next layer.
+                x_TK = linears[i](
+                    (x_TK if x_TK.shape[1] >= case.k else self.x_TK)[:, : case.k],
+                    weights[i],
+                    None,
+                    self.norm_weights[i],
+                    1e-6,
+                    self.residuals[i],
+                    case.silu_mul,
+                )
+        return x_TK
+
+    def microseconds(self, linears: Sequence[Linear], repeats: int) -> float:
+        """Time a layer: the median of the repeats."""
+        self.run(linears, 1)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run(linears)
+        graph.replay()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        times = []
+        for _ in range(repeats):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / len(self.layers))
+        graph.reset()
+        return sorted(times)[repeats // 2]
+
+
+def right(
+    chain: Chain, candidates: Iterable[AnyTiles], kernel: Callable[[AnyTiles], Linear], expected: torch.Tensor
+) -> Iterator[AnyTiles]:
+    """The candidates that this device can hold, and that compute what is expected of the chain's first layer."""
+    for tiles in candidates:
+        try:
+            found = chain.run([kernel(tiles)], 1).float()
+        except Exception:  # out of shared memory, of registers
+            continue
+        if bool((found - expected).abs().max() <= 0.03 * expected.abs().max()):
+            yield tiles
+
+
+def tune_on_hopper(
+    stage: str,
+    cases: Sequence[LinearCase],
+    progress: Progress,
+    chain_of: Callable[[LinearCase], Chain],
+    candidates: Callable[[LinearCase], Iterable[AnyTiles]],
+    kernel: Callable[[AnyTiles], Linear],
+    before: Callable[[LinearCase], Linear],
+    library: Linear,
+    bound_us: Callable[[LinearCase], float],
+    worth: float,
+) -> list[TunedLinear]:
+    """The cases that gain, each with its fastest right tiles; none where the device is not a Hopper.
+
+    before: the kernel that runs without it; it is replaced if the fastest takes less than `worth` of its time. library:
+    for the profile's readers.
+    """
+    tuned: list[TunedLinear] = []
+    if torch.cuda.get_device_capability()[0] != 9:
+        return tuned
+    with progress.stage(stage, total=len(cases)) as advance:
+        for case in cases:
+            advance(1)
+            chain, current = chain_of(case), before(case)
+            expected = chain.run([current], 1).float()
+            times = {
+                tiles: chain.microseconds([kernel(tiles)], REPEATS)
+                for tiles in right(chain, candidates(case), kernel, expected)
+            }
+            microseconds = chain.microseconds([current], REPEATS)
+            best = min(times, key=times.__getitem__, default=None)
+            if best is not None and times[best] < worth * microseconds:
+                others = microseconds if current is library else chain.microseconds([library], REPEATS)
+                tuned.append(TunedLinear(case, best, times[best], others, bound_us(case)))
+    return tuned
