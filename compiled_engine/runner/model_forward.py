@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class ModelForward:
             if on_attention is not None:
                 self._parts = compiled.bind(parameters, on_attention, self._received)
         else:
-            self._whole = self._parts = Forwards(model)
+            self._whole = self._parts = Forwards(model, model.logits)  # type: ignore[arg-type]
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
         self._distinct_whole, self._distinct_parts = self._whole, self._parts
@@ -61,7 +61,7 @@ class ModelForward:
             self._distinct_whole = self._distinct_parts = compiled.bind(parameters, None, self._received, distinct=True)
             if on_attention is not None:
                 self._distinct_parts = compiled.bind(parameters, on_attention, self._received, distinct=True)
-        self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
+        self.logits = self._whole.logits
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Whether the forward for so many tokens returns logits unless it is told otherwise."""

@@ -49,14 +49,15 @@ def runner_metrics(
 
 
 def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str, int]]]:
-    """By range and pass name: how often it matched, and had to."""
+    """By callable and range, see CompiledRange.name, and by pass name: how often it matched, and had to."""
     if compiled is None:
         return {}
     return {
-        compiled_range.compile_range.name: {
+        compiled_range.name: {
             report.name: {"matches": report.matches, "contract": report.contract}
             for report in compiled_range.passes
             if report.applied
         }
         for compiled_range in compiled.ranges
+        if compiled_range.passes
     }
