@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from compiled_engine.graphs.cache.lookup import Lookup, find_or_build
 from compiled_engine.graphs.compiler.compiled_range import CompiledRange, read_compiled_ranges
 from compiled_engine.graphs.compiler.direct_piece import load_direct
 from compiled_engine.graphs.compiler.distinct_calls import distinct_calls
-from compiled_engine.graphs.compiler.logits_head import Logits, read_logits_head, read_logits_parameters
+from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
 from compiled_engine.parallel.stages import Stage
@@ -42,16 +42,16 @@ class CompileCounts:
 
 @dataclass(frozen=True)
 class Forwards:
-    """The compiled forward of each compile range.
+    """The forward of each compile range, and logits.
 
     `hidden`, of the dynamic range, serves every batch and returns hidden states [T, D]; those in `small` return the
-    logits [T, V] of every token. A non-final stage returns the next stage's input. `logits`: from hidden states [R, D]
-    to logits [R, V]; None if the model has it.
+    logits [T, V] of every token. `logits`: from hidden states [R, D] to logits [R, V]. A stage with others behind it
+    returns what it hands on, and has no logits.
     """
 
     hidden: Forward
+    logits: Forward = field(default_factory=nn.Identity)
     small: tuple[tuple[CompileRange, Forward], ...] = ()
-    logits: Logits | None = None
 
     def for_logits(self, num_tokens: int) -> Forward | None:
         """The forward that returns logits for this number of tokens, or None."""
@@ -60,7 +60,7 @@ class Forwards:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """An entry of the cache, loaded: the plan of each compile range, and the pieces that they share.
+    """An entry of the cache, loaded: the plan of each callable and range, and the pieces that they share.
 
     direct: the pieces that Inductor did not compile.
     """
@@ -68,8 +68,6 @@ class CompiledModel:
     ranges: tuple[CompiledRange, ...]
     pieces: dict[str, Piece]
     direct: frozenset[str]
-    logits_head: Callable[[Mapping[str, torch.Tensor]], Logits] | None
-    logits_parameters: tuple[Parameter, ...]
     lookup: Lookup
     counts: CompileCounts
 
@@ -77,20 +75,21 @@ class CompiledModel:
         """A part of it. Raises ValueError, see stage_plan."""
         if stage.count == 1:
             return self
-        staged = tuple(replace(r, staged=stage_plan(r.plan, stage)) for r in self.ranges)
-        if not stage.is_last:
-            return replace(self, ranges=staged, logits_head=None, logits_parameters=())
-        return replace(self, ranges=staged)
+        staged = (replace(r, staged=stage_plan(r.plan, stage)) for r in self.of(FORWARD))
+        return replace(self, ranges=(*staged, *(self.of(LOGITS) if stage.is_last else ())))
+
+    def of(self, name: str) -> tuple[CompiledRange, ...]:
+        """The ranges of a callable."""
+        return tuple(r for r in self.ranges if r.callable == name)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        """All parameters of the forwards and the logits."""
-        of_forwards = (parameter for r in self.ranges for parameter in r.bound_plan.parameters)
-        return tuple(dict.fromkeys((*of_forwards, *self.logits_parameters)))
+        """All that the callables take."""
+        return tuple(dict.fromkeys(parameter for r in self.ranges for parameter in r.bound_plan.parameters))
 
     def is_direct(self, compile_range: CompileRange) -> bool:
         """Return whether the forward of this range makes all its calls from Python."""
-        keys = (r.bound_plan.piece_keys() for r in self.ranges if r.compile_range == compile_range)
+        keys = (r.bound_plan.piece_keys() for r in self.of(FORWARD) if r.compile_range == compile_range)
         return self.direct.issuperset(*keys)
 
     @property
@@ -107,18 +106,20 @@ class CompiledModel:
         *,
         distinct: bool = False,
     ) -> Forwards:
-        """The compiled forwards on these parameters (stand-alone and packed ones, by name); see `stitch`.
+        """The callables on these parameters (stand-alone and packed ones, by name); see `stitch`.
 
         received: buffer of the previous stage's result, uint8. distinct: see `distinct_calls`.
         """
         bound: list[tuple[CompileRange, Forward]] = []
-        for r in self.ranges:
+        for r in self.of(FORWARD):
             plan = distinct_calls(r.bound_plan) if distinct else r.bound_plan
             forward = stitch(plan, self.pieces, parameters, on_attention)
             bound.append((r.compile_range, StageForward(forward, r.staged, received) if r.staged else forward))
-        hidden = next(forward for compile_range, forward in bound if not compile_range.small)
-        logits = self.logits_head(parameters) if self.logits_head else None
-        return Forwards(hidden, tuple(item for item in bound if item[0].small), logits)
+        *small, (_, hidden) = bound
+        found = Forwards(hidden, small=tuple(small))
+        for r in self.of(LOGITS):
+            found = replace(found, logits=stitch(r.plan, self.pieces, parameters))
+        return found
 
 
 def compile_model(
@@ -142,14 +143,12 @@ def compile_model(
         with timeline.span("build"):
             compiles.append(build_entry(config, make_model, folder, progress, timeline))
 
-    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], frozenset[str], Any, Any]:
+    def load(folder: Path) -> tuple[tuple[CompiledRange, ...], dict[str, Piece], frozenset[str]]:
         with timeline.span("load pieces"):
             ranges = read_compiled_ranges(folder)
             keys = dict.fromkeys(key for compiled_range in ranges for key in compiled_range.plan.piece_keys())
             pieces = {key: load_piece(folder, key, device_type) for key in keys}
-            direct = frozenset(key for key in keys if not _artifact(folder, key).exists())
-            head = read_logits_head(folder, device_type)
-            return ranges, pieces, direct, head, read_logits_parameters(folder)
+            return ranges, pieces, frozenset(key for key in keys if not _artifact(folder, key).exists())
 
     with timeline.span("compile"):
         with timeline.span("cache key"):
@@ -159,12 +158,12 @@ def compile_model(
         lookup = find_or_build(root, factors, build, load)
     if lookup.status == "hit":
         timeline.rename("compile", "load")
-    ranges, pieces, direct, logits_head, logits_parameters = lookup.loaded
+    ranges, pieces, direct = lookup.loaded
     if config.compile.strict:
         for compiled_range in ranges:
             require_contracts(compiled_range.compile_range, compiled_range.passes)
     counts = CompileCounts(traces=len(compiles), compiles=sum(compiles))
-    return CompiledModel(ranges, pieces, direct, logits_head, logits_parameters, lookup, counts)
+    return CompiledModel(ranges, pieces, direct, lookup, counts)
 
 
 def load_piece(entry: Path, key: str, device_type: str) -> Piece:

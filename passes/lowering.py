@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from compiled_engine.attention.op import ATTENTION_VALUE
 from compiled_engine.passes.fold_parameters import FoldParameters
 from compiled_engine.passes.foreign_attention import ForeignAttention
 from compiled_engine.passes.graph_pass import CompileRange, GraphPass
@@ -15,11 +14,6 @@ from compiled_engine.passes.normalise_layout import NormaliseLayout
 # The placeholder of attention in a trace cannot be executed, so it cannot be compared.
 _FIRST: tuple[GraphPass, ...] = (ForeignAttention(),)
 _THEN: tuple[GraphPass, ...] = (NormaliseLayout(), FoldParameters())
-
-
-def is_foreign(graph: fx.Graph) -> bool:
-    """Return whether the graph is a trace of foreign code."""
-    return bool(graph.find_nodes(op="call_function", target=ATTENTION_VALUE))
 
 
 def lower(

@@ -40,6 +40,10 @@ class RandomInputs:
         sizes = {"tokens": num_tokens, "requests": len(self._arguments["attention_inputs.seq_lens_R"])}
         asked = [node.meta["step_tensor"] for node in placeholders.values() if "step_tensor" in node.meta]
         self._arguments |= padding_of(asked, sizes, device)
+        for name, node in placeholders.items():  # rows of a callable's own, such as hidden states
+            if source_of(node).kind == "argument" and name not in self._arguments:
+                fake = node.meta["val"]
+                self._arguments[name] = self._normal((num_tokens, *fake.shape[1:]), fake.dtype)
 
     def of(self, placeholder: fx.Node) -> Any:
         """The value of a graph input."""

@@ -62,11 +62,11 @@ class TensorParallel(GraphPass):
         self._shards, self._num_ranks, self._whole = shards, num_ranks, whole
 
     def contract(self, graph: fx.Graph, compile_range: CompileRange) -> int:
-        """A sum for each product with a divided input, two a layer; one for the embedding if its vocabulary is
-        divided.
-        """
+        """A sum for each product whose input is divided, two a layer; one for the embedding if its vocabulary is and
+        token ids are looked up in it."""
         divided_inputs = sum(shard.divides_input for shard in self._shards.values())
-        return divided_inputs + any(s.dim == 0 and "embed" in name for name, s in self._shards.items())
+        looks_up = any(source_of(node).name == "input_ids_T" for node in graph.find_nodes(op="placeholder"))
+        return divided_inputs + any(looks_up and s.dim == 0 and "embed" in name for name, s in self._shards.items())
 
     def run(self, graph: fx.Graph) -> PassResult:
         replacements = []

@@ -16,8 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from compiled_engine.bench.families import family as bench_family
 from compiled_engine.config import ModelConfig, RopeConfig
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.graphs.compiler.signature import forward_signature
+from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.foreign_config import foreign_model
 from compiled_engine.models.checkpoint.json_fields import JsonFields
@@ -87,7 +87,7 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
         values |= {"architectures": [family.architecture], "model_type": family.foreign}
         config = tiny_config()
         config = replace(config, model=foreign_model(JsonFields("config.json", values), Path("."), dtype, None)[0])
-        return config.model, trace(without_storage(build_model(config.model), CPU), example_inputs(config))
+        return config.model, trace(without_storage(build_model(config.model), CPU), forward_signature(config))
     shape: dict[str, Any] = {
         "num_heads": 6,
         "rms_norm_eps": 3e-4,
@@ -100,7 +100,7 @@ def traced(family: Family, dtype: torch.dtype, num_layers: int = 2) -> tuple[Mod
         "dtype": dtype,
     }
     config = tiny_config(family.architecture, num_layers, **shape | dict(family.changes))
-    return config.model, trace(without_storage(build_model(config.model), CPU), example_inputs(config))
+    return config.model, trace(without_storage(build_model(config.model), CPU), forward_signature(config))
 
 
 def run_all(

@@ -11,10 +11,10 @@ from tiny_models import tiny_config
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler.build import apply_passes
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import run_passes
@@ -40,7 +40,7 @@ def config_of(family: Family) -> EngineConfig:
 def planned(config: EngineConfig, compile_range: CompileRange, *, fused: bool = False) -> tuple[Plan, Pieces]:
     """Pieces as they are before they are compiled. fused: with the ops that passes put in, as on a GPU."""
     model = without_storage(build_model(config.local_model), CPU)
-    graphs = trace(model, example_inputs(config))
+    graphs = trace(model, forward_signature(config))
     if fused:
         module, passes = graphs.for_range(compile_range), registered_passes()
         run_passes(module.graph, passes, [graph_pass.name for graph_pass in passes], compile_range, CPU)

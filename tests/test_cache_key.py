@@ -24,9 +24,11 @@ from compiled_engine.graphs.cache.key import (
     cache_factors,
     graph_config,
 )
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_rank
+from compiled_engine.graphs.compiler.build import apply_passes, trace_rank
 from compiled_engine.graphs.compiler.settings import INDUCTOR_OPTIONS
+from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
+from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 
 ENVIRONMENT = Environment(
@@ -149,7 +151,8 @@ def perturbed(config: EngineConfig, field: str) -> EngineConfig:
 
 def final_graph(config: EngineConfig) -> list[Any]:
     """What a compiler would be given: for each range its plan and its unique pieces; and the compiler's options."""
-    traced = trace_rank(config, build_model(config.local_model))
+    model = without_storage(build_model(config.local_model), config.device)
+    traced = trace_rank(config, model, forward_signature(config))
     versions: list[Any] = [INDUCTOR_OPTIONS]
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, traced, compile_range)

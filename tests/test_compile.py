@@ -13,13 +13,13 @@ from tiny_models import tiny_config
 from compiled_engine.attention.inputs import arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiled_model import CompiledModel, compile_model
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
+from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.direct_piece import direct_source, load_direct
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import SplitError, make_plan, split
 from compiled_engine.graphs.compiler.stitch import forward_source, stitch
-from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace
+from compiled_engine.graphs.compiler.trace import TracedGraph, require_no_guards, trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.checkpoint.parameters import materialize
@@ -31,7 +31,7 @@ from compiled_engine.process.timeline import Timeline
 
 
 def traced(config: EngineConfig) -> TracedGraph:
-    return trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+    return trace(without_storage(build_model(config.model), config.device), forward_signature(config))
 
 
 def compiled(config: EngineConfig) -> CompiledModel:
@@ -144,7 +144,7 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
 ) -> None:
     config = compiled_config
     cold = compiled(config)
-    assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 6)
+    assert (cold.lookup.status, cold.counts.traces, cold.counts.compiles) == ("miss", 1, 7)
 
     def no_model(model: ModelConfig) -> torch.nn.Module:
         raise AssertionError("a warm start must not trace")
@@ -154,7 +154,8 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
     model = build_model(config.model)
     weights = materialize(model, warm.parameters, config.device)
     fill_with_random_weights(weights, seed=0)
-    forward = warm.bind(weights.tensors).hidden
+    bound = warm.bind(weights.tensors)
+    forward = bound.hidden
     for num_tokens in (1, 2, 17, 256):
         block_size = config.cache.block_size
         ids = torch.randint(0, 101, (num_tokens,)).tolist()
@@ -167,6 +168,10 @@ def test_one_artifact_serves_all_sizes_and_a_warm_start_compiles_nothing(
                 results.append((function(*arguments_of(step, inputs, caches)), caches))
         torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-4, atol=1e-5)
+        with torch.inference_mode():
+            assert torch.equal(bound.logits(results[0][0]), model.logits(results[0][0]))
+    assert warm.ranges[-1].name == "logits/1-256"
+    assert warm.direct.issuperset(warm.ranges[-1].plan.piece_keys())
 
 
 def test_the_stitched_forward_is_readable_and_frees_what_it_used(compiled_config: EngineConfig) -> None:

@@ -24,8 +24,8 @@ from compiled_engine.bench.family_comparison import (
 )
 from compiled_engine.config import ModelConfig
 from compiled_engine.graphs.cache.key import cache_factors
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.signature import forward_signature
+from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.config_reader import read_model_config
@@ -95,7 +95,7 @@ def traced_text(folder: Path, *, of_all_layers: bool) -> tuple[list[str], str]:
     model = without_storage(build_model(config.model), CPU)
     if of_all_layers:
         model.layers_path = ""
-    traced = trace(model, example_inputs(config))
+    traced = trace(model, forward_signature(config))
     lines = [line.partition(": ")[2] for line in graph_text(traced.module.graph) if " = input " not in line]
     return [line.split("(")[0] for line in lines], traced.dynamo_graph
 

@@ -13,10 +13,10 @@ from torch import fx, nn
 
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiler import trace as trace_module
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.build import apply_passes
+from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
@@ -68,11 +68,11 @@ def both_ways(
     models = [model_of(config), model_of(config)]
     for model in models:
         change(model)
-    few = trace(models[0], example_inputs(config))
+    few = trace(models[0], forward_signature(config))
     assert stack_of(models[0]).only is None
     with monkeypatch.context() as patched:
         patched.setattr(trace_module, "traced_layers", lambda model: None)
-        every = trace(models[1], example_inputs(config))
+        every = trace(models[1], forward_signature(config))
     return few, every, few.dynamo_graph.count("= torch.ops.compiled_engine.attention")
 
 

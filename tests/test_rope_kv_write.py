@@ -16,11 +16,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compiled_engine.attention.inputs import AttentionInputs
 from compiled_engine.attention.op import attend, attention
 from compiled_engine.config import RopeConfig
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
 from compiled_engine.graphs.compiler.piece import piece_from_json
+from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import stitch
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.families import FAMILIES
 from compiled_engine.models.textbook.layers import rotate
@@ -48,7 +48,7 @@ def traced_model(architecture: str, dtype: torch.dtype, num_layers: int = 3, **c
     """The graph of a small model that returns hidden states."""
     config = tiny_config(architecture, num_layers, num_heads=6, rms_norm_eps=3e-4, dtype=dtype, **changes)
     model = without_storage(build_model(config.model), CPU)
-    return trace(model, example_inputs(config)).for_range(CompileRange(1, 256))
+    return trace(model, forward_signature(config)).for_range(CompileRange(1, 256))
 
 
 def run(module: fx.GraphModule, num_tokens: int = 7) -> list[torch.Tensor]:

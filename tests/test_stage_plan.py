@@ -58,7 +58,7 @@ def test_stages_compute_what_the_whole_does(family: Family, stage_layers: tuple[
 
 def test_something_else_than_rows_of_tokens_cannot_cross() -> None:
     plan, _ = planned(config_of(QWEN3), RANGES[0])
-    nothing_known = Plan(plan.inputs, plan.steps, plan.outputs)
+    nothing_known = Plan(plan.arguments, plan.inputs, plan.steps, plan.outputs)
     with pytest.raises(ValueError, match="cannot be sent between stages"):
         stage_plan(nothing_known, stages_of((2, 2), NUM_LAYERS)[0])
     with pytest.raises(ValueError, match="4 attentions, not one for each of 5 layers"):

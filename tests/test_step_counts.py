@@ -17,10 +17,10 @@ from small_engines import SMALL
 import compiled_engine
 from compiled_engine.bench.bounds import model_sizes
 from compiled_engine.bench.engine_steps import decodes
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.build import apply_passes
+from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.options import EngineOptions
@@ -100,7 +100,7 @@ def test_a_compiled_step_reads_what_its_bound_counts() -> None:
     model = without_storage(build_model(config.model), config.device)
     weights = dict(model.named_parameters(remove_duplicate=False))
     sizes, num_layers = model_sizes(config.model), config.model.num_layers
-    graph = trace(model, example_inputs(config))
+    graph = trace(model, forward_signature(config))
     for compile_range in compile_ranges(config):
         module, _ = apply_passes(config, graph, compile_range)
         plan, _ = make_plan(module.graph, split(module.graph))

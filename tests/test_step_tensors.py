@@ -19,7 +19,7 @@ from torch import fx
 from compiled_engine.attention.inputs import FIELDS, STEP_TENSORS, StepTensor
 from compiled_engine.config import EngineConfig, GraphConfig, GraphMode
 from compiled_engine.graphs.cache.key import cache_factors
-from compiled_engine.graphs.compiler.example_inputs import example_inputs
+from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.stage_plan import StageForward, stage_plan
 from compiled_engine.graphs.compiler.stitch import forward_source, stitch
 from compiled_engine.graphs.cuda_graphs.key import GraphKey, GraphKind, decode_key, mixed_key
@@ -303,7 +303,7 @@ def test_it_is_in_the_cache_key_and_exists_nowhere_else() -> None:
     config = config_of(QWEN3)
     assert cache_factors(config)["step_tensors"] == {"slots_R": [["requests"], "torch.int32", NO_SLOT]}
     assert "step_tensors" not in cache_factors(without(config))
-    assert example_inputs(without(config)).asked == ()
+    assert forward_signature(without(config)).asked == ()
     plan, _ = planned(without(config), RANGES[1])
     assert forward_source(plan).startswith("def forward(input_ids_T, positions_T, attention_inputs, kv_caches):\n")
 

@@ -16,8 +16,9 @@ from compiled_engine.bench.family_comparison import verified_passes
 from compiled_engine.config import EngineConfig, ParallelConfig
 from compiled_engine.graphs.cache.key import cache_factors
 from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trace_whole
+from compiled_engine.graphs.compiler.signature import forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.trace import TracedGraph
+from compiled_engine.graphs.compiler.trace import TracedGraph, without_storage
 from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.models.textbook.architectures import build_model
 from compiled_engine.parallel.connect import RankLayout
@@ -49,7 +50,8 @@ def config_of(family: Family, num_ranks: int, num_layers: int = 2, **changes: ob
 
 
 def traced(config: EngineConfig) -> TracedGraph:
-    return trace_rank(config, build_model(config.local_model))
+    model = without_storage(build_model(config.local_model), config.device)
+    return trace_rank(config, model, forward_signature(config))
 
 
 CASES = [*((family, 2) for family in FAMILIES if family.architecture in DIVISIBLE), (BIASED, 4)]

@@ -19,7 +19,9 @@ import torch
 from compiled_engine.bench.families import Family, load_oracle, write_checkpoint
 from compiled_engine.bench.fused_forward import BLOCK_SIZE, FusedModel, fuse
 from compiled_engine.bench.results import provenance
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges, trace_rank, trace_whole
+from compiled_engine.graphs.compiler.build import apply_passes, trace_rank, trace_whole
+from compiled_engine.graphs.compiler.signature import forward_signature
+from compiled_engine.graphs.compiler.trace import without_storage
 from compiled_engine.llm import LLM
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.other_engines.translate import make_options
@@ -175,10 +177,9 @@ def verified_passes(folder: Path, options: dict[str, Any]) -> tuple[PassReport, 
     given = OPTIONS | {"dtype": "float32", "compile_ranges": (8,), "verify_passes": True} | options
     del given["progress"]
     config = resolve(make_options(given | {"model": folder, "mode": "compiled", "attention_backend": "torch"}))
-    traced = trace_rank(config, build_model(config.local_model))
-    whole = trace_whole(config, build_model)
-    ranges = compile_ranges(config)
-    return tuple(report for one in ranges for report in apply_passes(config, traced, one, whole)[1])
+    model, signature = without_storage(build_model(config.local_model), config.device), forward_signature(config)
+    traced, whole = trace_rank(config, model, signature), trace_whole(config, build_model)
+    return tuple(report for one in signature.ranges for report in apply_passes(config, traced, one, whole)[1])
 
 
 def difference_after_passes(model: FusedModel, oracle: Any) -> Difference:

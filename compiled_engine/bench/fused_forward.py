@@ -5,24 +5,20 @@ It takes seconds where compiling takes minutes, and is what a compiled model com
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
-from compiled_engine.graphs.compiler.build import apply_passes, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.logits_head import read_logits_head, read_logits_parameters
-from compiled_engine.graphs.compiler.logits_head_writer import write_logits_head
+from compiled_engine.graphs.compiler.build import apply_passes
 from compiled_engine.graphs.compiler.piece import piece_from_json
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.signature import FORWARD, LOGITS, callables_of
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import Forward, stitch
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model, build_tensors
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize
@@ -40,7 +36,7 @@ class FusedModel:
 
     config: EngineConfig
     forwards: tuple[tuple[CompileRange, Forward], ...]
-    logits: Callable[[torch.Tensor], torch.Tensor]
+    logits: Forward
     reports: tuple[PassReport, ...]
 
     def logprobs(self, sequences: Sequence[Sequence[int]], steps: Sequence[Sequence[int]]) -> list[torch.Tensor]:
@@ -75,28 +71,27 @@ class FusedModel:
 
 @torch.no_grad()
 def fuse(config: EngineConfig, *, verify: bool = False) -> FusedModel:
-    """Trace the model, run the passes for each compile range, and bind the graphs to the checkpoint's weights.
+    """Trace the callables, run the passes for each compile range, and bind the graphs to the checkpoint's weights.
 
     config: with blocks of BLOCK_SIZE. verify: execute each rewrite and compare.
     """
-    inputs = example_inputs(config)
-    traced = trace(without_storage(build_model(config.model), config.device), inputs, verify=verify)
-    plans: list[tuple[CompileRange, Plan, dict[str, str]]] = []
+    traceable = without_storage(build_model(config.model), config.device)
+    plans: list[tuple[str, CompileRange, Plan, dict[str, str]]] = []
     reports: list[tuple[PassReport, ...]] = []
-    for compile_range in compile_ranges(config):
-        module, found = apply_passes(config, traced, compile_range)
-        plans.append((compile_range, *make_plan(module.graph, split(module.graph))))
-        reports.append(found)
+    for name, signature in callables_of(config).items():
+        traced = trace(traceable, signature, verify=verify)
+        for compile_range in signature.ranges:
+            module, found = apply_passes(config, traced, compile_range)
+            plan, unique = make_plan(module.graph, split(module.graph), signature.arguments)
+            plans.append((name, compile_range, plan, unique))
+            reports.append(found)
     model = build_tensors(config.model, None)
-    with tempfile.TemporaryDirectory() as folder:
-        write_logits_head(Path(folder), traced.module.graph, with_code=True)
-        head, of_logits = read_logits_head(Path(folder), config.device.type), read_logits_parameters(Path(folder))
-    assert head is not None
-    parameters = dict.fromkeys(parameter for _, plan, _ in plans for parameter in plan.parameters)
-    weights = materialize(model, (*parameters, *of_logits), config.device)
+    parameters = dict.fromkeys(parameter for _, _, plan, _ in plans for parameter in plan.parameters)
+    weights = materialize(model, parameters, config.device)
     load_weights(weights, model, config.model, SilentProgress())
-    forwards = []
-    for compile_range, plan, unique in plans:
+    bound: dict[str, list[tuple[CompileRange, Forward]]] = {}
+    for name, compile_range, plan, unique in plans:
         pieces = {key: piece_from_json(text)[0] for key, text in unique.items()}
-        forwards.append((compile_range, stitch(plan, pieces, weights.tensors)))
-    return FusedModel(config, tuple(forwards), head(weights.tensors), reports[0])
+        bound.setdefault(name, []).append((compile_range, stitch(plan, pieces, weights.tensors)))
+    ((_, logits),) = bound[LOGITS]
+    return FusedModel(config, tuple(bound[FORWARD]), logits, reports[0])

@@ -122,7 +122,7 @@ class ModelForward:
             if on_attention is not None:
                 self._parts = compiled.bind(parameters, on_attention, self._received)
         else:
-            self._whole = self._parts = Forwards(model)
+            self._whole = self._parts = Forwards(model, model.logits)  # type: ignore[arg-type]
             if on_attention is not None:
                 self._parts = Forwards(_EagerParts(model, on_attention))
         self._distinct_whole, self._distinct_parts = self._whole, self._parts
@@ -130,7 +130,7 @@ class ModelForward:
             self._distinct_whole = self._distinct_parts = compiled.bind(parameters, None, self._received, distinct=True)
             if on_attention is not None:
                 self._distinct_parts = compiled.bind(parameters, on_attention, self._received, distinct=True)
-        self.logits: Callable[[torch.Tensor], torch.Tensor] = self._whole.logits or model.logits  # type: ignore[assignment]
+        self.logits = self._whole.logits
 
     def ends_at_logits(self, num_tokens: int) -> bool:
         """Return whether the forward for this many tokens returns logits by default."""

@@ -310,14 +310,15 @@ class Runner:
 
 
 def _pass_counts(compiled: CompiledModel | None) -> dict[str, dict[str, dict[str, int]]]:
-    """Return how often each pass matched, and had to, by range and pass name."""
+    """Return how often each pass matched, and had to, by callable and range (CompiledRange.name), and by pass name."""
     if compiled is None:
         return {}
     return {
-        compiled_range.compile_range.name: {
+        compiled_range.name: {
             report.name: {"matches": report.matches, "contract": report.contract}
             for report in compiled_range.passes
             if report.applied
         }
         for compiled_range in compiled.ranges
+        if compiled_range.passes
     }

@@ -20,12 +20,12 @@ from torch import nn
 from compiled_engine.attention.inputs import ForwardArguments, arguments_of, attention_inputs_of, step_of
 from compiled_engine.config import EngineConfig
 from compiled_engine.graphs.compiled_model import load_piece
-from compiled_engine.graphs.compiler.build import apply_passes, compile_pieces, compile_ranges
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
+from compiled_engine.graphs.compiler.build import apply_passes, compile_pieces
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.signature import compile_ranges, forward_signature
 from compiled_engine.graphs.compiler.split import make_plan, split
 from compiled_engine.graphs.compiler.stitch import stitch
-from compiled_engine.graphs.compiler.trace import trace
+from compiled_engine.graphs.compiler.trace import trace, without_storage
 from compiled_engine.models.checkpoint.build_model import build_model
 from compiled_engine.models.checkpoint.loader import load_weights
 from compiled_engine.models.checkpoint.parameters import materialize, parameters_of
@@ -102,7 +102,7 @@ def _compile_all(
     (entry / "pieces").mkdir()
     plans = {}
     pieces: dict[str, str] = {}
-    traced = trace(without_storage(build_model(config.model), config.device), example_inputs(config))
+    traced = trace(without_storage(build_model(config.model), config.device), forward_signature(config))
     ranges = compile_ranges(config)
     with progress.stage("passes", total=len(chosen) * len(ranges)) as advance:
         for variant in chosen:

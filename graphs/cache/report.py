@@ -100,7 +100,7 @@ def _passes_off(entry: Path, factors: dict[str, Any]) -> list[str]:
     """
     alone = factors.get("config", {}).get("parallel.tensor_parallel_size", 1) == 1
     unused = PASSES_OF_RANKS if alone else frozenset()
-    for path in filter(Path.is_file, entry.glob("*/passes.json")):
+    for path in filter(Path.is_file, entry.rglob("passes.json")):
         try:
             off = [each["name"] for each in json.loads(path.read_bytes()) if not each["enabled"]]
             return [name for name in off if name not in unused]

@@ -1,8 +1,8 @@
-"""Build a cache entry: trace the model, run the passes for each range, split, and compile the unique pieces."""
+"""Build a cache entry: trace each callable, run the passes for each range, split, and compile the unique pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,15 +10,13 @@ from torch import fx, nn
 
 from compiled_engine.config import EngineConfig, ModelConfig
 from compiled_engine.graphs.compiler.compile_pool import compile_pool
-from compiled_engine.graphs.compiler.compiled_range import CompiledRange, write_compiled_range
+from compiled_engine.graphs.compiler.compiled_range import CompiledRange, folder_of, write_compiled_range
 from compiled_engine.graphs.compiler.direct_piece import direct_source, is_direct
-from compiled_engine.graphs.compiler.example_inputs import example_inputs, without_storage
-from compiled_engine.graphs.compiler.logits_head_writer import write_logits_head
 from compiled_engine.graphs.compiler.record import PieceRecord, Record, module_tree, phases_since, write_trace
+from compiled_engine.graphs.compiler.signature import FORWARD, Signature, callables_of
 from compiled_engine.graphs.compiler.split import make_plan, split
-from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.graphs.compiler.structured_trace import emit_entry
-from compiled_engine.graphs.compiler.trace import TracedGraph, trace
+from compiled_engine.graphs.compiler.trace import TracedGraph, trace, without_storage
 from compiled_engine.models.checkpoint.rank_shards import shards_of
 from compiled_engine.parallel.group import StandIn, in_group
 from compiled_engine.passes import small_batch_linear_cpu
@@ -35,10 +33,60 @@ from compiled_engine.process.progress import Progress
 from compiled_engine.process.timeline import Timeline
 
 
-def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
-    """The compile ranges for small batches, ascending, then the dynamic one, which serves every batch."""
-    small = [CompileRange(low, high, small=True) for low, high in config.compile.ranges]
-    return (*small, CompileRange(1, config.scheduler.max_num_batched_tokens))
+class EntryBuilder:
+    """Compiles callables into `folder`, one entry of the cache, whose layout docs/caching.md describes.
+
+    `compile_callable` is called for each; `finish` compiles the pieces of all, each unique one once.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, progress: Progress, timeline: Timeline):
+        self._config, self._folder, self._progress, self._timeline = config, folder, progress, timeline
+        self._start_s = timeline.now()
+        self._pieces: dict[str, str] = {}
+        self._direct: set[str] = set()
+        self._traced: dict[str, TracedGraph] = {}
+        (folder / "pieces").mkdir()
+
+    def compile_callable(
+        self, name: str, module: nn.Module, signature: Signature, whole: TracedGraph | None = None
+    ) -> None:
+        """Trace it, run the passes for each of its ranges, split, and write the plans.
+
+        module: see without_storage. whole: the same callable of the undivided model, see trace_whole.
+        """
+        place, timeline = folder_of(name), self._timeline
+        with self._progress.stage(f"trace {name}"), timeline.span(f"{place}trace"):
+            traced = self._traced[name] = trace_rank(self._config, module, signature)
+        for compile_range in signature.ranges:
+            with timeline.span(f"passes {place}{compile_range.name}"):
+                graph, reports = apply_passes(self._config, traced, compile_range, whole)
+            with timeline.span(f"split {place}{compile_range.name}"):
+                plan, unique = make_plan(graph.graph, split(graph.graph), signature.arguments)
+                returns = signature.returned(compile_range)
+                compiled = CompiledRange(name, compile_range, plan, returns, reports)
+                write_compiled_range(self._folder, compiled, graph_text(graph.graph))
+            self._pieces |= unique
+            if signature.direct:
+                self._direct.update(unique)
+
+    def finish(self, model: nn.Module) -> int:
+        """Compile the pieces and write the rest of the entry; returns the number of unique pieces.
+
+        model: of which the callables are.
+        """
+        folder, timeline, workers = self._folder, self._timeline, self._config.compile.workers
+        with timeline.span("compile pieces"):
+            records = compile_pieces(folder, self._pieces, workers, self._progress, timeline, self._direct)
+        with timeline.span("record"):
+            for name, traced in self._traced.items():
+                aten_graph = graph_text(traced.module.graph)
+                write_trace(folder / folder_of(name) / "trace", traced.bytecode, traced.dynamo_graph, aten_graph)
+            phases = phases_since(timeline.spans, self._start_s)
+            symbols = tuple(symbol for traced in self._traced.values() for symbol in traced.symbols)
+            guards = tuple(guard for traced in self._traced.values() for guard in traced.guards)
+            Record(phases, module_tree(model), symbols, guards, records).write(folder)
+            emit_entry(folder, next(iter(self._traced.values())).compile_id)
+        return len(self._pieces)
 
 
 def build_entry(
@@ -48,44 +96,34 @@ def build_entry(
     progress: Progress,
     timeline: Timeline,
 ) -> int:
-    """Trace and compile into `folder` (see docs/caching.md for its layout); returns the number of unique pieces."""
-    start_s = timeline.now()
-    (folder / "pieces").mkdir()
-    pieces: dict[str, str] = {}
+    """Compile all callables of a model into `folder`; returns the number of unique pieces."""
     # A trace makes many objects, and they stay: looking through them took a fifth of the time.
     with collection_paused():
-        with progress.stage("trace"), timeline.span("trace"):
-            model = make_model(config.local_model)
-            traced = trace_rank(config, model)
-            whole = trace_whole(config, make_model)
-        for compile_range in compile_ranges(config):
-            with timeline.span(f"passes {compile_range.name}"):
-                module, reports = apply_passes(config, traced, compile_range, whole)
-            with timeline.span(f"split {compile_range.name}"):
-                plan, unique = make_plan(module.graph, split(module.graph))
-                pieces |= unique
-                compiled = CompiledRange(compile_range, plan, reports)
-                write_compiled_range(folder, compiled, forward_source(plan), graph_text(module.graph))
-    with timeline.span("compile pieces"):
-        records = compile_pieces(folder, pieces, config.compile.workers, progress, timeline)
-    with timeline.span("record"):
-        write_logits_head(folder, traced.module.graph, with_code=config.model.transformers is not None)
-        write_trace(folder, traced.bytecode, traced.dynamo_graph, graph_text(traced.module.graph))
-        phases = phases_since(timeline.spans, start_s)
-        Record(phases, module_tree(model), traced.symbols, traced.guards, records).write(folder)
-        emit_entry(folder, traced.compile_id)
-    return len(pieces)
+        builder = EntryBuilder(config, folder, progress, timeline)
+        with timeline.span("build the model"):
+            model = without_storage(make_model(config.local_model), config.device)
+        for name, signature in callables_of(config).items():
+            builder.compile_callable(name, model, signature, trace_whole(config, make_model, name))
+    return builder.finish(model)
 
 
 def compile_pieces(
-    folder: Path, pieces: Mapping[str, str], workers: int, progress: Progress, timeline: Timeline
+    folder: Path,
+    pieces: Mapping[str, str],
+    workers: int,
+    progress: Progress,
+    timeline: Timeline,
+    direct: Collection[str] = (),
 ) -> tuple[PieceRecord, ...]:
-    """Make each piece (key -> JSON) ready to load: by Inductor, or as Python where nothing is left to fuse."""
+    """Make each piece (key -> JSON) ready to load: by Inductor, or as Python where nothing is left to fuse.
+
+    direct: the keys of those that are Python in any case.
+    """
     records = []
     for_inductor = []
     for key, text in pieces.items():
         (folder / "pieces" / f"{key}.json").write_text(text, encoding="utf-8")
-        if is_direct(text):
+        if key in direct or is_direct(text):
             (folder / "pieces" / f"{key}.py").write_text(direct_source(text), encoding="utf-8")
             records.append(PieceRecord(key, 0.0, None))
         else:
@@ -103,35 +141,37 @@ def compile_pieces(
     return tuple(records)
 
 
-def trace_rank(config: EngineConfig, model: nn.Module) -> TracedGraph:
-    """Trace a rank's model, which is on the meta device, and say which part of the undivided one its parameters are."""
-    model = without_storage(model, config.device)
-    traced = trace(model, example_inputs(config), strict=config.compile.strict, verify=config.compile.verify)
+def trace_rank(config: EngineConfig, model: nn.Module, signature: Signature) -> TracedGraph:
+    """Trace a callable of a rank's model, and say which part of the undivided one its parameters are."""
+    traced = trace(model, signature, strict=config.compile.strict, verify=config.compile.verify)
     describe_shards(traced.module.graph, shards_of(config))
     return traced
 
 
-def trace_whole(config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module]) -> TracedGraph | None:
-    """The undivided model, where a rank's share is to be compared with it."""
+def trace_whole(
+    config: EngineConfig, make_model: Callable[[ModelConfig], nn.Module], name: str = FORWARD
+) -> TracedGraph | None:
+    """A callable of the undivided model, where a rank's share is to be compared with it."""
     if config.parallel.tensor_parallel_size == 1 or not config.compile.verify:
         return None
     undivided = replace(config, parallel=replace(config.parallel, tensor_parallel_size=1))
-    return trace(without_storage(make_model(config.model), config.device), example_inputs(undivided))
+    return trace(without_storage(make_model(config.model), config.device), callables_of(undivided)[name])
 
 
 def apply_passes(
     config: EngineConfig, traced: TracedGraph, compile_range: CompileRange, whole: TracedGraph | None = None
 ) -> tuple[fx.GraphModule, tuple[PassReport, ...]]:
-    """The graph of one range after its passes, as it is split.
+    """The graph of one range after its passes, as it is split. What is direct has those alone that give a graph its
+    meaning.
 
     On a CPU fused ops are decomposed, unless C++ kernels serve the whole range. whole: result of `trace_whole`.
     """
-    module = traced.for_range(compile_range)
+    module, direct = traced.for_range(compile_range), traced.signature.direct
     structure = structure_passes(config, module.graph, compile_range, whole)
     with in_group(StandIn(config.parallel.tensor_parallel_size)):  # the other ranks do not verify with this one
         reports = run_passes(
             module.graph,
-            (*structure, *registered_passes()),
+            (*structure, *(() if direct else registered_passes())),
             (*(graph_pass.name for graph_pass in structure), *config.compile.passes),
             compile_range,
             config.device,
@@ -141,8 +181,8 @@ def apply_passes(
         )
     reports = (*traced.lowering, *reports)
     facts = config.model, config.parallel.tensor_parallel_size, compile_range.high
-    on_cpu = config.device.type == "cpu"
-    if on_cpu and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
+    expands = config.device.type == "cpu" and not direct
+    if expands and (not compile_range.small or small_batch_linear_cpu.obstacle(*facts) is not None):
         module = expand_references(module)
     return module, reports
 
@@ -157,6 +197,5 @@ def structure_passes(
     num_ranks, shards = config.parallel.tensor_parallel_size, shards_in(graph)
     if num_ranks == 1:
         return ()
-    assert shards, "a graph of several ranks that does not say which part of its parameters they have"
     undivided = None if whole is None else whole.for_range(compile_range).graph
     return (TensorParallel(shards, num_ranks, undivided),)

@@ -1,25 +1,36 @@
-"""The result of one compile range, its plan and pass reports, as files of a cache entry."""
+"""A callable compiled for one range: its plan, and what the passes did; as files of a cache entry."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from compiled_engine.graphs.compiler.plan import Plan
+from compiled_engine.graphs.compiler.signature import FORWARD
 from compiled_engine.graphs.compiler.stage_plan import StagePlan
+from compiled_engine.graphs.compiler.stitch import forward_source
 from compiled_engine.passes.graph_pass import CompileRange
 from compiled_engine.passes.manager import PassReport
 
 
 @dataclass(frozen=True)
 class CompiledRange:
-    """The model compiled for one range of token counts. staged: the part of the plan that a stage runs."""
+    """The callable of this name, compiled for one range of token counts. returns: the names of its results. staged: the
+    part of the plan that a stage runs."""
 
+    callable: str
     compile_range: CompileRange
     plan: Plan
+    returns: tuple[str, ...]
     passes: tuple[PassReport, ...]
     staged: StagePlan | None = None
+
+    @property
+    def name(self) -> str:
+        """1-64 of the forward, logits/1-2048 of another callable: its folder in the entry."""
+        return f"{folder_of(self.callable)}{self.compile_range.name}"
 
     @property
     def bound_plan(self) -> Plan:
@@ -27,12 +38,17 @@ class CompiledRange:
         return self.staged.plan if self.staged is not None else self.plan
 
 
-def write_compiled_range(entry: Path, compiled: CompiledRange, forward_source: str, graph_text: list[str]) -> None:
-    """<range>/plan.json, passes.json, forward.py, the graph after its passes, and the diff that each pass made."""
-    folder = entry / compiled.compile_range.name
+def folder_of(name: str) -> str:
+    """Where the files of a callable are in an entry: the forward's at the top, those of others below their names."""
+    return "" if name == FORWARD else f"{name}/"
+
+
+def write_compiled_range(entry: Path, compiled: CompiledRange, graph_text: Sequence[str]) -> None:
+    """<name>/plan.json, passes.json, forward.py, the graph after its passes, and the diff that each pass made."""
+    folder = entry / compiled.name
     (folder / "passes").mkdir(parents=True)
     (folder / "plan.json").write_text(compiled.plan.to_json(), encoding="utf-8")
-    (folder / "forward.py").write_text(forward_source, encoding="utf-8")
+    (folder / "forward.py").write_text(forward_source(compiled.plan), encoding="utf-8")
     (folder / "graph.txt").write_text("\n".join(graph_text) + "\n", encoding="utf-8")
     for number, report in enumerate(compiled.passes):
         if report.diff:
@@ -40,17 +56,23 @@ def write_compiled_range(entry: Path, compiled: CompiledRange, forward_source: s
     (folder / "passes.json").write_text(
         json.dumps([asdict(report) for report in compiled.passes], indent=1), encoding="utf-8"
     )
-    (folder / "range.json").write_text(json.dumps(asdict(compiled.compile_range)), encoding="utf-8")
+    described = {"callable": compiled.callable, "returns": compiled.returns, "range": asdict(compiled.compile_range)}
+    (folder / "range.json").write_text(json.dumps(described), encoding="utf-8")
 
 
 def read_compiled_ranges(entry: Path) -> tuple[CompiledRange, ...]:
-    """The compile ranges of an entry, those for small batches first."""
-    ranges = [_read(path.parent) for path in entry.glob("*/range.json")]
-    return tuple(sorted(ranges, key=lambda r: (not r.compile_range.small, r.compile_range.low)))
+    """The compile ranges of an entry: the forward's, those for small batches first, then those of other callables."""
+    ranges = [_read(path.parent) for path in entry.rglob("range.json")]
+    return tuple(sorted(ranges, key=_place))
+
+
+def _place(compiled: CompiledRange) -> tuple[str, bool, int]:
+    return folder_of(compiled.callable), not compiled.compile_range.small, compiled.compile_range.low
 
 
 def _read(folder: Path) -> CompiledRange:
-    compile_range = CompileRange(**json.loads((folder / "range.json").read_text()))
+    described = json.loads((folder / "range.json").read_text())
     plan = Plan.from_json((folder / "plan.json").read_text())
-    reports = json.loads((folder / "passes.json").read_text())
-    return CompiledRange(compile_range, plan, tuple(PassReport.from_json(report) for report in reports))
+    reports = tuple(map(PassReport.from_json, json.loads((folder / "passes.json").read_text())))
+    compile_range, returns = CompileRange(**described["range"]), tuple(described["returns"])
+    return CompiledRange(described["callable"], compile_range, plan, returns, reports)

@@ -25,7 +25,7 @@ def distinct_calls(plan: Plan) -> Plan:
     new = {old: number for number, old in enumerate([*range(len(plan.inputs)), *defined])}
     numbers = {index: new[stand_in] for index, stand_in in stand_ins.items()}
     steps = tuple(step.renumbered(numbers) for step in kept.values())
-    return Plan(plan.inputs, steps, tuple(numbers[index] for index in plan.outputs))
+    return Plan(plan.arguments, plan.inputs, steps, tuple(numbers[index] for index in plan.outputs))
 
 
 def _kind(plan: Plan, step: PlannedStep, makers: Mapping[int, Hashable]) -> Hashable:

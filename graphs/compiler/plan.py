@@ -1,4 +1,4 @@
-"""The plan of a compiled forward: which pieces and ops run in which order on which values. Plain JSON."""
+"""The plan of a compiled callable: which pieces and ops run in which order on which values. Plain JSON."""
 
 from __future__ import annotations
 
@@ -43,9 +43,13 @@ class Carried:
 
 @dataclass(frozen=True)
 class Plan:
-    """Value i is input i for the first len(inputs) values; steps define the others. carried: whatever outlives an
-    attention."""
+    """Value i is input i for the first len(inputs) values; steps define the others.
 
+    arguments: the names of what the callable is given, in order, whose parts inputs are. carried: whatever outlives an
+    attention.
+    """
+
+    arguments: tuple[str, ...]
     inputs: tuple[Input, ...]
     steps: tuple[PlannedStep, ...]
     outputs: tuple[int, ...]
@@ -71,7 +75,7 @@ class Plan:
             PlannedStep(s["piece"], s["op"], tuple(s["arguments"]), tuple(s["results"])) for s in data["steps"]
         )
         carried = tuple(Carried(c["value"], c["dtype"], tuple(c["row_shape"])) for c in data["carried"])
-        return Plan(inputs, steps, tuple(data["outputs"]), carried)
+        return Plan(tuple(data["arguments"]), inputs, steps, tuple(data["outputs"]), carried)
 
 
 def read_input(item: dict[str, Any]) -> Input:

@@ -79,13 +79,12 @@ class Record:
 
 
 def write_trace(
-    entry: Path, bytecode: tuple[types.CodeType, types.CodeType] | None, dynamo_graph: str, aten_graph: Iterable[str]
+    folder: Path, bytecode: tuple[types.CodeType, types.CodeType] | None, dynamo_graph: str, aten_graph: Iterable[str]
 ) -> None:
-    """trace/bytecode.txt, dynamo_graph.txt and aten_graph.txt of an entry.
+    """bytecode.txt, dynamo_graph.txt and aten_graph.txt of a callable.
 
     bytecode: of the traced function before and after Dynamo; None if Dynamo did not rewrite it.
     """
-    folder = entry / "trace"
     folder.mkdir()
     if bytecode is not None:
         (folder / "bytecode.txt").write_text(_decompiled(*bytecode), encoding="utf-8")

@@ -6,12 +6,14 @@ model give structurally equal pieces, which compile once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
+from compiled_engine.attention.inputs import FORWARD_ARGUMENTS
 from compiled_engine.graphs.compiler.piece import piece_key, piece_to_json
 from compiled_engine.graphs.compiler.plan import Carried, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import source_of
@@ -59,8 +61,13 @@ def split(graph: fx.Graph) -> list[Step]:
     return [*steps, _piece(pending)] if pending else steps
 
 
-def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]:
-    """The plan of a split graph, and each unique piece's JSON by its key."""
+def make_plan(
+    graph: fx.Graph, steps: list[Step], arguments: Sequence[str] = FORWARD_ARGUMENTS
+) -> tuple[Plan, dict[str, str]]:
+    """The plan of a split graph, and each unique piece's JSON by its key.
+
+    arguments: of the callable, see Signature. Behind them comes what passes ask for.
+    """
     index: dict[fx.Node, int] = {}
     for node in graph.find_nodes(op="placeholder"):
         index[node] = len(index)
@@ -68,9 +75,8 @@ def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]
     unique: dict[str, str] = {}
     planned = []
     for step in steps:
-        arguments = tuple(
-            {"value": index[argument]} if isinstance(argument, fx.Node) else {"constant": argument}
-            for argument in step.inputs
+        taken = tuple(
+            {"value": index[value]} if isinstance(value, fx.Node) else {"constant": value} for value in step.inputs
         )
         for node in step.outputs:
             index[node] = len(index)
@@ -79,9 +85,11 @@ def make_plan(graph: fx.Graph, steps: list[Step]) -> tuple[Plan, dict[str, str]]
             text = piece_to_json(step.piece)
             key = piece_key(text)
             unique[key] = text
-        planned.append(PlannedStep(key, step.op, arguments, tuple(index[node] for node in step.outputs)))
+        planned.append(PlannedStep(key, step.op, taken, tuple(index[node] for node in step.outputs)))
     outputs = tuple(index[node] for node in arg(graph.output_node(), 0))
-    return Plan(inputs, tuple(planned), outputs, _carried(steps, index, set(outputs))), unique
+    given = (source.name.partition(".")[0] for source in inputs if source.kind == "argument")
+    carried = _carried(steps, index, set(outputs))
+    return Plan(tuple(dict.fromkeys((*arguments, *given))), inputs, tuple(planned), outputs, carried), unique
 
 
 def _carried(steps: list[Step], index: dict[fx.Node, int], outputs: set[int]) -> tuple[Carried, ...]:

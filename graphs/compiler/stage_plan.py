@@ -82,12 +82,7 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
     steps = plan.steps[first:end]
 
     used = {argument["value"] for step in steps for argument in step.arguments if "value" in argument}
-    # A stage between two others may only pass on what a later one reads. All have the same arguments.
-    old_inputs = [
-        index
-        for index, source in enumerate(plan.inputs)
-        if index in used or (isinstance(source, Source) and source.kind == "argument" and source.element is None)
-    ]
+    old_inputs = [index for index in range(len(plan.inputs)) if index in used]
     inputs = [_renumbered(plan.inputs[index], layers) for index in old_inputs]
     inputs += [Source("received", f"received.{number}") for number in range(len(received))]
     new = {old: number for number, old in enumerate([*old_inputs, *(value.value for value in received)])}
@@ -95,8 +90,10 @@ def stage_plan(plan: Plan, stage: Stage) -> StagePlan:
         new |= {old: len(new) + number for number, old in enumerate(step.results)}
     planned = tuple(step.renumbered(new) for step in steps)
     outputs = plan.outputs if stage.is_last else tuple(value.value for value in sent)
+    # All stages have the same arguments: one between two others may only pass on what a later one reads.
+    arguments = plan.arguments if stage.is_first else (*plan.arguments, "received")
     return StagePlan(
-        Plan(tuple(inputs), planned, tuple(new[index] for index in outputs)),
+        Plan(arguments, tuple(inputs), planned, tuple(new[index] for index in outputs)),
         None if stage.is_first else Border(received),
         None if stage.is_last else Border(sent),
     )

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from compiled_engine.attention.inputs import FORWARD_ARGUMENTS
 from compiled_engine.attention.op import OnAttention, attend
 from compiled_engine.graphs.compiler.plan import Input, Plan, PlannedStep
 from compiled_engine.passes.graph_inputs import Source
@@ -19,7 +18,7 @@ from compiled_engine.passes.graph_pass import SplittingOp
 from compiled_engine.passes.parameter import Parameter
 from compiled_engine.passes.registry import splitting_ops
 
-# Takes ForwardArguments.
+# Takes the arguments of its plan; of a step these are ForwardArguments.
 Forward = Callable[..., torch.Tensor]
 
 
@@ -29,7 +28,7 @@ def stitch(
     parameters: Mapping[str, torch.Tensor],
     on_attention: OnAttention | None = None,
 ) -> Forward:
-    """The model's forward, from ForwardArguments to hidden states [T, D] or logits [T, V].
+    """The function that runs the plan, from its arguments to its one output or a tuple of several.
 
     on_attention: is called with the function and the arguments of an attention op instead of the function.
     """
@@ -57,12 +56,11 @@ def _called(op: SplittingOp, on_attention: OnAttention | None) -> Callable[..., 
 
 
 def forward_source(plan: Plan) -> str:
-    """Python source of the stitched forward."""
+    """Python source of the function that runs the plan."""
     names = [_input_name(index, source) for index, source in enumerate(plan.inputs)]
     names += [f"v{i}" for i in range(len(names), len(names) + sum(len(step.results) for step in plan.steps))]
     last_use = _last_uses(plan)
-    heads = [source.name.partition(".")[0] for source in plan.inputs if source.kind in ("argument", "received")]
-    lines = [f"def forward({', '.join(dict.fromkeys((*FORWARD_ARGUMENTS, *heads)))}):"]
+    lines = [f"def forward({', '.join(plan.arguments)}):"]
     lines += [f"    {names[i]} = {source.expression}.shape[{source.dim}]" for i, source in _used_sizes(plan)]
     for number, step in enumerate(plan.steps):
         lines.append("    " + _call(step, names))

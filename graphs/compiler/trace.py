@@ -1,4 +1,4 @@
-"""Trace a whole model once with Dynamo and lower it to ATen.
+"""Trace a callable of a model once with Dynamo and lower it to ATen.
 
 The token, request and block counts are unbacked symbols, so one trace serves every size in the declared range and
 no guard can arise from the example. The trace is refused if one does.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,66 +17,31 @@ from torch import fx, nn
 from torch._guards import CompileContext, CompileId, Guard
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 
-from compiled_engine.attention.inputs import (
-    FORWARD_ARGUMENTS,
-    SIZES,
-    ForwardArguments,
-    StepTensor,
-    arguments_of,
-    attention_inputs_of,
-)
 from compiled_engine.graphs.compiler import compat
 from compiled_engine.graphs.compiler.functional import to_aten
 from compiled_engine.graphs.compiler.guards import GuardRecord, describe_guards, dynamo_guards, proved_asserts
 from compiled_engine.graphs.compiler.record import SymbolRecord, symbols
 from compiled_engine.graphs.compiler.repeated_layers import repeat_layers
+from compiled_engine.graphs.compiler.signature import Signature
 from compiled_engine.graphs.compiler.traced_layers import traced_layers
 from compiled_engine.passes.graph_inputs import Source, source_of
 from compiled_engine.passes.graph_pass import CompileRange
-from compiled_engine.passes.lowering import is_foreign, lower
+from compiled_engine.passes.lowering import lower
 from compiled_engine.passes.manager import PassReport
 from compiled_engine.passes.matching import arg, fake_mode_of
 from compiled_engine.passes.parameter import BUFFER, WEIGHT, Parameter
 
 
 @dataclass(frozen=True)
-class ForwardInputs:
-    """Inputs of a trace: the forward's declared arguments, an example of each by name, and the largest number of
-    tokens. `asked`: the step tensors that passes declare, which the model does not read.
-    """
-
-    declared: tuple[StepTensor, ...]
-    examples: Mapping[str, torch.Tensor]
-    backend: str
-    max_tokens: int
-    asked: tuple[StepTensor, ...] = ()
-
-    def arguments(self) -> ForwardArguments:
-        """The examples as the model's forward takes them."""
-        caches = [example for name, example in self.examples.items() if name.startswith("kv_caches.")]
-        step = {name: example for name, example in self.examples.items() if not name.startswith("kv_caches.")}
-        return arguments_of(step, attention_inputs_of(step, self.backend), caches)
-
-    def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
-        """(argument, dimension) -> (name of the size, least, most); equal names are equal sizes."""
-        bounds = SIZES | {"tokens": (1, self.max_tokens)}
-        return {
-            (tensor.name, number): (dim, *bounds[dim])
-            for tensor in self.declared
-            for number, dim in enumerate(tensor.dims)
-            if isinstance(dim, str)
-        }
-
-
-@dataclass(frozen=True)
 class TracedGraph:
-    """The ATen graph of a forward; each placeholder's meta holds its `source`, each node's its fake `val`.
+    """The ATen graph of a callable; each placeholder's meta holds its `source`, each node's its fake `val`.
 
-    Its outputs are (hidden_TD, logits_TV) of every token; `for_range` keeps one of them. The rest is what the
-    inspector shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, the guards with what
+    Its outputs are the signature's results; `for_range` keeps those that are returned. The rest is what the inspector
+    shows: Dynamo's graph and the bytecode that it made of the entry, the declared sizes, the guards with what
     discharges each, and what the passes did that lower foreign code.
     """
 
+    signature: Signature
     module: fx.GraphModule
     shape_env: ShapeEnv
     dynamo_graph: str
@@ -87,12 +52,12 @@ class TracedGraph:
     lowering: tuple[PassReport, ...] = ()
 
     def for_range(self, compile_range: CompileRange) -> fx.GraphModule:
-        """A copy of the graph with the output that a range needs, and only the parameters that this takes."""
+        """A copy of the graph with the outputs that a range needs, and only the parameters that these take."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self.module.graph, copies)
-        hidden, logits = arg(self.module.graph.output_node(), 0)
-        graph.output((copies[logits if compile_range.small else hidden],))
+        results = dict(zip(self.signature.results, arg(self.module.graph.output_node(), 0), strict=True))
+        graph.output(tuple(copies[results[name]] for name in self.signature.returned(compile_range)))
         graph.eliminate_dead_code()
         for placeholder in graph.find_nodes(op="placeholder"):
             if not placeholder.users and placeholder.meta["source"].kind == "parameter":
@@ -104,40 +69,57 @@ class GuardError(RuntimeError):
     """The trace holds only for some sizes of the declared range."""
 
 
-def trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool = False, verify: bool = False) -> TracedGraph:
-    """Trace `model` on example inputs. Nothing is executed, so its parameters may be without storage.
+def without_storage(model: nn.Module, device: torch.device) -> nn.Module:
+    """Give a model on the meta device its real device but no memory: it can be traced, not executed."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(_storageless(parameter, device), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+    return model
+
+
+def _storageless(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    tensor = torch.empty_like(like, device=device)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def trace(model: nn.Module, signature: Signature, *, strict: bool = False, verify: bool = False) -> TracedGraph:
+    """Trace a callable of `model`, whose parameters are on its device and may be without storage: nothing is executed.
 
     strict, verify: of the passes that lower foreign code, see `run_passes`.
     Raises GuardError when the graph would not be valid for every size in the declared range.
     """
-    traced = _trace_layers(model, inputs, strict=strict, verify=verify)
-    if inputs.asked:
-        _add_inputs(traced.module, inputs)
+    traced = _trace_layers(model, signature, strict=strict, verify=verify)
+    if signature.asked:
+        _add_inputs(traced.module, signature, next(model.parameters()).device)
     return traced
 
 
-def _trace_layers(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: bool) -> TracedGraph:
+def _trace_layers(model: nn.Module, signature: Signature, *, strict: bool, verify: bool) -> TracedGraph:
     layers = traced_layers(model)
     if layers is not None:
         with layers.alone():
-            traced = _trace(model, inputs, strict=strict, verify=verify)
+            traced = _trace(model, signature, strict=strict, verify=verify)
+        if all(layers.layer_of(node) is None for node in traced.module.graph.nodes):
+            return traced
         if repeat_layers(traced.module.graph, layers):
             traced.module.recompile()
             note = f"# Of {layers.path} the layers {list(layers.numbers)}; the others repeat them.\n"
             return replace(traced, dynamo_graph=note + traced.dynamo_graph)
-    return _trace(model, inputs, strict=strict, verify=verify)
+    return _trace(model, signature, strict=strict, verify=verify)
 
 
-def _add_inputs(module: fx.GraphModule, inputs: ForwardInputs) -> None:
+def _add_inputs(module: fx.GraphModule, signature: Signature, device: torch.device) -> None:
     """Give the graph an input for each step tensor that a pass declares, with the sizes of the traced inputs."""
     placeholders = module.graph.find_nodes(op="placeholder")
     by_name = {source_of(node).name: node.meta["val"] for node in placeholders if source_of(node).kind == "argument"}
     sizes = {
-        size: by_name[name].shape[dim] for (name, dim), (size, *_) in inputs.open_sizes().items() if name in by_name
+        size: by_name[name].shape[dim] for (name, dim), (size, *_) in signature.open_sizes().items() if name in by_name
     }
-    device = inputs.examples["input_ids_T"].device
     with fake_mode_of(list(by_name.values())), module.graph.inserting_before(placeholders[-1].next):
-        for tensor in inputs.asked:
+        for tensor in signature.asked:
             node = module.graph.placeholder(tensor.name)
             node.meta["val"] = torch.empty(tensor.shape(sizes), dtype=tensor.dtype, device=device)
             node.meta["source"] = Source("argument", tensor.name)
@@ -145,11 +127,12 @@ def _add_inputs(module: fx.GraphModule, inputs: ForwardInputs) -> None:
     module.recompile()
 
 
-def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: bool) -> TracedGraph:
-    declared = inputs.open_sizes()
+def _trace(model: nn.Module, signature: Signature, *, strict: bool, verify: bool) -> TracedGraph:
+    device = next(model.parameters()).device
+    declared, examples = signature.open_sizes(), signature.examples(device)
     for (name, dim), size in declared.items():
-        compat.mark_dynamic_size(inputs.examples[name], dim, *size)
-    dynamo = _run_dynamo(model, inputs)
+        compat.mark_dynamic_size(examples[name], dim, *size)
+    dynamo = _run_dynamo(model, signature, examples)
     graph, fakes = dynamo.graph, dynamo.fakes
     fake_mode = fake_mode_of(fakes)
     shape_env = fake_mode.shape_env
@@ -167,11 +150,12 @@ def _trace(model: nn.Module, inputs: ForwardInputs, *, strict: bool, verify: boo
     require_no_guards(shape_env)
     module.graph.eliminate_dead_code()
     lowering: tuple[PassReport, ...] = ()
-    if is_foreign(module.graph):
-        device = inputs.examples["input_ids_T"].device
-        lowering = lower(module.graph, CompileRange(1, inputs.max_tokens), device, strict=strict, verify=verify)
+    if hasattr(model, "layers_path"):  # its code is not the textbook's
+        every_batch = CompileRange(1, signature.most_tokens)
+        lowering = lower(module.graph, every_batch, device, strict=strict, verify=verify)
     module.recompile()
     return TracedGraph(
+        signature=signature,
         module=module,
         shape_env=shape_env,
         dynamo_graph=graph.print_readable(print_output=False),
@@ -192,7 +176,7 @@ def require_no_guards(shape_env: ShapeEnv) -> None:
 
 @dataclass(frozen=True)
 class _DynamoResult:
-    """Dynamo's result for a forward; `fakes` are the values of the graph's placeholders."""
+    """What Dynamo made of a callable; `fakes` are the values of the graph's placeholders."""
 
     graph: fx.GraphModule
     fakes: list[Any]
@@ -201,7 +185,7 @@ class _DynamoResult:
     bytecode: tuple[types.CodeType, types.CodeType] | None
 
 
-def _run_dynamo(model: nn.Module, inputs: ForwardInputs) -> _DynamoResult:
+def _run_dynamo(model: nn.Module, signature: Signature, examples: dict[str, torch.Tensor]) -> _DynamoResult:
     held: dict[str, Any] = {}
 
     def backend(graph: fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
@@ -213,25 +197,22 @@ def _run_dynamo(model: nn.Module, inputs: ForwardInputs) -> _DynamoResult:
         output = arg(graph.graph.output_node(), 0)
         return lambda *args: tuple(torch.empty(0) for _ in output)
 
-    entry = _fresh_entry(FORWARD_ARGUMENTS)
+    entry = _fresh_entry(signature)
     with torch.no_grad(), compat.bytecode_of(entry) as bytecode:
-        torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)(model, *inputs.arguments())
+        torch.compile(entry, backend=backend, fullgraph=True, dynamic=False)(model, *signature.passed(examples))
     return _DynamoResult(bytecode=bytecode[0] if bytecode else None, **held)
 
 
-def _fresh_entry(arguments: Sequence[str]) -> Callable[..., Any]:
+def _fresh_entry(signature: Signature) -> Callable[..., Any]:
     """The function that is traced. Dynamo keeps what it compiled, and a limit on it, per code object: a new one each
     time leaves no trace of us in the caller's process and never meets the limit."""
-    names = ", ".join(arguments)
-    source = f"""
-def traced_forward(model, {names}):
-    hidden_TD = model({names})
-    return hidden_TD, model.logits(hidden_TD)
-"""
+    lines = [f"def traced({', '.join(('model', *signature.arguments))}):"]
+    lines += [f"    {name} = {expression}" for name, expression in signature.results.items()]
+    lines.append(f"    return ({', '.join(signature.results)},)")
     namespace: dict[str, Any] = {"__name__": __name__}
     # A file that exists: torch 2.11 wraps a function without one, and its arguments lose their names.
-    exec(compile(source, __file__, "exec"), namespace)
-    return namespace["traced_forward"]
+    exec(compile("\n".join(lines) + "\n", __file__, "exec"), namespace)
+    return namespace["traced"]
 
 
 def _sources(graph: fx.GraphModule, fakes: list[Any], model: nn.Module) -> list[Source | Parameter]:

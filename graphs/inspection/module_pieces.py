@@ -24,7 +24,7 @@ def parameter_uses(ranges: Iterable[CompiledRange]) -> ParameterUses:
             for source in taken:
                 if step.piece is not None and isinstance(source, Parameter):
                     for leaf in source.leaves():
-                        uses[leaf.name].append((compiled.compile_range.name, step.piece))
+                        uses[leaf.name].append((compiled.name, step.piece))
     return uses
 
 

@@ -90,7 +90,7 @@ def make_report(
             "modules": modules,
             "symbols": record["symbols"],
             "guards": record["guards"],
-            "kernels_per_step": {v.compile_range.name: _per_step(v, kernels) for v in ranges},
+            "kernels_per_step": {v.name: _per_step(v, kernels) for v in ranges},
         }
         texts = _texts(folder, ranges)
     data["notes"] = _notes(config, entry, metrics)
@@ -105,8 +105,8 @@ def piece_file(range_name: str, number: int, suffix: str) -> str:
 def _pass(report: dict[str, Any], compiled: CompiledRange) -> dict[str, Any]:
     """A pass report without its diff, which is one of the texts."""
     number = [known.name for known in compiled.passes].index(report["name"])
-    diff = f"{compiled.compile_range.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
-    return report | {"range": compiled.compile_range.name, "diff": diff, "near_misses": list(report["near_misses"])}
+    diff = f"{compiled.name}/passes/{number:02}_{report['name']}.diff" if report.pop("diff") else None
+    return report | {"range": compiled.name, "diff": diff, "near_misses": list(report["near_misses"])}
 
 
 def _pieces(
@@ -118,7 +118,7 @@ def _pieces(
     pieces: dict[str, dict[str, Any]] = {}
     by_key = {piece["key"]: piece for piece in compilations}
     for compiled in ranges:
-        name = compiled.compile_range.name
+        name = compiled.name
         counts = Counter(step.piece for step in compiled.plan.steps if step.piece)
         for number, key in enumerate(compiled.plan.piece_keys(), start=1):
             piece = pieces.setdefault(
@@ -149,10 +149,12 @@ def _letters(number: int) -> str:
 
 def _range(compiled: CompiledRange) -> dict[str, Any]:
     """The range, its steps and the names of its texts."""
-    name = compiled.compile_range.name
+    name = compiled.name
     return asdict(compiled.compile_range) | {
         "name": name,
-        "returns": "the logits of every token" if compiled.compile_range.small else "hidden states",
+        "callable": compiled.callable,
+        "arguments": list(compiled.plan.arguments),
+        "returns": list(compiled.returns),
         "steps": [{"piece": step.piece, "op": step.op} for step in compiled.plan.steps],
         "graph": f"{name}/graph.txt",
         "forward": f"{name}/forward.py",
@@ -208,10 +210,10 @@ def _output_code(folder: Path, key: str) -> str:
 def _texts(folder: Path, ranges: Iterable[CompiledRange]) -> dict[str, str]:
     texts = {
         path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8")
-        for path in sorted(folder.glob("trace/*.txt"))
+        for path in sorted(folder.rglob("trace/*.txt"))
     }
     for compiled in ranges:
-        name = compiled.compile_range.name
+        name = compiled.name
         own = folder / name
         for path in [*sorted(own.glob("passes/*.diff")), own / "graph.txt", own / "forward.py"]:
             if path.exists():

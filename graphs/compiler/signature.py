@@ -1,0 +1,127 @@
+"""What the compiler has to know of a callable before it traces it: arguments, results, compile ranges.
+
+A callable is a function of a module's that is compiled by itself, with an argument list of its own. Nothing of the
+compiler depends on which one it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compiled_engine.attention.inputs import (
+    FORWARD_ARGUMENTS,
+    SIZES,
+    STEP_TENSORS,
+    StepTensor,
+    attention_inputs_of,
+    kv_cache_tensors,
+    padding_of,
+)
+from compiled_engine.config import EngineConfig
+from compiled_engine.passes.graph_pass import CompileRange
+from compiled_engine.passes.registry import step_tensors
+
+FORWARD, LOGITS = "forward", "logits"
+# Of the examples that are traced: three requests of four tokens. Every size in them is dynamic in the trace.
+_EXAMPLE = {"tokens": 12, "requests": 3, "request_borders": 4, "blocks_per_request": 2, "work": 2, "blocks": 5}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """arguments: the names of what is passed, in order. tensors: what these consist of; the name of each is its path in
+    the arguments. asked: the step tensors that passes ask for, which come behind the arguments and which the model does
+    not read. backend: of attention_inputs, where these are among the arguments.
+
+    results: Python for each value that may be returned, by name, of `model`, the arguments and the results before it.
+    returns: the names of those that the code returns; small_returns: that of a small range, where it is something else.
+    ranges: the last one serves every batch. direct: no pass fuses anything, and its pieces call op by op, as eager code
+    does, so that a start can load them without a compiler.
+    """
+
+    arguments: tuple[str, ...]
+    tensors: tuple[StepTensor, ...]
+    results: Mapping[str, str]
+    returns: tuple[str, ...]
+    ranges: tuple[CompileRange, ...]
+    small_returns: tuple[str, ...] = ()
+    asked: tuple[StepTensor, ...] = ()
+    backend: str = ""
+    direct: bool = False
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a batch; a trace must hold for its example as well, also where a step may have fewer tokens."""
+        return max(_EXAMPLE["tokens"], self.ranges[-1].high)
+
+    def returned(self, compile_range: CompileRange) -> tuple[str, ...]:
+        """The names of the results that the code of a range returns."""
+        return (compile_range.small and self.small_returns) or self.returns
+
+    def open_sizes(self) -> dict[tuple[str, int], tuple[str, int, int]]:
+        """(tensor, dimension) -> (name of the size, least, most); equal names are equal sizes."""
+        bounds = SIZES | {"tokens": (1, self.most_tokens)}
+        return {
+            (tensor.name, number): (dim, *bounds[dim])
+            for tensor in self.tensors
+            for number, dim in enumerate(tensor.dims)
+            if isinstance(dim, str)
+        }
+
+    def examples(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """Return a small value for each tensor, by name, which nobody reads."""
+        return padding_of(self.tensors, _EXAMPLE, device)
+
+    def passed(self, tensors: Mapping[str, torch.Tensor]) -> tuple[Any, ...]:
+        """Return the arguments, those that are asked for apart, that consist of these tensors, by name."""
+        return tuple(self._argument(name, tensors) for name in self.arguments)
+
+    def _argument(self, name: str, tensors: Mapping[str, torch.Tensor]) -> Any:
+        if name in tensors:
+            return tensors[name]
+        if name == "attention_inputs":
+            return attention_inputs_of(tensors, self.backend)
+        return [tensor for path, tensor in tensors.items() if path.startswith(f"{name}.")]
+
+
+def compile_ranges(config: EngineConfig) -> tuple[CompileRange, ...]:
+    """The compile ranges for small batches, ascending, then the dynamic one, which serves every batch."""
+    small = [CompileRange(low, high, small=True) for low, high in config.compile.ranges]
+    return (*small, CompileRange(1, config.scheduler.max_num_batched_tokens))
+
+
+def callables_of(config: EngineConfig) -> dict[str, Signature]:
+    """What is compiled of a model, by name."""
+    return {FORWARD: forward_signature(config), LOGITS: logits_signature(config)}
+
+
+def forward_signature(config: EngineConfig) -> Signature:
+    """A step: hidden states of every token, and in ranges for small batches their logits."""
+    model = config.local_model
+    caches = kv_cache_tensors(model.kv_shapes(_EXAMPLE["blocks"], config.cache.block_size), model.dtype)
+    return Signature(
+        FORWARD_ARGUMENTS,
+        (*STEP_TENSORS, *caches),
+        {"hidden_TD": f"model({', '.join(FORWARD_ARGUMENTS)})", "logits_TV": "model.logits(hidden_TD)"},
+        returns=("hidden_TD",),
+        ranges=compile_ranges(config),
+        small_returns=("logits_TV",),
+        asked=step_tensors(config.compile.passes),
+        backend=config.attention_backend,
+    )
+
+
+def logits_signature(config: EngineConfig) -> Signature:
+    """Logits of the rows of hidden states that need them, for batches whose forward ends at the hidden states."""
+    model = config.local_model
+    return Signature(
+        ("hidden_RD",),
+        (StepTensor("hidden_RD", ("tokens", model.hidden_size), model.dtype),),
+        {"logits_RV": "model.logits(hidden_RD)"},
+        returns=("logits_RV",),
+        ranges=compile_ranges(config)[-1:],
+        direct=True,
+    )
